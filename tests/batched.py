@@ -30,5 +30,5 @@ def values(batch: Any) -> list[Any]:
     return jax.tree.map(lambda array: np.asarray(array).tolist(), batch)
 
 
-def take(found: Iterator[Any], num: int) -> list[Any]:
-    return [values(batch) for batch in itertools.islice(found, num)]
+def take(result: Iterator[Any], num: int) -> list[Any]:
+    return [values(batch) for batch in itertools.islice(result, num)]

@@ -248,16 +248,16 @@ def read_folders(count: int, first: int, place: Path) -> Campaign:
         spoil(target, files, random.Random(seed))
         began = time.process_time()
         for name, forms in READERS.items():
-            said, outcome = io.StringIO(), "read"
+            output, outcome = io.StringIO(), "read"
             try:
-                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                     forms[seed % len(forms)](target)
             except SpanaxError as error:
                 outcome = "refused"
-                said.write(str(error))
+                output.write(str(error))
             except Exception:
                 campaign.failures.append(f"{seed} {name}: {traceback.format_exc()[-600:]}")
-            text = said.getvalue()
+            text = output.getvalue()
             if text.startswith("spanax: "):
                 outcome = "refused"
             if "Traceback" in text or (match := STEERING.search(text)):

@@ -95,7 +95,7 @@ def manifests() -> None:
     lists: dict[str, dict[str, Any]] = {
         "names a file above": {"../../secret": entry},
         "names an absolute file": {"/etc/passwd": entry},
-        "names a hundred thousand files": {f"arrays/{at}": entry for at in range(100_000)},
+        "names a hundred thousand files": {f"arrays/{index}": entry for index in range(100_000)},
         "declares ten gigabytes": {"arrays/0": {"size": 10**10, "crc32": "00000000"}},
         "declares a size of 4,000 digits": {"arrays/0": {"size": int(HUGE), "crc32": "00000000"}},
         "declares no size": {"arrays/0": {"size": None, "crc32": []}},
@@ -201,8 +201,8 @@ def _(root: Path) -> list[str]:
 def _(root: Path) -> list[str]:
     folder, before = step(root), os.getcwd()
     os.chdir(folder)  # the path of a socket is short
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind("socket")
+    with socket.socket(socket.AF_UNIX) as built:
+        built.bind("socket")
     os.chdir(before)
     return verify(root)
 
@@ -558,9 +558,9 @@ def linked(name: str) -> Callable[[Path], object]:
 
 def rewritten(pattern: str, content: bytes) -> Callable[[Path], object]:
     def spoil(newest: Path) -> None:
-        found = sorted(path for path in newest.glob(pattern) if path.is_file())
-        assert found, pattern
-        for path in found:
+        result = sorted(path for path in newest.glob(pattern) if path.is_file())
+        assert result, pattern
+        for path in result:
             path.write_bytes(content)
 
     return spoil
@@ -596,14 +596,14 @@ def _(root: Path) -> list[str]:
 
 
 def peak_bytes() -> int:
-    told = Path("/proc/self/status").read_text()
-    return int(told.partition("VmHWM:")[2].split()[0]) << 10
+    reported = Path("/proc/self/status").read_text()
+    return int(reported.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def watched(command: list[str]) -> dict[str, Any]:
     """What a command came to."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, said = peak_bytes(), io.StringIO()
+    before, output = peak_bytes(), io.StringIO()
 
     def over(*_: Any) -> None:
         raise TimeoutError("it took more than 240 s")
@@ -611,7 +611,7 @@ def watched(command: list[str]) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, over)
     signal.alarm(240)
     code = 0
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             cli.main(command)
         except SystemExit as stop:
@@ -622,7 +622,7 @@ def watched(command: list[str]) -> dict[str, Any]:
         finally:
             signal.alarm(0)
     peak = peak_bytes()
-    text = said.getvalue()
+    text = output.getvalue()
     return {
         "code": code, "peak_mb": peak >> 20, "more_mb": (peak - before) >> 20,
         "said": text[:2000], "is_clean": not {"\x1b", "\x07"} & set(text), "jax": "jax" in sys.modules,
@@ -631,10 +631,10 @@ def watched(command: list[str]) -> dict[str, Any]:
 
 def snapshot(folder: Path) -> dict[str, Any]:
     """What lies outside of what a command may write to."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path in sorted(folder.glob("outside*")) + sorted((folder / "outside").glob("**/*")):
-        found[str(path)] = zlib.crc32(path.read_bytes()) if path.is_file() else "folder"
-    return found
+        result[str(path)] = zlib.crc32(path.read_bytes()) if path.is_file() else "folder"
+    return result
 
 
 def main(root: Path, which: str) -> None:
@@ -644,16 +644,16 @@ def main(root: Path, which: str) -> None:
     if which == "heavy":
         (root / "w.py").write_text(WORKLOAD)
         first = ["train", f"{root / 'w.py'}:tiny", "--out", str(root / "good"), "--devices", "1", "--layout", "data"]
-        made = watched(first)
-        assert made["code"] == 0, made["said"]
-    for at, (name, (case, codes)) in enumerate((LIGHT if which == "light" else HEAVY).items()):
-        folder = root / f"case{at}"
+        built = watched(first)
+        assert built["code"] == 0, built["said"]
+    for index, (name, (case, codes)) in enumerate((LIGHT if which == "light" else HEAVY).items()):
+        folder = root / f"case{index}"
         folder.mkdir()
         command = case(folder)
         before = snapshot(folder)
-        found = watched(command)
+        result = watched(command)
         is_left = before == snapshot(folder) and not (root / "executed").exists()
-        print(json.dumps({"name": name, "wanted": sorted(codes), **found, "untouched": is_left}), flush=True)
+        print(json.dumps({"name": name, "wanted": sorted(codes), **result, "untouched": is_left}), flush=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

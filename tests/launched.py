@@ -125,7 +125,7 @@ class Launched:
         """Wait until something holds, or the run has ended."""
         deadline = time.monotonic() + timeout_seconds
         while not holds() and self.process.poll() is None:
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
 
     def pause(self, seconds: float) -> None:
@@ -149,14 +149,14 @@ class Launched:
         """How far the run has come, by its last signs of life."""
         return max((beat.step for beat in heartbeat.read(self.folder).values()), default=0)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What it said to whoever called it, and the last of each log."""
         logs = [path.read_text()[-3000:] for path in sorted((self.folder / "log").glob("*"))]
         return "\n".join([self.folder.with_suffix(".txt").read_text(), *logs])
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Its events of one name."""
-        return [one for one in events.read(self.folder).records if one["event"] == name]
+        return [event for event in events.read(self.folder).records if event["event"] == name]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -198,8 +198,9 @@ def arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
         )
         for leaf in plan["leaves"]
     }
-    found = checkpoint.restore(folder / "checkpoints", targets, step=step)
+    restored = checkpoint.restore(folder / "checkpoints", targets, step=step)
     is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)  # noqa: E731
     return {
-        path: np.asarray(jax.random.key_data(array) if is_key(array) else array) for path, array in found.arrays.items()
+        path: np.asarray(jax.random.key_data(array) if is_key(array) else array)
+        for path, array in restored.arrays.items()
     }

@@ -23,7 +23,7 @@ def leaf(path: str, kind: str = "param", shape: tuple[int, ...] = (64, 256), rea
     """An array of an fsdp=4,model=2 mesh: its first dim over fsdp, its last over model."""
     spec = (("fsdp",), *[()] * (len(shape) - 2), ("model",)) if len(shape) > 1 else ((),) * len(shape)
     ways = [{"fsdp": 4, "model": 2}.get(by[0], 1) if by else 1 for by in spec]
-    local = tuple(size // way for size, way in zip(shape, ways, strict=True))
+    local = tuple(size // count for size, count in zip(shape, ways, strict=True))
     num_bytes = 4
     for size in local:
         num_bytes *= size
@@ -33,13 +33,14 @@ def leaf(path: str, kind: str = "param", shape: tuple[int, ...] = (64, 256), rea
 
 def a_plan(num_blocks: int = 3, *, paths: tuple[str, ...] = (), has_price: bool = True) -> Plan:
     """A plan over 8 devices with arrays of many sizes, so that no two are alike, and a pipeline's schedule."""
-    names = [f"{place}.{at}" for at in range(num_blocks) for place in ("up", "down")]
+    names = [f"{place}.{index}" for index in range(num_blocks) for place in ("up", "down")]
     leaves = [
-        leaf(f"block_{name.replace('.', '_')}.kernel", "param", (64 + 4 * at, 256)) for at, name in enumerate(names)
+        leaf(f"block_{name.replace('.', '_')}.kernel", "param", (64 + 4 * index, 256))
+        for index, name in enumerate(names)
     ]
-    leaves += [leaf(f"blocks.{at}.scale", "param", (64,), "too small to split") for at in range(4)]
+    leaves += [leaf(f"blocks.{index}.scale", "param", (64,), "too small to split") for index in range(4)]
     leaves += [leaf(path) for path in paths]
-    leaves += [replace(one, path=f"opt_state.0.mu.{one.path}", kind="optimizer") for one in leaves]
+    leaves += [replace(leaf, path=f"opt_state.0.mu.{leaf.path}", kind="optimizer") for leaf in leaves]
     price = Prediction(
         "h100:8", 0.02, {"matmuls": 0.012, "memory": 0.005, "weights between devices": 0.003},
         {"parameters": 3 << 20, "optimizer": 6 << 20, "activations": 30 << 20}, 80 << 20, 1e12, 0.41,
@@ -63,10 +64,10 @@ def a_certificate() -> Certificate:
     """A check with findings of every weight, collectives, and a plan."""
     collectives = tuple(
         Collective(
-            "all-gather", "fsdp", "f32", f"f32[{64 * at},256]", 65_536 * at, 12, 4, f"all-gather.{at}", "dot_general",
-            "/home/a/model.py:63", tensors=("block_up_0.kernel",),
+            "all-gather", "fsdp", "f32", f"f32[{64 * index},256]", 65_536 * index, 12, 4, f"all-gather.{index}",
+            "dot_general", "/home/a/model.py:63", tensors=("block_up_0.kernel",),
         )
-        for at in range(6, 0, -1)
+        for index in range(6, 0, -1)
     )  # fmt: skip
     report = Report(
         3, "h100:8", "fsdp+tensor", "fsdp=4,model=2", True, "the compiler",
@@ -86,7 +87,7 @@ def a_run(folder: Path, plan: Plan, num_steps: int = 60) -> Path:
     """A run that died once, with its curves, its plan and a profile."""
     (folder / "profile").mkdir(parents=True)
     spent = [{"start": 4, "compile": 6, "step": 18, "save": 2}, {"restart": 8, "recomputed": 6, "step": 11, "data": 3}]
-    told = [
+    reported = [
         (4, 0, "rank 0", {"event": "begin", "step": 0, "devices": 8, "mesh": {"fsdp": 4, "model": 2}}),
         (30, 0, "rank 0", {"event": "ledger", "step": 30, "seconds": spent[0]}),
         (42, 0, "supervisor", {"event": "died", "what": "it was killed.", "rank": 1, "words": "hm\nouch"}),
@@ -94,7 +95,7 @@ def a_run(folder: Path, plan: Plan, num_steps: int = 60) -> Path:
         (75, 1, "rank 0", {"event": "ledger", "step": num_steps, "seconds": spent[1]}),
         (75, 1, "rank 0", {"event": "end", "step": num_steps}),
     ]
-    for after, attempt, by, event in told:
+    for after, attempt, by, event in reported:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
         Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
     (folder / "config.toml").write_text('workload = "gpt-nano"\n')

@@ -34,8 +34,8 @@ def tokens() -> dict[str, np.ndarray]:
 
 def images() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    found = {"images": random.normal(size=(STEPS * SIZE, 8, 8, 3)).astype(np.float32)}
-    return found | {"labels": random.integers(0, 8, STEPS * SIZE).astype(np.int32)}
+    result = {"images": random.normal(size=(STEPS * SIZE, 8, 8, 3)).astype(np.float32)}
+    return result | {"labels": random.integers(0, 8, STEPS * SIZE).astype(np.int32)}
 
 
 def vit_loss(model: nnx.Module, batch: dict[str, Any]) -> jax.Array:
@@ -81,23 +81,23 @@ def trained(run: Run, name: str) -> dict[str, np.ndarray]:
 @functools.cache
 def reference(name: str, microbatches: int, remat: str | None = None) -> dict[str, np.ndarray]:
     """The same training on one device; in one batch, where microbatches are exact."""
-    made = program(name, microbatches if name == "mixtral" else 1, remat)
-    return trained(spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3), name)
+    built = program(name, microbatches if name == "mixtral" else 1, remat)
+    return trained(spanax.start(built, spanax.plan(built, spanax.cluster("cpu:1"), layout="data"), seed=3), name)
 
 
-def planned(made: Program, mesh: str, schedule: str) -> Plan:
+def planned(program: Program, mesh: str, schedule: str) -> Plan:
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
     chunks = 2 if schedule == "interleaved" else 1
-    asked = Schedule(pipeline=schedule, microbatches=made.microbatches, num_chunks=chunks)
-    return spanax.plan(made, cluster, mesh=mesh, schedule=asked)
+    asked = Schedule(pipeline=schedule, microbatches=program.microbatches, num_chunks=chunks)
+    return spanax.plan(program, cluster, mesh=mesh, schedule=asked)
 
 
-def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray], tolerance: float = TOLERANCE) -> None:
-    assert expected.keys() == found.keys()
+def assert_same(expected: dict[str, np.ndarray], result: dict[str, np.ndarray], tolerance: float = TOLERANCE) -> None:
+    assert expected.keys() == result.keys()
     assert any(path.startswith("opt") or "grad" in path for path in expected), "the gradients are compared too"
-    for path, wanted in expected.items():
-        scale = max(np.abs(wanted).max(initial=0), NOUGHT)
-        assert np.abs(wanted - found[path]).max(initial=0) / scale <= tolerance, path
+    for path, reference in expected.items():
+        scale = max(np.abs(reference).max(initial=0), NOUGHT)
+        assert np.abs(reference - result[path]).max(initial=0) / scale <= tolerance, path
 
 
 def ranked_layers(_: Any) -> Any:

@@ -37,14 +37,14 @@ class Net(nnx.Module):
 @functools.cache
 def workload(name: str, batch_size: int = 32, num_layers: int | None = None, remat: str | None = None) -> Program:
     """A named workload under AdamW."""
-    found = load(name, batch_size=batch_size, num_layers=num_layers)
+    result = load(name, batch_size=batch_size, num_layers=num_layers)
     return spanax.trace(
-        build=found.build,
+        build=result.build,
         optimizer=optax.adamw(1e-3),
-        batch=found.batch,
-        loss=found.loss,
+        batch=result.batch,
+        loss=result.loss,
         remat=remat,
-        accumulate=found.accumulate,
+        accumulate=result.accumulate,
     )
 
 
@@ -87,7 +87,7 @@ def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 
 def graph_of(function: Any, *shapes: Any) -> Graph:
     """A function's graph; its inputs as shapes."""
-    shapes = tuple(array(*one) if isinstance(one, tuple) else one for one in shapes)
+    shapes = tuple(array(*shape) if isinstance(shape, tuple) else shape for shape in shapes)
     return from_jaxpr(jax.make_jaxpr(function)(*shapes))
 
 

@@ -72,11 +72,11 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
 
 def test_axes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "axes", "gpt-nano", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["unknown"] == {} and found["coverage"] == 1.0
-    names = {axis["name"] for axis in found["axes"]}
+    data = json.loads(out)
+    assert code == 0 and data["unknown"] == {} and data["coverage"] == 1.0
+    names = {axis["name"] for axis in data["axes"]}
     assert {"batch", "seq", "embed", "mlp", "heads", "vocab", "layers"} <= names
-    by_path = {leaf["path"]: leaf["axes"] for leaf in found["leaves"]}
+    by_path = {leaf["path"]: leaf["axes"] for leaf in data["leaves"]}
     assert by_path["inputs"] == ["batch", "seq"] and by_path["embed"] == ["vocab", "embed"]
 
 
@@ -234,32 +234,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def messages() -> dict[str, str]:
     """What each bad input was answered, for the golden file."""
     return {}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_told_in_four_lines(
-    name: str, folder: Path, said: dict[str, str], capsys: pytest.CaptureFixture[str]
+    name: str, folder: Path, messages: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     args, code, says = BAD[name]
-    found, out, err = run(capsys, *args)
+    result, out, err = run(capsys, *args)
     lines = err.strip().splitlines()
-    assert found == code and says in err, err
+    assert result == code and says in err, err
     assert lines[0].startswith("spanax: ") and len(lines) <= 4 and "Traceback" not in err and not out
     assert not (folder / "new").exists(), "something was left behind"
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "something was left behind"
-    said[name] = err.replace(str(folder), "FOLDER")
+    messages[name] = err.replace(str(folder), "FOLDER")
 
 
-def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
-    if said.keys() != BAD.keys():
-        pytest.skip(f"{len(said)} of {len(BAD)} answers: run the whole file to compare them")
-    found = "".join(f"[{name}] spanax {' '.join(BAD[name][0])}\n{said[name]}\n" for name in BAD)
+def test_the_answers_are_the_golden_ones(messages: dict[str, str]) -> None:
+    if messages.keys() != BAD.keys():
+        pytest.skip(f"{len(messages)} of {len(BAD)} answers: run the whole file to compare them")
+    text = "".join(f"[{name}] spanax {' '.join(BAD[name][0])}\n{messages[name]}\n" for name in BAD)
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(found)
-    assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
 
 
 def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
@@ -286,8 +286,8 @@ def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[
 def test_flags_win_over_the_file(folder: Path) -> None:
     (folder / "good.toml").write_text('steps = 7\nlr = 1\nlayout = "fsdp"\n')
     command = TrainConfig(config="good.toml", steps=9)
-    found = train.with_files(command, ["--config", "good.toml", "--steps", "9"])
-    assert (found.steps, found.lr, found.layout) == (9, 1, "fsdp")
+    result = train.with_files(command, ["--config", "good.toml", "--steps", "9"])
+    assert (result.steps, result.lr, result.layout) == (9, 1, "fsdp")
 
 
 @pytest.mark.parametrize(

@@ -55,14 +55,14 @@ def linear(**options: Any) -> Program:
 @pytest.mark.parametrize("name, on, asked", CASES)
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
-    said = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data
+    output = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data
     planned = Plan.load(file)
     program = load(name, batch_size=BATCH).trace(learning_rate=1e-3, num_steps=100)
     assert spanax.plan(program, on, **asked) == planned
-    best, schedule = said["best"], planned.schedule
+    best, schedule = output["best"], planned.schedule
     assert (best["mesh"], best["microbatches"]) == (dict(planned.mesh.axes), schedule.microbatches)
     assert best["remat"] == (schedule.remat or "as written") and best["layout"] == planned.layout.name
-    assert (said["compute_dtype"], said["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
+    assert (output["compute_dtype"], output["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
     check_answer(with_flags(CheckCommand(name, on), batch=BATCH, level=0, out=certificate, **asked))
     assert Certificate.from_json(certificate.read_text()).plan == planned
 
@@ -95,11 +95,11 @@ def test_a_dtype_of_the_users_is_kept() -> None:
         optimizer.update(model, grads)
         return {"loss": loss}
 
-    own = spanax.trace(
+    program = spanax.trace(
         build=lambda rngs: nnx.Linear(256, 256, rngs=rngs), optimizer=optax.adam(1e-3), batch=array(64, 256),
         train_step=train_step,
     )  # fmt: skip
-    schedule = spanax.plan(own, "h100:8").schedule
+    schedule = spanax.plan(program, "h100:8").schedule
     assert (schedule.compute_dtype, schedule.remat, schedule.microbatches) == (None, None, 1)
 
 
@@ -151,14 +151,14 @@ def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
     program = load("gpt-nano", batch_size=64).trace(learning_rate=1e-3, num_steps=10, remat="none")
     roomy = spanax.cluster("a100:8")
     asked: dict[str, Any] = {"remat": ("none",), "layout": "data", "mesh": "data=8"}
-    one, two = (spanax.search(program, roomy, microbatches=count, **asked).best for count in (1, 2))
-    assert one is not None and two is not None
+    single, two = (spanax.search(program, roomy, microbatches=count, **asked).best for count in (1, 2))
+    assert single is not None and two is not None
     tight = dataclasses.replace(roomy, memory_bytes=int(1.06 * two.peak_bytes))
-    found = spanax.search(program, tight, microbatches=1, **asked)
-    assert found.best is None
-    switches = remedies(found)
+    search_result = spanax.search(program, tight, microbatches=1, **asked)
+    assert search_result.best is None
+    switches = remedies(search_result)
     assert "--microbatches 2" in switches and any(each.startswith("--layout ") for each in switches)
-    summary = summarize(found)
+    summary = summarize(search_result)
     assert search_json(summary, 1)["fits_with"] == switches and f"it fits with {switches[0]}" in search_text(summary, 1)
     with pytest.raises(
         SpanaxError,

@@ -45,11 +45,11 @@ def changelog_problems(text: str) -> list[str]:
     """What is not as Keep a Changelog has it: Unreleased first, then versions with dates, newest first; known kinds."""
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
     problems = [] if heads[:1] == ["[Unreleased]"] else ["the first section is not [Unreleased]"]
-    found = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", head) for head in heads[1:]]
+    results = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", head) for head in heads[1:]]
     problems += [
-        f"not a version with a date: {head}" for head, match in zip(heads[1:], found, strict=True) if not match
+        f"not a version with a date: {head}" for head, match in zip(heads[1:], results, strict=True) if not match
     ]
-    versions = [Version(match[1]) for match in found if match]
+    versions = [Version(match[1]) for match in results if match]
     problems += [] if versions == sorted(versions, reverse=True) else ["versions are not newest first"]
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         kinds = re.findall(r"^### (.*)$", section, re.MULTILINE)
@@ -90,8 +90,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    (found,) = folder.glob(pattern)
-    return found
+    (result,) = folder.glob(pattern)
+    return result
 
 
 @pytest.mark.slow
@@ -99,12 +99,12 @@ def test_the_wheel_holds_the_package_and_true_metadata(built: Path) -> None:
     with zipfile.ZipFile(only(built, "*.whl")) as wheel:
         names = wheel.namelist()
         info = next(name for name in names if name.endswith(".dist-info/METADATA"))
-        told = Metadata.from_email(wheel.read(info), validate=True)
+        reported = Metadata.from_email(wheel.read(info), validate=True)
     assert {name.split("/")[0] for name in names} == {"spanax", info.split("/")[0]}
     assert {"spanax/py.typed", "spanax/hardware/chips.toml"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert str(told.version) == PROJECT["version"] and told.description_content_type == "text/markdown"
-    assert sum("extra ==" not in str(one) for one in told.requires_dist or []) <= MAX_DEPENDENCIES
+    assert str(reported.version) == PROJECT["version"] and reported.description_content_type == "text/markdown"
+    assert sum("extra ==" not in str(item) for item in reported.requires_dist or []) <= MAX_DEPENDENCIES
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_the_wheel_installs_and_trains_where_nothing_else_is(built: Path, tmp_pa
     venv.create(tmp_path / "new", with_pip=True)
     binaries = tmp_path / "new" / "bin"
     constraints = ROOT / "constraints" / ("py311.txt" if sys.version_info < (3, 12) else "py312.txt")
-    kept = ("PATH", "HOME", "LANG", "TMPDIR")
-    clean = {key: value for key, value in os.environ.items() if key in kept or key.startswith("PIP_")}
+    retained = ("PATH", "HOME", "LANG", "TMPDIR")
+    clean = {key: value for key, value in os.environ.items() if key in retained or key.startswith("PIP_")}
 
     def run(*argv: str | Path) -> str:
         done = subprocess.run(argv, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900)

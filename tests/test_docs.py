@@ -29,7 +29,7 @@ NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--out")
 
 
 def with_blocks(kind: str) -> list[str]:
-    return [page for page, found in PAGES.items() if any(block.kind == kind for block in found)]
+    return [page for page, result in PAGES.items() if any(block.kind == kind for block in result)]
 
 
 def needs_devices() -> None:
@@ -46,14 +46,14 @@ def needs_devices() -> None:
 def test_the_examples_of_a_page_run(page: str) -> None:
     if page in RUNNING:
         needs_devices()
-    found = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
-    assert found.attempted > 0 and found.failed == 0
+    result = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
+    assert result.attempted > 0 and result.failed == 0
 
 
 def test_a_wrong_example_is_found(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("    >>> 1 + 1\n    3\n")
-    found = doctest.testfile(str(tmp_path / "page.md"), module_relative=False, report=False, verbose=False)
-    assert found.failed == 1
+    result = doctest.testfile(str(tmp_path / "page.md"), module_relative=False, report=False, verbose=False)
+    assert result.failed == 1
 
 
 # ---- Python blocks
@@ -68,11 +68,11 @@ def python(page: str) -> list[Block]:
     return [block for block in PAGES[page] if block.kind == "python"]
 
 
-def run_blocks(page: str, found: list[Block]) -> None:
+def run_blocks(page: str, blocks: list[Block]) -> None:
     """Executes the Python of a page from top to bottom, exactly as printed, in one namespace that starts empty."""
     names = {"__name__": "__main__"}
     try:
-        for block in found:
+        for block in blocks:
             # The lines before keep the numbers those of the page.
             code = compile("\n" * (block.line - 1) + block.text, page, "exec")
             exec(code, names)
@@ -147,10 +147,10 @@ def test_a_line_that_is_not_printed_is_found() -> None:
     "text", ["import spanax\nspanax.plans(1)\n", "import spanax\nspanax.start(\n", "spanax.local()\n"]
 )
 def test_wrong_python_is_found(text: str) -> None:
-    found = blocks(f"```python\n{text}```\n")
-    assert [block.kind for block in found] == ["python"]
+    result = blocks(f"```python\n{text}```\n")
+    assert [block.kind for block in result] == ["python"]
     with pytest.raises((AttributeError, NameError, SyntaxError)):
-        run_blocks("page.md", found)
+        run_blocks("page.md", result)
 
 
 def unmarked(text: str) -> list[int]:
@@ -188,8 +188,8 @@ def test_the_commands_of_a_page_can_be_asked(page: str) -> None:
 )  # fmt: skip
 def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((SpanaxError, SystemExit)):
-        for one in commands(blocks(f"    {line}    # a word\n")[0].text):
-            read(one)
+        for command in commands(blocks(f"    {line}    # a word\n")[0].text):
+            read(command)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -200,7 +200,7 @@ def test_the_commands_within_the_text_exist(page: str) -> None:
 
 def planned_without_files() -> list[str]:
     """The commands of all pages that look at axes or plan, and need nothing that is not there."""
-    lines = [line for found in PAGES.values() for block in found for line in commands(block.text)]
+    lines = [line for page in PAGES.values() for block in page for line in commands(block.text)]
     return sorted({line for line in lines if re.match("spanax (axes|plan) ", line) and not NEEDS_FILES.search(line)})
 
 
@@ -220,7 +220,7 @@ def unknown_tests(text: str) -> list[str]:
     files = {path: path.read_text() for path in TESTS.rglob("test_*.py")}
 
     def is_known(file: str, test: str) -> bool:
-        return any(path.match(file) and (not test or f"def {test}(" in said) for path, said in files.items())
+        return any(path.match(file) and (not test or f"def {test}(" in output) for path, output in files.items())
 
     alone = [test for test in re.findall(r"`(test_\w+)`", text) if not is_known("*.py", test)]
     return [f"{file}::{test}" for file, test in named if not is_known(file, test)] + alone

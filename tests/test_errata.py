@@ -35,14 +35,14 @@ def gpt3_on(layout: str, mesh: str, remat: str = "full", stages: int = 1, microb
     """What one device holds (GiB) and gathers (GB) of GPT-3 175B, an example a device and microbatch."""
     shape = MeshShape.of(mesh)
     devices = shape.size * stages
-    found = search(
+    search_result = search(
         gpt3(devices), cluster(NODES[devices]), layout=layout, mesh=shape, remat=(remat,), microbatches=microbatches,
         pipeline=stages > 1, top=1000,
     )  # fmt: skip
-    one = next(one for one in (*found.candidates, *found.nearest) if one.num_stages == stages)
-    held = {name: size / 2**30 for name, size in one.memory.items()}
-    gathered = sum(kinds.get("all-gather", 0) for kinds in collectives_of(found, one).values()) / 1e9
-    return held | {"all": one.peak_bytes / 2**30, "gathered": gathered}
+    item = next(entry for entry in (*search_result.candidates, *search_result.nearest) if entry.num_stages == stages)
+    held = {name: size / 2**30 for name, size in item.memory.items()}
+    gathered = sum(kinds.get("all-gather", 0) for kinds in collectives_of(search_result, item).values()) / 1e9
+    return held | {"all": item.peak_bytes / 2**30, "gathered": gathered}
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errata.md"
@@ -53,11 +53,11 @@ def test_there_are_formulas() -> None:
     assert len(FORMULA.findall(PAGE.read_text())) >= 15
 
 
-@pytest.mark.parametrize("formula, said", FORMULA.findall(PAGE.read_text()))
-def test_a_formula_gives_what_the_page_says(formula: str, said: str) -> None:
-    found = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight, "gpt3_on": gpt3_on})
-    digits = len(said.partition(".")[2])
-    assert f"{found:.{digits}f}" == said
+@pytest.mark.parametrize("formula, output", FORMULA.findall(PAGE.read_text()))
+def test_a_formula_gives_what_the_page_says(formula: str, output: str) -> None:
+    result = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight, "gpt3_on": gpt3_on})
+    digits = len(output.partition(".")[2])
+    assert f"{result:.{digits}f}" == output
 
 
 def test_every_test_the_page_names_is_here() -> None:

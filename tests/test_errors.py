@@ -192,10 +192,10 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def test_messages_are_the_golden_ones() -> None:
-    found = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
+    text = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(found, newline="")
-    assert found.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
+        GOLDEN.write_text(text, newline="")
+    assert text.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -51,9 +51,9 @@ def test_an_example_runs_and_says_how_it_ended(
     assert capsys.readouterr().out.strip(), "it printed nothing"
 
 
-def held_out(said: str) -> dict[str, float]:
+def held_out(output: str) -> dict[str, float]:
     """The last number of each line, by model and layout."""
-    lines = re.findall(r"^(\S+ under \S+), .*?([\d.]+)(?: bits a character)?$", said, re.MULTILINE)
+    lines = re.findall(r"^(\S+ under \S+), .*?([\d.]+)(?: bits a character)?$", output, re.MULTILINE)
     return {name: float(number) for name, number in lines}
 
 
@@ -72,15 +72,15 @@ def test_every_model_learns_under_every_layout(
 ) -> None:
     example = next(path for path in EXAMPLES if path.stem == stem)
     run_in(tmp_path, monkeypatch, example, ["--every"])
-    found = held_out(capsys.readouterr().out)
-    assert len(found) == {"11_real_images": 9, "12_real_text": 13}[stem]
-    for name, value in found.items():
+    result = held_out(capsys.readouterr().out)
+    assert len(result) == {"11_real_images": 9, "12_real_text": 13}[stem]
+    for name, value in result.items():
         assert value < worst.get(name.split()[0], worst.get("", 0)), name
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
+    result = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else result(name))
     example = next(path for path in EXAMPLES if path.stem == "11_real_images")
     monkeypatch.setattr(sys, "argv", [str(example)])
     with pytest.raises(SystemExit) as stop:

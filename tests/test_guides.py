@@ -26,8 +26,8 @@ GIB = 2**30
 
 @functools.cache
 def traced(workload: str, batch_size: int) -> Program:
-    made = load(workload, batch_size=batch_size)
-    return made.trace(learning_rate=1e-4, num_steps=100, compute_dtype=jnp.bfloat16)
+    built = load(workload, batch_size=batch_size)
+    return built.trace(learning_rate=1e-4, num_steps=100, compute_dtype=jnp.bfloat16)
 
 
 @functools.cache
@@ -40,24 +40,24 @@ def table(*rows: tuple[object, ...]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
-def state(one: Candidate) -> float:
-    return sum(one.memory[name] for name in ("parameters", "optimizer", "other state"))
+def state(candidate: Candidate) -> float:
+    return sum(candidate.memory[name] for name in ("parameters", "optimizer", "other state"))
 
 
 def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]], *, microbatches: int = 1) -> str:
     """Layouts of one workload on one machine: what a device holds and moves, and how long a step takes."""
     lines: list[tuple[object, ...]] = [("layout", "mesh", "state", "at most held", "moved in a step", "step")]
     for layout, mesh in rows:
-        found = spanax.search(
+        search_result = spanax.search(
             traced(workload, batch_size), spanax.cluster(on), layout=layout, mesh=mesh, remat=("full",),
             microbatches=microbatches, pipeline=False,
         )  # fmt: skip
-        one = next(iter((*found.candidates, *found.nearest)))
-        moved = {axes: sum(kinds.values()) / GIB for axes, kinds in collectives_of(found, one).items()}
-        told = ", ".join(f"{size:.2f} GiB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
-        held = f"{one.peak_bytes / GIB:.1f} GiB" + ("" if one in found.candidates else ", **too much**")
+        item = next(iter((*search_result.candidates, *search_result.nearest)))
+        moved = {axes: sum(kinds.values()) / GIB for axes, kinds in collectives_of(search_result, item).items()}
+        reported = ", ".join(f"{size:.2f} GiB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
+        held = f"{item.peak_bytes / GIB:.1f} GiB" + ("" if item in search_result.candidates else ", **too much**")
         lines.append(
-            (f"`{layout}`", f"`{mesh}`", f"{state(one) / GIB:.2f} GiB", held, told, f"{one.step_seconds:.3g} s")
+            (f"`{layout}`", f"`{mesh}`", f"{state(item) / GIB:.2f} GiB", held, reported, f"{item.step_seconds:.3g} s")
         )
     return table(*lines)
 
@@ -67,11 +67,11 @@ def data_parallel() -> str:
     lines: list[tuple[object, ...]] = [("devices", "state", "at most held", "moved in a step", "step")]
     for count in (2, 4, 8):
         program, machine = traced("gpt2", 64), spanax.cluster(f"h100:{count}")
-        found = spanax.search(program, machine, layout="data", remat=("full",), microbatches=1, pipeline=False)
-        one = found.candidates[0]
-        moved = sum(sum(kinds.values()) for kinds in collectives_of(found, one).values())
-        lines.append((count, f"{state(one) / GIB:.2f} GiB", f"{one.peak_bytes / GIB:.1f} GiB",
-                      f"{moved / GIB:.2f} GiB over data", f"{one.step_seconds:.3g} s"))  # fmt: skip
+        search_result = spanax.search(program, machine, layout="data", remat=("full",), microbatches=1, pipeline=False)
+        item = search_result.candidates[0]
+        moved = sum(sum(kinds.values()) for kinds in collectives_of(search_result, item).values())
+        lines.append((count, f"{state(item) / GIB:.2f} GiB", f"{item.peak_bytes / GIB:.1f} GiB",
+                      f"{moved / GIB:.2f} GiB over data", f"{item.step_seconds:.3g} s"))  # fmt: skip
     return table(*lines)
 
 
@@ -91,31 +91,33 @@ def choices() -> str:
     """What the planner takes, and the rule that it follows."""
     lines: list[tuple[object, ...]] = [("workload, batch", "machine", "fastest that fits", "step", "MFU", "because")]
     for workload, batch_size, on in CHOICES:
-        found = searched(workload, batch_size, on)
-        one = found.best
-        assert one is not None
-        mfu = found.model_flops / (found.peak_flops * found.cluster.num_devices * one.step_seconds)
-        stages = f", {one.num_stages} stages" if one.num_stages > 1 else ""
-        chosen = f"`{one.layout}` on `{one.mesh}`{stages}, remat {one.remat}"
+        search_result = searched(workload, batch_size, on)
+        item = search_result.best
+        assert item is not None
+        mfu = search_result.model_flops / (
+            search_result.peak_flops * search_result.cluster.num_devices * item.step_seconds
+        )
+        stages = f", {item.num_stages} stages" if item.num_stages > 1 else ""
+        chosen = f"`{item.layout}` on `{item.mesh}`{stages}, remat {item.remat}"
         lines.append(
-            (f"`{workload}`, {batch_size}", f"`{on}`", chosen, f"{one.step_seconds:.3g} s",
-             f"{100 * mfu:.0f} %", rule(found, one))
+            (f"`{workload}`, {batch_size}", f"`{on}`", chosen, f"{item.step_seconds:.3g} s",
+             f"{100 * mfu:.0f} %", rule(search_result, item))
         )  # fmt: skip
     return table(*lines)
 
 
 def stages() -> str:
     """GPT-3 on 512 A100s: the fastest layout by how many stages it has."""
-    found = searched("gpt3-175b", 1536, "a100-80gb:64x8")
+    search_result = searched("gpt3-175b", 1536, "a100-80gb:64x8")
     lines: list[tuple[object, ...]] = [
         ("stages", "layout", "mesh of one", "schedule", "microbatches", "remat", "held", "step")
     ]
     for count in (1, 4, 8, 16, 32):
-        one = next(one for one in found.candidates if one.num_stages == count)
-        schedule = one.schedule if count > 1 else "-"
+        item = next(candidate for candidate in search_result.candidates if candidate.num_stages == count)
+        schedule = item.schedule if count > 1 else "-"
         lines.append(
-            (count, f"`{one.layout}`", f"`{one.mesh}`", schedule, one.microbatches, one.remat,
-             f"{one.peak_bytes / GIB:.1f} GiB", f"{one.step_seconds:.3g} s")
+            (count, f"`{item.layout}`", f"`{item.mesh}`", schedule, item.microbatches, item.remat,
+             f"{item.peak_bytes / GIB:.1f} GiB", f"{item.step_seconds:.3g} s")
         )  # fmt: skip
     return table(*lines)
 
@@ -152,24 +154,24 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
 }  # fmt: skip
 
 
-def close(found: str, said: str) -> bool:
+def close(result: str, output: str) -> bool:
     """Whether two tables say the same: equal words, and numbers within the tolerance."""
     number = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-    if number.sub("#", found) != number.sub("#", said):
+    if number.sub("#", result) != number.sub("#", output):
         return False
-    pairs = zip(map(float, number.findall(found)), map(float, number.findall(said)), strict=True)
+    pairs = zip(map(float, number.findall(result)), map(float, number.findall(output)), strict=True)
     return all(abs(here - there) <= TOLERANCE * max(here, there) + 0.011 for here, there in pairs)
 
 
 @pytest.mark.parametrize("page, name", TABLES, ids=["-".join(key) for key in TABLES])
 def test_a_table_is_what_the_planner_says(page: str, name: str) -> None:
     path, pattern = DOCS / page, re.compile(MARK.format(name=name), re.DOTALL)
-    found = TABLES[page, name]()
+    result = TABLES[page, name]()
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        path.write_text(pattern.sub(lambda mark: f"{mark[1]}{found}\n{mark[3]}", path.read_text()))
-    said = re.search(pattern, path.read_text())
-    assert said, f"{page} has no place for '{name}'"
-    assert close(f"{found}\n", said[2]), f"a price changed: `make golden`\n{found}"
+        path.write_text(pattern.sub(lambda mark: f"{mark[1]}{result}\n{mark[3]}", path.read_text()))
+    search_result = re.search(pattern, path.read_text())
+    assert search_result, f"{page} has no place for '{name}'"
+    assert close(f"{result}\n", search_result[2]), f"a price changed: `make golden`\n{result}"
 
 
 def test_a_number_that_is_off_is_found() -> None:

@@ -24,8 +24,8 @@ NAMES = ["", *cli.COMMANDS, *(f"launch {place}" for place in LAUNCHERS)]
 
 
 def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    given = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | environment
-    return subprocess.run([*PYTHON, *args], capture_output=True, text=True, timeout=240, env=given)
+    inputs = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | environment
+    return subprocess.run([*PYTHON, *args], capture_output=True, text=True, timeout=240, env=inputs)
 
 
 # ---- help
@@ -35,9 +35,9 @@ def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_help_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([*name.split(), "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     assert not stop.value.code and EXAMPLES[name]
-    assert all(" ".join(example.split()) in said for example in EXAMPLES[name])
+    assert all(" ".join(example.split()) in text for example in EXAMPLES[name])
 
 
 def test_the_examples_of_help_can_be_asked() -> None:
@@ -106,10 +106,10 @@ def test_bash_completes(script: Path, typed: str, offered: set[str]) -> None:
 def test_a_script_is_printed_for_each_shell(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["--print-completion", shell])
-    said = capsys.readouterr().out
-    assert not stop.value.code and "microbatches" in said
+    output = capsys.readouterr().out
+    assert not stop.value.code and "microbatches" in output
     if shutil.which(shell):
-        (tmp_path / "script").write_text(said)
+        (tmp_path / "script").write_text(output)
         subprocess.run([shell, "-n", "script"], cwd=tmp_path, check=True)  # reads it, and runs nothing
 
 
@@ -128,18 +128,18 @@ def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def on_a_terminal(args: Sequence[str], **environment: str) -> str:
-    given = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    inputs = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm-256color"}
     ours, theirs = pty.openpty()
-    with subprocess.Popen([*PYTHON, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=given | environment):
+    with subprocess.Popen([*PYTHON, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=inputs | environment):
         os.close(theirs)
-        said = b""
+        output = b""
         try:
             while part := os.read(ours, 1 << 16):
-                said += part
+                output += part
         except OSError:  # what Linux says when the other side has closed
             pass
     os.close(ours)
-    return said.decode()
+    return output.decode()
 
 
 COLOURS = "\x1b["
@@ -191,13 +191,13 @@ def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path, in_front: None) -
         if when != "in a callback":
             process.send_signal(signal.SIGINT)
         try:
-            _, said = process.communicate(timeout=60 if when == "in a callback" else 240)
+            _, output = process.communicate(timeout=60 if when == "in a callback" else 240)
         except subprocess.TimeoutExpired:
             # Native code may forget one that hits a callback of its own; whoever sees nothing happen presses it again.
             assert when == "in a callback"
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=240)
-    assert (process.returncode, said) == (130, "spanax: interrupted\n")
+            _, output = process.communicate(timeout=240)
+    assert (process.returncode, output) == (130, "spanax: interrupted\n")
 
 
 AT_ITS_END = {

@@ -76,5 +76,5 @@ def test_sums_are_counted_apart_from_gathers() -> None:
     data = _hlo.hlo_module_from_text(SUMMING).as_serialized_hlo_module_proto()
     module = read_module(data)
     instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
-    wanted = {"matmuls": 1, "sums beside a matmul": 1, "sums beside something else": 1, "sums waited for": 1}
-    assert tally(module, instructions) == wanted
+    expected = {"matmuls": 1, "sums beside a matmul": 1, "sums beside something else": 1, "sums waited for": 1}
+    assert tally(module, instructions) == expected

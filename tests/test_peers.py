@@ -29,7 +29,7 @@ def test_the_same_work_in_another_order_of_sums_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "reported"),
     [
         ({"parameters": 1001}, "1,001 parameters, not 1,000"),
         ({"tokens": 32}, "32 tokens, not 64"),
@@ -38,8 +38,8 @@ def test_the_same_work_in_another_order_of_sums_is_the_same() -> None:
         ({"losses": [3.0, math.nan]}, "loss nan in step 2, not 2.50000"),
     ],
 )
-def test_other_work_is_told(other: dict[str, object], told: str) -> None:
-    assert differences({"a": DONE, "b": DONE | other}) == {"b": told}
+def test_other_work_is_told(other: dict[str, object], reported: str) -> None:
+    assert differences({"a": DONE, "b": DONE | other}) == {"b": reported}
 
 
 def test_a_gpu_is_asked_for_unless_a_toy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def test_other_work_on_a_gpu_is_told_and_rounding_is_not(other: dict[str, object
 @pytest.mark.slow
 def test_the_toy_runs_here() -> None:
     command = [sys.executable, str(gpu.HERE / "gpu.py"), "--tiny", "--rounds", "2", "--only", "spanax"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert told.returncode == 0 and "| tiny | spanax, scanned |" in told.stdout, told.stderr
+    reported = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert reported.returncode == 0 and "| tiny | spanax, scanned |" in reported.stdout, reported.stderr
 
 
-def made(*names: str) -> list[Peer]:
+def measured_peers(*names: str) -> list[Peer]:
     """Peers that were measured; the last of them has other parameters."""
-    own = {"to_first_step_seconds": 1.0, "first_step_seconds": 1.0, "peak_bytes": 1, "devices": 1, "versions": {}}
-    peers = [Peer(name, cast(Any, None), io.StringIO(), {**DONE, **own}, [0.1, 0.2], [3.0, 2.5]) for name in names]
+    local = {"to_first_step_seconds": 1.0, "first_step_seconds": 1.0, "peak_bytes": 1, "devices": 1, "versions": {}}
+    peers = [Peer(name, cast(Any, None), io.StringIO(), {**DONE, **local}, [0.1, 0.2], [3.0, 2.5]) for name in names]
     peers[-1].facts["parameters"] = 7
     return peers
 
@@ -83,14 +83,14 @@ def made(*names: str) -> list[Peer]:
 def test_a_peer_that_does_other_work_gets_no_ratio_and_the_end_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peers = made(peers_main.REFERENCE, "alike", "another")
+    peers = measured_peers(peers_main.REFERENCE, "alike", "another")
     monkeypatch.setattr(Peer, "end", lambda _: None)
     monkeypatch.setattr(peers_main, "measure", lambda *_: (peers, {}))
     monkeypatch.setattr("sys.argv", ["peers"])
     with pytest.raises(SystemExit, match="not the same work as hand-written JAX, 1 device: another"):
         peers_main.main()
-    told = capsys.readouterr().out
-    assert "| alike | 1.000" in told and "| another | other work: 7 parameters, not 1,000 |" in told
+    reported = capsys.readouterr().out
+    assert "| alike | 1.000" in reported and "| another | other work: 7 parameters, not 1,000 |" in reported
 
 
 def test_so_does_one_on_a_gpu(
@@ -99,18 +99,20 @@ def test_so_does_one_on_a_gpu(
     monkeypatch.setattr(Peer, "end", lambda _: None)
     monkeypatch.setattr(gpu, "accelerator", lambda: "NVIDIA H200")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    first = made(gpu.HAND, gpu.OURS, gpu.TORCH)
-    scanned = made("hand-written JAX, scanned", "another")[::-1]  # another reference: nothing is held beside it
+    first = measured_peers(gpu.HAND, gpu.OURS, gpu.TORCH)
+    scanned = measured_peers("hand-written JAX, scanned", "another")[
+        ::-1
+    ]  # another reference: nothing is held beside it
     scanned[0].name, scanned[1].name = "hand-written JAX, scanned", "spanax, scanned"
     left = [first, scanned]
     monkeypatch.setattr(gpu, "measure", lambda *_: (left.pop(0), {}))
     monkeypatch.setattr("sys.argv", ["gpu.py", "--sizes", "gpt2", "--json", str(tmp_path / "rows.json")])
     with pytest.raises(SystemExit, match="hand-written JAX: gpt2, PyTorch compiled; gpt2, hand-written JAX, scanned"):
         gpu.main()
-    told = capsys.readouterr().out
-    assert "| gpt2 | spanax | 1.000" in told and "gpt2, PyTorch compiled | other work: 7 parameters" in told
-    assert "gpt2, spanax, scanned | nothing to hold it beside" in told
-    assert [one["peer"] for one in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [gpu.HAND, gpu.OURS]
+    reported = capsys.readouterr().out
+    assert "| gpt2 | spanax | 1.000" in reported and "gpt2, PyTorch compiled | other work: 7 parameters" in reported
+    assert "gpt2, spanax, scanned | nothing to hold it beside" in reported
+    assert [row["peer"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [gpu.HAND, gpu.OURS]
 
 
 def test_who_is_asked_for_is_measured_beside_its_reference() -> None:
@@ -120,9 +122,9 @@ def test_who_is_asked_for_is_measured_beside_its_reference() -> None:
 
 
 def test_one_round_is_its_own_median_and_none_is_refused() -> None:
-    (one,) = made("a")
-    one.seconds = [0.3]
-    assert peers_main.quartiles(one, replace(one, seconds=[0.1])) == pytest.approx([3.0] * 3)
+    (item,) = measured_peers("a")
+    item.seconds = [0.3]
+    assert peers_main.quartiles(item, replace(item, seconds=[0.1])) == pytest.approx([3.0] * 3)
     assert peers_main.rounds("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="0 rounds measure nothing"):
         peers_main.rounds("0")
@@ -167,10 +169,10 @@ def test_a_peer_that_dies_costs_its_row(tmp_path: Path) -> None:
     for name, (path,) in words.items():
         Path(path).write_text(PEER.replace("STEP", "sys.exit('out of memory')" if name == "dies" else STEP))
     peers, absent = peers_main.measure([*words], [], 3, words)
-    assert [(one.name, one.seconds, one.facts["flops"]) for one in peers] == [
+    assert [(item.name, item.seconds, item.facts["flops"]) for item in peers] == [
         ("first", [0.5] * 3, 2.0),
         ("last", [0.5] * 3, 2.0),
     ]
     assert absent == {"dies": "failed: out of memory"}
-    for one in peers:
-        one.end()
+    for peer in peers:
+        peer.end()

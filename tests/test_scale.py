@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "scale.md").read_text()
 def test_the_page_has_the_planners_rows(name: str) -> None:
     import scale
 
-    (point,) = [one for one in scale.asked() if one.name == name]
+    (point,) = [item for item in scale.asked() if item.name == name]
     assert scale.row(scale.planned(point, scale.searched(point))) in PAGE
 
 
@@ -22,6 +22,6 @@ def test_the_page_has_every_point_and_the_curves() -> None:
     points = list(scale.asked())
     whole = PAGE.split(scale.BEGIN)[1].split(scale.END)[0]
     rows = [line for line in whole.splitlines() if line.startswith(tuple(f"| {model} |" for model in scale.MODELS))]
-    told = [" ".join(cell.strip().replace(",", "") for cell in row.split("|")[1:5]) for row in rows]
-    assert told == [one.name for one in points]
+    reported = [" ".join(cell.strip().replace(",", "") for cell in row.split("|")[1:5]) for row in rows]
+    assert reported == [point.name for point in points]
     assert (ROOT / "docs" / "scale.svg").read_text().count("<polyline") == 16

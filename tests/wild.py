@@ -44,11 +44,11 @@ def accumulated(model, optimizer, batch):
     parts = jax.tree.map(lambda x: x.reshape(4, x.shape[0] // 4, *x.shape[1:]), batch)
     graphdef, params = nnx.split(model)
 
-    def one(total, part):
+    def item(total, part):
         loss, grads = jax.value_and_grad(lambda params: squared_error(nnx.merge(graphdef, params), part))(params)
         return jax.tree.map(jnp.add, total, grads), loss
 
-    grads, losses = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)
+    grads, losses = jax.lax.scan(item, jax.tree.map(jnp.zeros_like, params), parts)
     optimizer.update(model, jax.tree.map(lambda grad: grad / 4, grads))
     return {"loss": losses.mean()}
 
@@ -57,13 +57,13 @@ def sliced(model, optimizer, batch):
     """The same by slices in a counted loop, whose sums begin with a plain number."""
     graphdef, params = nnx.split(model)
 
-    def one(at, carry):
+    def item(at, carry):
         total, losses = carry
         part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at * x.shape[0] // 4, x.shape[0] // 4), batch)
         loss, grads = jax.value_and_grad(lambda params: squared_error(nnx.merge(graphdef, params), part))(params)
         return jax.tree.map(jnp.add, total, grads), losses + loss
 
-    grads, losses = jax.lax.fori_loop(0, 4, one, (jax.tree.map(jnp.zeros_like, params), 0.0))
+    grads, losses = jax.lax.fori_loop(0, 4, item, (jax.tree.map(jnp.zeros_like, params), 0.0))
     optimizer.update(model, jax.tree.map(lambda grad: grad / 4, grads))
     return {"loss": losses / 4}
 
@@ -128,10 +128,10 @@ def two_optimizers(model: GAN) -> dict[str, nnx.Optimizer]:
 
 def adversaries(model, optimizers, batch):
     noise = model.rngs.normal((batch["x"].shape[0], 16))
-    made = model.maker(noise)
+    built = model.maker(noise)
 
     def judge_loss(judge):
-        return jax.nn.softplus(-judge(batch["x"])).mean() + jax.nn.softplus(judge(made)).mean()
+        return jax.nn.softplus(-judge(batch["x"])).mean() + jax.nn.softplus(judge(built)).mean()
 
     judged, grads = nnx.value_and_grad(judge_loss)(model.judge)
     optimizers["judge"].update(model.judge, grads)
@@ -200,8 +200,8 @@ class Solver(nnx.Module):
             z = solve(params, x)
             return z, (params, x, z)
 
-        def backward(kept, grad):
-            params, x, z = kept
+        def backward(retained, grad):
+            params, x, z = retained
             around = jax.vjp(lambda z: turn(params, x, z), z)[1]
             total = until(lambda g: grad + around(g)[0], grad)
             return jax.vjp(lambda params, x: turn(params, x, z), params, x)[1](total)

@@ -34,8 +34,10 @@ class Block(NamedTuple):
 def blocks(page: str) -> list[Block]:
     """Every block of code of a page in Markdown, fenced or indented."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page)
-    found = [one for one in tokens if one.type in ("fence", "code_block") and one.map]
-    return [Block(_kind(info := one.info.strip(), one.content), one.content, one.map[0] + 1, info) for one in found]
+    results = [token for token in tokens if token.type in ("fence", "code_block") and token.map]
+    return [
+        Block(_kind(info := item.info.strip(), item.content), item.content, item.map[0] + 1, info) for item in results
+    ]
 
 
 def _kind(info: str, text: str) -> str:
@@ -83,10 +85,10 @@ def read(line: str) -> Any:
     if words[0] in ("--version", "--help", "--print-completion"):
         return None
     if words[0] == "launch":
-        at = words.index("--") if "--" in words else len(words)
-        tyro.cli(LAUNCHERS[words[1]][0], prog=line, args=words[2:at])
-        TrainRequest.of(words[at + 1 :])
-        return read(shlex.join(["spanax", *words[at + 1 :]]))
+        index = words.index("--") if "--" in words else len(words)
+        tyro.cli(LAUNCHERS[words[1]][0], prog=line, args=words[2:index])
+        TrainRequest.of(words[index + 1 :])
+        return read(shlex.join(["spanax", *words[index + 1 :]]))
     if words[0] not in cli.COMMANDS:
         raise SpanaxError(f"there is no command '{words[0]}'.", fix=nearest(words[0], cli.COMMANDS))
     command = tyro.cli(cli.COMMANDS[words[0]].flags, prog=line, args=words[1:])

@@ -31,8 +31,8 @@ def advantages(rewards, values, dones):
         return (after, value), after
 
     zeros = jnp.zeros(rewards.shape[1:])
-    _, found = jax.lax.scan(back, (zeros, values[-1]), (rewards, values, dones), reverse=True)
-    return found
+    _, result = jax.lax.scan(back, (zeros, values[-1]), (rewards, values, dones), reverse=True)
+    return result
 
 
 def loss(model, batch):

@@ -38,8 +38,8 @@ def unit(x):
 
 def regression(model, batch):
     total = 0.0
-    for one, other in (("a", "b"), ("b", "a")):
-        prediction = model.predictor(model.online(batch[one]))
+    for item, other in (("a", "b"), ("b", "a")):
+        prediction = model.predictor(model.online(batch[item]))
         target = jax.lax.stop_gradient(model.target(batch[other]))
         total += jnp.mean(2 - 2 * jnp.sum(unit(prediction) * unit(target), axis=-1))
     return total

@@ -52,8 +52,8 @@ def optimizer(name: str) -> Any:
     case = model(name)
     if hasattr(case, "optimizers"):
         return case.optimizers
-    given = getattr(case, "optimizer", CALM)
-    chosen, wrt = CALM if given is zoo.ADAMW else given, getattr(case, "wrt", nnx.Param)
+    inputs = getattr(case, "optimizer", CALM)
+    chosen, wrt = CALM if inputs is zoo.ADAMW else inputs, getattr(case, "wrt", nnx.Param)
     return lambda model: nnx.Optimizer(model, chosen, wrt=wrt)
 
 
@@ -92,8 +92,8 @@ def numbers(array: jax.Array) -> np.ndarray:
 
 def trained_without_spanax(name: str, born: list[jax.Array]) -> dict[str, np.ndarray]:
     """The losses, and the state after the last step, of an ordinary loop of NNX on one device."""
-    case, made = model(name), program(name)
-    module, state = made.variables.merge(born)
+    case, built = model(name), program(name)
+    module, state = built.variables.merge(born)
 
     def loss(module: Any, batch: Any) -> Any:
         returned = case.loss(module, batch)
@@ -112,5 +112,5 @@ def trained_without_spanax(name: str, born: list[jax.Array]) -> dict[str, np.nda
         losses = [float(step(module, state, batch(name, index))) for index in range(STEPS)]
     nnx.pop(module, nnx.Intermediate)
     arrays = jax.tree.leaves(nnx.split((module, state))[1])
-    found = {leaf.path: numbers(array) for leaf, array in zip(made.leaves, arrays, strict=True)}
-    return {"loss": np.array(losses)} | found
+    result = {leaf.path: numbers(array) for leaf, array in zip(built.leaves, arrays, strict=True)}
+    return {"loss": np.array(losses)} | result

@@ -35,8 +35,8 @@ def forward(weights, x):
     return z, (weights, x, z)
 
 
-def backward(kept, cotangent):
-    weights, x, z = kept
+def backward(retained, cotangent):
+    weights, x, z = retained
     _, pull = jax.vjp(lambda z: cell(weights, x, z), z)
     solved = solve(lambda u: cotangent + pull(u)[0], cotangent)
     _, pull = jax.vjp(lambda weights, x: cell(weights, x, z), weights, x)

@@ -49,9 +49,9 @@ def build(rngs: nnx.Rngs):
 def loss(model, batch):
     b = len(batch["image"])
     patches = batch["image"].reshape(b, 4, 2, 4, 2, 3).transpose(0, 1, 3, 2, 4, 5).reshape(b, PATCHES, 12)
-    found, is_masked = model(patches)
+    result, is_masked = model(patches)
     target = (patches - patches.mean(-1, keepdims=True)) / (patches.std(-1, keepdims=True) + 1e-6)
-    return jnp.sum(jnp.mean((found - target) ** 2, axis=-1) * is_masked) / is_masked.sum()
+    return jnp.sum(jnp.mean((result - target) ** 2, axis=-1) * is_masked) / is_masked.sum()
 
 
 def batch(size):

@@ -46,8 +46,8 @@ def loss(model, batch):
     alpha = 1 - jnp.exp(-density * width)
     clear = jnp.cumprod(jnp.concatenate([jnp.ones_like(alpha[:, :1]), 1 - alpha + 1e-10], axis=1), axis=1)
     weights = alpha * clear[:, :-1]
-    found = jnp.sum(weights[..., None] * color, axis=1)
-    mse = jnp.mean((found - batch["rgb"]) ** 2)
+    result = jnp.sum(weights[..., None] * color, axis=1)
+    mse = jnp.mean((result - batch["rgb"]) ** 2)
     return mse, {"psnr": -10 * jnp.log10(mse)}
 
 

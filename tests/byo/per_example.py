@@ -35,9 +35,9 @@ build = TokenMixer
 
 
 def loss(model, batch):
-    found = jax.vmap(model)(batch["image"])
-    kind = optax.softmax_cross_entropy_with_integer_labels(found["kind"], batch["kind"])
-    angle = optax.cosine_distance(found["angle"], batch["angle"], epsilon=1e-6)
+    result = jax.vmap(model)(batch["image"])
+    kind = optax.softmax_cross_entropy_with_integer_labels(result["kind"], batch["kind"])
+    angle = optax.cosine_distance(result["angle"], batch["angle"], epsilon=1e-6)
     return jnp.mean(kind + 0.5 * angle), {"kind": kind.mean(), "angle": angle.mean()}
 
 

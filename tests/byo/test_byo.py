@@ -53,12 +53,12 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    found = []
+    result = []
     for name in corpus.FILES:
         for preset in corpus.MESHES:
             marks = () if QUICK.get(name) == preset else pytest.mark.slow
-            found.append(pytest.param(name, preset, marks=marks, id=f"{name}-{preset}"))
-    return found
+            result.append(pytest.param(name, preset, marks=marks, id=f"{name}-{preset}"))
+    return result
 
 
 @functools.cache
@@ -88,18 +88,18 @@ def described(name: str) -> str:
 def test_every_preset_is_planned_or_refused_with_a_reason(name: str) -> None:
     axes = corpus.program(name).step.axes
     assert not axes.unknown
-    found, golden = described(name), GOLDEN / f"{name}.txt"
+    result, golden = described(name), GOLDEN / f"{name}.txt"
     if os.environ.get("SPANAX_GOLDEN") == "update":
         golden.parent.mkdir(exist_ok=True)
-        golden.write_text(found)
-    assert found == golden.read_text()
+        golden.write_text(result)
+    assert result == golden.read_text()
 
 
 @functools.cache
 def reference(name: str, count: int) -> tuple[list[Any], dict[str, np.ndarray]]:
     """A birth, and what becomes of it on one device: by an ordinary loop of NNX, or in microbatches by Spanax."""
-    made = corpus.program(name, count)
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
+    program = corpus.program(name, count)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:1"), layout="data"), seed=3)
     if count > 1:
         return [], trained(run, name)
     is_key = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in run.state]
@@ -118,24 +118,24 @@ def test_three_steps_are_those_of_one_device(name: str, preset: str) -> None:
     if (why := refused(name, preset)) is not None:
         pytest.skip(why)
     born, expected = reference(name, count)
-    made, plan = corpus.program(name, count), corpus.planned(name, preset)
+    built, plan = corpus.program(name, count), corpus.planned(name, preset)
     if count == 1:  # births are compared in test_state.py
         mesh = plan.mesh.build()
         run = Run(
-            made,
+            built,
             plan,
             mesh,
             # Copies: the step gives its state away, and a key that is put on a device may be the one it was.
             [jax.device_put(a.copy(), leaf.sharding(mesh)) for a, leaf in zip(born, plan.leaves, strict=True)],
         )
     else:
-        run = spanax.start(made, plan, seed=3)
-    found, case = trained(run, name), corpus.model(name)
-    assert expected.keys() == found.keys()
-    for path, wanted in expected.items():
+        run = spanax.start(built, plan, seed=3)
+    result, case = trained(run, name), corpus.model(name)
+    assert expected.keys() == result.keys()
+    for path, target in expected.items():
         bound = getattr(case, "tolerance", OF_MOMENTS if path.startswith("optimizer.") else TOLERANCE)
         bound = max([bound, *(much for end, much in getattr(case, "looser", {}).items() if path.endswith(end))])
-        much = np.abs(wanted - found[path]).max(initial=0) / max(np.abs(wanted).max(initial=0), NOUGHT)
+        much = np.abs(target - result[path]).max(initial=0) / max(np.abs(target).max(initial=0), NOUGHT)
         assert much <= bound, f"{path}: {much:.1e}"
 
 

@@ -42,23 +42,23 @@ def check(name: str, on: str, layout: str, mesh: str | None = None, batch_size: 
     ],
 )
 def test_a_tpus_compiler_agrees_with_the_plan(name: str, on: str, layout: str, mesh: str | None) -> None:
-    found = check(name, on, layout, mesh)
-    assert found.level == 3 and found.fits and found.fits_by == "the compiler"
-    assert found.errors["state_bytes"] == 0, "padding included"
+    report = check(name, on, layout, mesh)
+    assert report.level == 3 and report.fits and report.fits_by == "the compiler"
+    assert report.errors["state_bytes"] == 0, "padding included"
     # Of a convolution the plan counts all of the window, and the program only what lies in the image.
-    assert found.errors["flops"] == pytest.approx(0, abs=0.1 if name == "resnet-nano" else 0.02)
-    assert found.compiled.collectives and all(one.is_counted for one in found.collectives)
-    assert "TPU" in found.versions["compiler"] and "libtpu" in found.versions
+    assert report.errors["flops"] == pytest.approx(0, abs=0.1 if name == "resnet-nano" else 0.02)
+    assert report.compiled.collectives and all(collective.is_counted for collective in report.collectives)
+    assert "TPU" in report.versions["compiler"] and "libtpu" in report.versions
 
 
 @TPU
 def test_a_program_that_does_not_fit_reports_its_largest_arrays() -> None:
-    found = check("gpt2-xl", "v5e:2x4", "data", batch_size=8)
-    assert found.fits is False and found.limit_bytes == int(15.75 * 2**30)
-    assert found.compiled.peak_bytes > found.limit_bytes and found.buffers
-    sizes = [one.num_bytes for one in found.buffers]
+    report = check("gpt2-xl", "v5e:2x4", "data", batch_size=8)
+    assert report.fits is False and report.limit_bytes == int(15.75 * 2**30)
+    assert report.compiled.peak_bytes > report.limit_bytes and report.buffers
+    sizes = [buffer.num_bytes for buffer in report.buffers]
     assert sizes == sorted(sizes, reverse=True)
-    assert any("blocks.up.kernel" in one.paths for one in found.buffers)
+    assert any("blocks.up.kernel" in buffer.paths for buffer in report.buffers)
 
 
 @TPU
@@ -87,15 +87,15 @@ def test_the_stored_programs_are_up_to_date() -> None:
 @CUDA
 @pytest.mark.parametrize("on", ["a100-80gb:8", "h100:8", "h200:2x4", "b200:8"])
 def test_a_gpus_compiler_agrees_with_the_plan(on: str) -> None:
-    found = check("gpt-nano", on, "fsdp+tensor", "fsdp=4,model=2")
-    assert found.level == 3 and found.fits
-    assert found.errors["state_bytes"] == 0
-    assert found.errors["flops"] == pytest.approx(0, abs=0.02)
-    moved = found.compiled.collectives["fsdp"]
+    report = check("gpt-nano", on, "fsdp+tensor", "fsdp=4,model=2")
+    assert report.level == 3 and report.fits
+    assert report.errors["state_bytes"] == 0
+    assert report.errors["flops"] == pytest.approx(0, abs=0.02)
+    moved = report.compiled.collectives["fsdp"]
     assert moved["reduce-scatter"] and moved["all-gather"]
 
 
 @CUDA
 def test_a_gpus_compiler_knows_no_limit_so_the_chips_is_taken() -> None:
-    found = check("gpt2-xl", "a100-40gb:8", "data", batch_size=64)
-    assert found.fits is False and found.compiled.peak_bytes > found.limit_bytes
+    report = check("gpt2-xl", "a100-40gb:8", "data", batch_size=64)
+    assert report.fits is False and report.compiled.peak_bytes > report.limit_bytes

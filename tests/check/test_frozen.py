@@ -68,14 +68,14 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    found = []
+    result = []
     for name, layouts in MATRIX.items():
         quick = set(QUICK.get(name, ()))
         for layout, mesh in layouts:
             marks = () if layout in quick else pytest.mark.slow
             quick.discard(layout)
-            found.append(pytest.param(name, layout, mesh, marks=marks, id=f"{name} {layout} {mesh}"))
-    return found
+            result.append(pytest.param(name, layout, mesh, marks=marks, id=f"{name} {layout} {mesh}"))
+    return result
 
 
 def moved(name: str, layout: str, mesh: str) -> list[str]:
@@ -83,12 +83,12 @@ def moved(name: str, layout: str, mesh: str) -> list[str]:
     program = calm_program(name)
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
     (module,) = Run(program, plan, plan.mesh.build(), state=[]).compile().runtime_executable().hlo_modules()
-    found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for one in collectives(module.as_serialized_hlo_module_proto(), plan.mesh):
-        assert one.is_counted, one
-        sums = found[one.axes, one.kind]
-        sums[0], sums[1] = sums[0] + one.runs, sums[1] + one.num_bytes
-    return [f"{kind} over {axes}: {runs} of {size:,} bytes" for (axes, kind), (runs, size) in sorted(found.items())]
+    result: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for collective in collectives(module.as_serialized_hlo_module_proto(), plan.mesh):
+        assert collective.is_counted, collective
+        sums = result[collective.axes, collective.kind]
+        sums[0], sums[1] = sums[0] + collective.runs, sums[1] + collective.num_bytes
+    return [f"{kind} over {axes}: {runs} of {size:,} bytes" for (axes, kind), (runs, size) in sorted(result.items())]
 
 
 def written(golden: dict[str, dict[str, list[str]]]) -> str:
@@ -97,15 +97,15 @@ def written(golden: dict[str, dict[str, list[str]]]) -> str:
 
 @pytest.mark.parametrize(("name", "layout", "mesh"), cases())
 def test_collectives_are_the_golden_ones(name: str, layout: str, mesh: str) -> None:
-    case, found = f"{name} {layout} {mesh}", moved(name, layout, mesh)
+    case, result = f"{name} {layout} {mesh}", moved(name, layout, mesh)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        golden.setdefault(case, {})[VERSION] = found
+        golden.setdefault(case, {})[VERSION] = result
         GOLDEN.write_text(written(golden))
     if VERSION not in golden[case]:
         pytest.skip(f"programs of jax {VERSION} are not frozen, those of {' and '.join(golden[case])} are")
-    if found != golden[case][VERSION]:
-        changed = difflib.unified_diff(golden[case][VERSION], found, "golden", "now", lineterm="", n=9)
+    if result != golden[case][VERSION]:
+        changed = difflib.unified_diff(golden[case][VERSION], result, "golden", "now", lineterm="", n=9)
         pytest.fail("\n".join([f"{case}, jax {VERSION}: `make golden` if this is right", *changed]), pytrace=False)
 
 

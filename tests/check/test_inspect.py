@@ -52,30 +52,32 @@ def test_the_parts_are_those_of_real_arrays(layout: str, mesh: str) -> None:
     """JAX's own map of devices to slices says the same, array by array."""
     plan = planned(layout, mesh)
     devices = plan.mesh.build()
-    order = {device: at for at, device in enumerate(devices.devices.flat)}
+    order = {device: index for index, device in enumerate(devices.devices.flat)}
     for leaf in plan.leaves + plan.batch:
-        wanted: dict[Any, set[int]] = {}
+        expected: dict[Any, set[int]] = {}
         for device, index in leaf.sharding(devices).devices_indices_map(leaf.shape).items():
             bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
-            wanted.setdefault(tuple(bounds), set()).add(order[device])
-        found = {tuple(zip(one.start, one.stop, strict=True)): set(one.devices) for one in shards(leaf, plan.mesh)}
-        assert found == wanted, leaf.path
-        assert {len(devices) for devices in wanted.values()} == {copies(leaf, plan.mesh)}
+            expected.setdefault(tuple(bounds), set()).add(order[device])
+        result = {
+            tuple(zip(shard.start, shard.stop, strict=True)): set(shard.devices) for shard in shards(leaf, plan.mesh)
+        }
+        assert result == expected, leaf.path
+        assert {len(devices) for devices in expected.values()} == {copies(leaf, plan.mesh)}
 
 
 def test_a_grid_shows_every_shard_once_or_reports_omissions() -> None:
     for layout, mesh in LAYOUTS:
         plan = planned(layout, mesh)
         for leaf in plan.leaves:
-            found = grid(leaf, plan.mesh)
-            cells = [cell for row in found.cells for cell in row]
-            assert len(set(map(len, found.cells))) == 1
-            assert found.left_out or len(cells) == len(shards(leaf, plan.mesh))
+            drawing = grid(leaf, plan.mesh)
+            cells = [cell for row in drawing.cells for cell in row]
+            assert len(set(map(len, drawing.cells))) == 1
+            assert drawing.left_out or len(cells) == len(shards(leaf, plan.mesh))
 
 
 def test_a_checkpoint_says_how_it_really_was_saved(saved: Path) -> None:
-    found, plan = array_placement(saved), planned("fsdp+tensor", "fsdp=4,model=2")
-    assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
+    result, plan = array_placement(saved), planned("fsdp+tensor", "fsdp=4,model=2")
+    assert result.origin == "checkpoint 0" and result.plan == plan and result.elsewhere == ()
     text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"
     assert text.is_file(), "the newest Orbax writes down elsewhere how arrays lay"
 
@@ -99,8 +101,8 @@ def test_a_run_with_random_keys_is_inspected(tmp_path: Path, capsys: pytest.Capt
     plan = spanax.plan(program, spanax.cluster("cpu", 8), layout="fsdp")
     assert {leaf.shape for leaf in plan.leaves if leaf.is_key} == {(), (4,)}
     spanax.start(program, plan).save(tmp_path / "checkpoints").wait()
-    found = array_placement(tmp_path)
-    assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
+    placement = array_placement(tmp_path)
+    assert placement.origin == "checkpoint 0" and placement.plan == plan and placement.elsewhere == ()
     cli.main(["inspect", str(tmp_path)])
     assert "fsdp on 8 devices" in capsys.readouterr().out
 
@@ -115,12 +117,14 @@ def test_saved_specs_that_differ_from_the_plan_are_reported(
     plan = planned("fsdp+tensor", "fsdp=4,model=2")
     leaf = next(leaf for leaf in plan.leaves if leaf.path == "mid.kernel")
     changed = json.loads(plan.to_json())
-    at = next(i for i, one in enumerate(changed["leaves"]) if one["path"] == "mid.kernel")
+    at = next(i for i, leaf in enumerate(changed["leaves"]) if leaf["path"] == "mid.kernel")
     changed["leaves"][at]["spec"] = [list(by) for by in other["mid.kernel"].spec]
     changed["leaves"][at]["local_shape"] = list(other["mid.kernel"].local_shape)
     (tmp_path / "run" / "checkpoints" / "0" / "plan.json").write_text(json.dumps(changed))
-    found = array_placement(tmp_path / "run")
-    assert [path for path, *_ in found.elsewhere] == ["mid.kernel"] and found.plan["mid.kernel"].spec == leaf.spec
+    placement = array_placement(tmp_path / "run")
+    assert [path for path, *_ in placement.elsewhere] == ["mid.kernel"] and placement.plan[
+        "mid.kernel"
+    ].spec == leaf.spec
     cli.main(["inspect", str(tmp_path / "run")])
     assert "ELSEWHERE mid.kernel: planned" in capsys.readouterr().out
 
@@ -131,7 +135,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     cli.main(["inspect", str(tmp_path / "plan.json"), "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["bytes_per_device"]["param"] == plan.state_bytes("param") and data["from"] == "plan"
-    assert {one["copies"] for one in data["copied"]} == {2}
+    assert {item["copies"] for item in data["copied"]} == {2}
     cli.main(["inspect", str(tmp_path / "plan.json")])
     out = capsys.readouterr().out
     assert "arrays are replicated" in out and "up.kernel" in out and "0,4" in out

@@ -61,12 +61,12 @@ LAYOUTS = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model
 
 @pytest.mark.parametrize("layout, mesh", LAYOUTS)
 def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
-    found = report(layout, mesh, 2)
-    assert found.errors["state_bytes"] == 0 and found.errors["flops"] == pytest.approx(0, abs=0.02)
-    for axes, error in found.errors["collectives"].items():
-        small = sum(found.compiled.collectives[axes].values()) < 4096
-        assert small or error == pytest.approx(0, abs=0.05), (axes, found.compiled.collectives)
-    assert found.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
+    run_report = report(layout, mesh, 2)
+    assert run_report.errors["state_bytes"] == 0 and run_report.errors["flops"] == pytest.approx(0, abs=0.02)
+    for axes, error in run_report.errors["collectives"].items():
+        small = sum(run_report.compiled.collectives[axes].values()) < 4096
+        assert small or error == pytest.approx(0, abs=0.05), (axes, run_report.compiled.collectives)
+    assert run_report.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
 
 
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
@@ -94,8 +94,8 @@ def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
     for axes, kinds in simulated_devices.compiled.collectives.items():
         if sum(kinds.values()) > 4096:
             assert sum(passes.compiled.collectives[axes].values()) == pytest.approx(sum(kinds.values()), rel=0.35)
-    assert all(one.is_counted for one in passes.collectives)
-    assert {one.runs for one in passes.collectives} > {1}, "loops are multiplied out"
+    assert all(collective.is_counted for collective in passes.collectives)
+    assert {collective.runs for collective in passes.collectives} > {1}, "loops are multiplied out"
 
 
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
@@ -109,15 +109,15 @@ def test_a_mesh_of_any_size_needs_no_device() -> None:
     machine = spanax.cluster("v5p:16x16x16")
     program = programs.workload("gpt-nano", batch_size=1024)
     plan = spanax.plan(program, machine, layout="fsdp+tensor", mesh="data=64,fsdp=16,model=4")
-    found = spanax.check(program, plan, machine, level=1)
-    assert found.compiled.collectives and found.target == "v5p:16x16x16"
+    report = spanax.check(program, plan, machine, level=1)
+    assert report.compiled.collectives and report.target == "v5p:16x16x16"
 
 
 def test_level_0_is_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "lower", lambda *_: pytest.fail("level 0 lowers nothing"))
     program, plan = planned("fsdp", "fsdp=8")
-    found = spanax.check(program, plan, MACHINE, level=0)
-    assert found.compiled.state_bytes == plan.state_bytes() and found.compiled.collectives is None
+    report = spanax.check(program, plan, MACHINE, level=0)
+    assert report.compiled.state_bytes == plan.state_bytes() and report.compiled.collectives is None
 
 
 def test_a_tpu_pads_the_state() -> None:
@@ -148,16 +148,16 @@ def test_padding_is_that_of_the_arguments_of_a_program_for_v5e(shape: tuple[int,
 
 
 def test_gathers_name_the_users_line_and_the_tensor() -> None:
-    found = report("fsdp", "fsdp=8", 2).collectives
-    gathers = [one for one in found if one.kind == "all-gather" and one.runs > 1]
-    assert gathers and all("models/gpt.py:" in one.source for one in gathers)
-    assert {path for one in gathers for path in one.tensors} >= {"blocks.up.kernel", "blocks.down.kernel"}
+    result = report("fsdp", "fsdp=8", 2).collectives
+    gathers = [item for item in result if item.kind == "all-gather" and item.runs > 1]
+    assert gathers and all("models/gpt.py:" in gather.source for gather in gathers)
+    assert {path for gather in gathers for path in gather.tensors} >= {"blocks.up.kernel", "blocks.down.kernel"}
 
 
 def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
-    found = report("fsdp", "fsdp=8", 2)
-    found.save(tmp_path / "c.json")
-    assert Report.from_json((tmp_path / "c.json").read_text()) == found
+    run_report = report("fsdp", "fsdp=8", 2)
+    run_report.save(tmp_path / "c.json")
+    assert Report.from_json((tmp_path / "c.json").read_text()) == run_report
     written = json.loads((tmp_path / "c.json").read_text())
     assert len(written["program_hash"]) == 64 and written["versions"]["jax"] == jax.__version__
     with pytest.raises(DataError, match="not a certificate"):
@@ -282,12 +282,12 @@ def test_an_unknown_compiler_flag_raises(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_predictions_equal_those_of_the_search() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
-    found = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
-    for one in found.candidates:
-        told = predictions(program, plan_of(found, one), MACHINE)
-        assert told.flops == pytest.approx(one.flops)
+    search_result = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
+    for candidate in search_result.candidates:
+        predicted = predictions(program, plan_of(search_result, candidate), MACHINE)
+        assert predicted.flops == pytest.approx(candidate.flops)
         # The search resolves a layout once for a family of meshes, and may take another moment for the fullest.
-        assert told.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)
+        assert predicted.peak_bytes == pytest.approx(candidate.peak_bytes, rel=0.05)
 
 
 def test_wraparound_and_cores_are_those_of_the_topology_table() -> None:

@@ -35,7 +35,7 @@ def module(on: str) -> Module:
     return read_module(gzip.decompress(BY_NAME[on].path.read_bytes()))
 
 
-def found(on: str) -> tuple[Collective, ...]:
+def collectives_on(on: str) -> tuple[Collective, ...]:
     case = BY_NAME[on]
     return collectives(module(on), spanax.MeshShape.of(case.mesh))
 
@@ -53,16 +53,18 @@ def test_the_bytes_of_the_state_equal_level_0(on: str) -> None:
     case = BY_NAME[on]
     leaves = case.plan(program()).leaves
     arguments = module(on).entry.parameters
-    for at, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         itemsize = np.dtype(leaf.dtype).itemsize
-        assert arguments[at].shape.padded_bytes == padded_bytes(leaf.local_shape, itemsize, platform_of(case.cluster))
+        assert arguments[index].shape.padded_bytes == padded_bytes(
+            leaf.local_shape, itemsize, platform_of(case.cluster)
+        )
 
 
 @pytest.mark.parametrize("on", BY_NAME)
 def test_weights_are_gathered_in_bfloat16_twice_a_layer(on: str) -> None:
     case = BY_NAME[on]
     split = spanax.MeshShape.of(case.mesh).ways(["model"])
-    gathered = sum(one.num_bytes for one in found(on) if one.kind == "all-gather" and one.axes == "fsdp")
+    gathered = sum(item.num_bytes for item in collectives_on(on) if item.kind == "all-gather" and item.axes == "fsdp")
     assert gathered == LAYERS * 2 * 2 * MATRIX * 2 // split
 
 
@@ -71,30 +73,30 @@ def test_gradients_are_scattered_or_summed(on: str, whole: int) -> None:
     """A TPU's compiler leaves one of the two gradients whole on one slice: an all-reduce."""
     sizes = spanax.MeshShape.of(BY_NAME[on].mesh)
     split, ways = sizes.ways(["model"]), sizes.ways(["fsdp"])
-    moved = totals(found(on))["fsdp"]
+    moved = totals(collectives_on(on))["fsdp"]
     assert moved["reduce-scatter"] == LAYERS * (2 - whole) * MATRIX * 2 // split // ways
     assert moved["all-reduce"] // (LAYERS * MATRIX * 2 // split) == whole
 
 
 def test_between_slices_parts_of_gradients_are_summed() -> None:
-    moved = totals(found("v5e:2x2:2"))["data"]["all-reduce"]
+    moved = totals(collectives_on("v5e:2x2:2"))["data"]["all-reduce"]
     assert moved == pytest.approx(LAYERS * 2 * MATRIX * 2 / 4, rel=1e-3)
-    assert {one.group_size for one in found("v5e:2x2:2") if one.axes == "data"} == {2}
+    assert {item.group_size for item in collectives_on("v5e:2x2:2") if item.axes == "data"} == {2}
 
 
 @pytest.mark.parametrize("on", ["v5e:2x4", "v5p:2x2x2", "h100:8"])
 def test_gathers_name_the_line_of_the_model(on: str) -> None:
     code = Path(stored.__file__).read_text().splitlines()
-    gathers = [one for one in found(on) if one.kind == "all-gather"]
-    for one in gathers:
-        file, _, line = one.source.partition(":")
+    gathers = [item for item in collectives_on(on) if item.kind == "all-gather"]
+    for gather in gathers:
+        file, _, line = gather.source.partition(":")
         assert file == "tests/stored.py" and "self.down(" in code[int(line) - 1]
-        assert "while/body" in one.op_name
+        assert "while/body" in gather.op_name
 
 
 @pytest.mark.parametrize("on", BY_NAME)
 def test_every_loop_is_counted(on: str) -> None:
-    assert all(one.is_counted for one in found(on))
+    assert all(item.is_counted for item in collectives_on(on))
 
 
 def test_text_is_read_as_the_serialized_program_is() -> None:
@@ -104,7 +106,7 @@ def test_text_is_read_as_the_serialized_program_is() -> None:
     message = parse_hlo(gzip.decompress(case.path.read_bytes()))
     written = _hlo.HloModule.from_serialized_hlo_module_proto(message.SerializeToString()).to_string()
     mesh = spanax.MeshShape.of(case.mesh)
-    assert totals(collectives(read_text(written), mesh)) == totals(found("v5e:2x4"))
+    assert totals(collectives(read_text(written), mesh)) == totals(collectives_on("v5e:2x4"))
 
 
 CONVOLUTION = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"

@@ -33,15 +33,15 @@ def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_contract() -> None:
-    found = json.loads(json.dumps(ask()[1]))
+    data = json.loads(json.dumps(ask()[1]))
     figures = {"state_bytes", "peak_bytes", "flops", "collectives"}
-    assert {"level", "fits", "predicted", "compiled", "errors", "versions", "seconds"} <= found.keys()
-    assert figures == found["predicted"].keys() == found["compiled"].keys()
-    assert found["errors"].keys() <= figures and found["level"] == 2 and found["by"].startswith("partitioner")
+    assert {"level", "fits", "predicted", "compiled", "errors", "versions", "seconds"} <= data.keys()
+    assert figures == data["predicted"].keys() == data["compiled"].keys()
+    assert data["errors"].keys() <= figures and data["level"] == 2 and data["by"].startswith("partitioner")
     for side in ("predicted", "compiled"):
-        assert found[side]["collectives"]["fsdp"]["all-gather"] > 0
-    told = sum(one["bytes"] for one in found["collectives"] if one["axes"] == "fsdp")
-    assert told == sum(found["compiled"]["collectives"]["fsdp"].values())
+        assert data[side]["collectives"]["fsdp"]["all-gather"] > 0
+    reported = sum(collective["bytes"] for collective in data["collectives"] if collective["axes"] == "fsdp")
+    assert reported == sum(data["compiled"]["collectives"]["fsdp"].values())
 
 
 def test_the_answer_in_words() -> None:
@@ -59,18 +59,20 @@ def test_the_answer_in_words() -> None:
 
 
 def test_what_the_compiler_says_is_never_called_a_proof() -> None:
-    told = Report(3, "v5e:2x4", "fsdp", "fsdp=8", True, "the compiler", Figures(4, 8, 2.0, {}), Figures(4, 8, 2.0, {}))
-    assert "the compiler accepts it and predicts" in report_text(told)
-    assert "will run" not in report_text(told)
+    reported = Report(
+        3, "v5e:2x4", "fsdp", "fsdp=8", True, "the compiler", Figures(4, 8, 2.0, {}), Figures(4, 8, 2.0, {})
+    )
+    assert "the compiler accepts it and predicts" in report_text(reported)
+    assert "will run" not in report_text(reported)
 
 
 def test_what_does_not_fit_names_its_largest_arrays() -> None:
     large = Buffer(2**30, "f32[48,1600]", ("up.kernel", "mu.up.kernel"))
-    told = Report(
+    reported = Report(
         3, "v5e:2x4", "data", "data=8", False, "the compiler", Figures(4, 8), Figures(peak_bytes=20 * 2**30),
         limit_bytes=16 * 2**30, buffers=(large, large),
     )  # fmt: skip
-    text = report_text(told)
+    text = report_text(reported)
     assert "does NOT fit: the compiler needs 20 GiB per device of 16 GiB" in text
     assert "2 x 1 GiB" in text and "shaped like up.kernel, mu.up.kernel" in text
 
@@ -83,8 +85,8 @@ def test_a_collective_that_is_not_there_is_refused() -> None:
 
 def test_the_certificate_is_written(tmp_path: Path) -> None:
     text, _ = ask(out=tmp_path / "c.json")
-    found = Report.from_json((tmp_path / "c.json").read_text())
-    assert found.layout == "fsdp" and str(tmp_path / "c.json") in text
+    result = Report.from_json((tmp_path / "c.json").read_text())
+    assert result.layout == "fsdp" and str(tmp_path / "c.json") in text
 
 
 def test_a_plan_file_is_checked(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args, code, said",
+    "args, code, output",
     [
         ([], 2, "needs a workload"),
         (["gpt-nano"], 2, "needs the devices"),
@@ -106,17 +108,17 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_request_is_told(
-    args: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    args: list[str], code: int, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["check", *args])
-    assert stop.value.code == code and said in capsys.readouterr().err
+    assert stop.value.code == code and output in capsys.readouterr().err
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["check", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--level", "0", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["compiled"]["state_bytes"] == found["predicted"]["state_bytes"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["compiled"]["state_bytes"] == data["predicted"]["state_bytes"]
 
 
 def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
@@ -124,10 +126,10 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
     file.write_text("from spanax.models.workloads import load\nworkload = load('gpt-nano')\n")
     ask_mine = partial(ask, workload=f"{file}:workload", on="h100:8", level=0, dtype="float32", layout="data")
     text, data = ask_mine()
-    (found,) = [one for one in data["findings"] if one["code"] == "SPX017"]
-    assert set(found) == {"code", "severity", "path", "message", "fix", "bytes"} and "SPX017 warning:" in text
+    (result,) = [finding for finding in data["findings"] if finding["code"] == "SPX017"]
+    assert set(result) == {"code", "severity", "path", "message", "fix", "bytes"} and "SPX017 warning:" in text
     file.write_text(file.read_text() + "# spanax: allow SPX017\n")
-    assert "SPX017" not in [one["code"] for one in ask_mine()[1]["findings"]]
+    assert "SPX017" not in [finding["code"] for finding in ask_mine()[1]["findings"]]
     file.write_text(file.read_text() + "# spanax: allow SPX999\n")
     with pytest.raises(SpanaxError, match="SPX999, but there is no such rule"):
         ask_mine()
@@ -142,7 +144,7 @@ def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
     ask_planned = partial(ask, on="h100:8", level=0, layout=None, plan=tmp_path / "p.json")
     for allow, is_said in ((), True), (("SPX017",), False), (("SPX017 embed",), True):
         dataclasses.replace(plan, allow=allow).save(tmp_path / "p.json")
-        assert ("SPX017" in [one["code"] for one in ask_planned()[1]["findings"]]) == is_said
+        assert ("SPX017" in [finding["code"] for finding in ask_planned()[1]["findings"]]) == is_said
     dataclasses.replace(plan, allow=("SPX999",)).save(tmp_path / "p.json")
     with pytest.raises(SpanaxError, match="the plan allows SPX999, but there is no such rule"):
         ask_planned()
@@ -151,8 +153,8 @@ def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
 def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
     text, data = ask(inputs_only=True)
     assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
-    assert {"SPX012", "SPX016"} & {one["code"] for one in data["findings"]}
-    assert not {"SPX012", "SPX016"} & {one["code"] for one in ask()[1]["findings"]}
+    assert {"SPX012", "SPX016"} & {finding["code"] for finding in data["findings"]}
+    assert not {"SPX012", "SPX016"} & {finding["code"] for finding in ask()[1]["findings"]}
 
 
 def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,24 +37,24 @@ def answered() -> tuple[str, dict[str, Any]]:
 
 
 def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
-    found = json.loads(json.dumps(answered[1]))
+    data = json.loads(json.dumps(answered[1]))
     top = {"best", "candidates", "rejected", "layouts_priced", "search_seconds", "trace_seconds"}
     best = {
         "layout", "mesh", "stored_axes", "computed_axes", "remat", "microbatches", "schedule", "memory", "collectives",
         "step_seconds", "seconds", "mfu", "hfu", "bottleneck", "rule",
     }  # fmt: skip
-    assert top <= found.keys() and best <= found["best"].keys()
-    assert found["candidates"][0]["step_seconds"] == found["best"]["step_seconds"]
-    times = [one["step_seconds"] for one in found["candidates"]]
+    assert top <= data.keys() and best <= data["best"].keys()
+    assert data["candidates"][0]["step_seconds"] == data["best"]["step_seconds"]
+    times = [item["step_seconds"] for item in data["candidates"]]
     assert times == sorted(times) and len(times) == 10
-    for one in found["candidates"]:
-        assert sum(one["seconds"].values()) == pytest.approx(one["step_seconds"])
-        assert sum(size for name, size in one["memory"].items() if name != "peak") == one["memory"]["peak"]
-        assert 0 < one["mfu"] <= one["hfu"] < 1
-        assert one["tokens_per_second"] == pytest.approx(16 * 64 / one["step_seconds"])
+    for candidate in data["candidates"]:
+        assert sum(candidate["seconds"].values()) == pytest.approx(candidate["step_seconds"])
+        assert sum(size for name, size in candidate["memory"].items() if name != "peak") == candidate["memory"]["peak"]
+        assert 0 < candidate["mfu"] <= candidate["hfu"] < 1
+        assert candidate["tokens_per_second"] == pytest.approx(16 * 64 / candidate["step_seconds"])
     plan = spanax.plan(load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9), spanax.cluster("cpu:1"))
-    assert found["best"]["checkpoint_bytes"] == plan.state_bytes()
-    assert found["best"]["restore_bytes"] < plan.state_bytes()
+    assert data["best"]["checkpoint_bytes"] == plan.state_bytes()
+    assert data["best"]["restore_bytes"] < plan.state_bytes()
 
 
 def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
@@ -83,7 +83,9 @@ def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     text = search_text(summarize(searched), 1000)
     rows = text.partition("ranked:\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(set(rows)) == len(rows) == len(searched.candidates) > 50
-    priced = {dataclasses.replace(one, layout="", sequence=False) for one in map(hashable, searched.candidates)}
+    priced = {
+        dataclasses.replace(candidate, layout="", sequence=False) for candidate in map(hashable, searched.candidates)
+    }
     assert len(priced) == len(rows)
 
 
@@ -92,14 +94,14 @@ def search(name: str, on: str) -> Search:
     return spanax.search(zoo_program(name), on, top=1000)
 
 
-def hashable(one: Candidate) -> Candidate:
-    changes: Any = {"seconds": tuple(one.seconds.items()), "memory": tuple(one.memory.items())}
-    return dataclasses.replace(one, **changes)
+def hashable(candidate: Candidate) -> Candidate:
+    changes: Any = {"seconds": tuple(candidate.seconds.items()), "memory": tuple(candidate.memory.items())}
+    return dataclasses.replace(candidate, **changes)
 
 
 def test_rows_that_differ_in_chunks_alone_are_distinct() -> None:
     searched = search("gpt", "a100:2x2")
-    staged = next(one for one in searched.candidates if one.num_stages == 2)
+    staged = next(candidate for candidate in searched.candidates if candidate.num_stages == 2)
     two = dataclasses.replace(staged, schedule="interleaved", num_chunks=2)
     rows = dataclasses.replace(searched, candidates=(two, dataclasses.replace(two, num_chunks=3)))
     text = search_text(dataclasses.replace(summarize(searched), search=rows), 2)
@@ -115,10 +117,10 @@ def test_memory_is_in_binary_units(answered: tuple[str, dict[str, Any]]) -> None
 
 
 def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
-    assert all(one["stages"] == 1 for one in ask(top=50, remat="none")[1]["candidates"])
+    assert all(candidate["stages"] == 1 for candidate in ask(top=50, remat="none")[1]["candidates"])
     staged = ask(on="a100:2x2", top=200, remat="none", pipeline=True)[1]["candidates"]
-    assert any(one["stages"] > 1 for one in staged)
-    assert all(one["stages"] == 1 for one in ask(on="a100:2x2", top=200, remat="none")[1]["candidates"])
+    assert any(candidate["stages"] > 1 for candidate in staged)
+    assert all(candidate["stages"] == 1 for candidate in ask(on="a100:2x2", top=200, remat="none")[1]["candidates"])
 
 
 def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
@@ -191,9 +193,11 @@ def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
     from spanax.plan.sharding.place import as_planned
 
     program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
-    found = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)
-    staged = next(one for one in found.candidates if one.num_stages > 1 and one.num_chunks == 1)
-    plan = plan_of(found, staged)
+    search_result = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)
+    staged = next(
+        candidate for candidate in search_result.candidates if candidate.num_stages > 1 and candidate.num_chunks == 1
+    )
+    plan = plan_of(search_result, staged)
     assert plan.mesh.ways(["pipe"]) == staged.num_stages and plan.mesh.size == 4
     assert plan.layout.splits("pipe") == ("layers",)
     assert as_planned(program, plan).microbatches == staged.microbatches

@@ -55,9 +55,9 @@ last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not sav
 to resume: spanax train --out FOLDER --resume --steps 24"""
 
 
-def a_run(folder: Path, *told: tuple[float, int, str, dict[str, Any]]) -> Path:
+def a_run(folder: Path, *reported: tuple[float, int, str, dict[str, Any]]) -> Path:
     folder.mkdir(exist_ok=True)
-    for after, attempt, by, event in told:
+    for after, attempt, by, event in reported:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
         Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
     (folder / "config.toml").write_text('workload = "gpt-nano"\n')
@@ -74,19 +74,21 @@ def a_checkpoint(folder: Path, step: int) -> Path:
     return saved
 
 
-def said(folder: Path) -> str:
+def report_output(folder: Path) -> str:
     return report_text(sections(run_report(folder)))
 
 
 def test_the_words_of_a_report(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 10)
-    assert said(folder).replace(str(folder), "FOLDER") == SAID
+    assert report_output(folder).replace(str(folder), "FOLDER") == SAID
 
 
 def test_what_rounds_to_nothing_is_not_listed(tmp_path: Path) -> None:
     seconds = {"step": 7, "idle": 0.04, "data": 0.05}
-    text = said(a_run(tmp_path / "a", TOLD[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds})))
+    text = report_output(
+        a_run(tmp_path / "a", TOLD[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}))
+    )
     assert "none of these" not in text and "waiting for batches" in text
 
 
@@ -94,31 +96,31 @@ def test_a_damaged_checkpoint_is_not_the_last_one(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 6)
     (a_checkpoint(folder, 10) / "arrays" / "data").write_bytes(b"")
-    assert "last checkpoint: step 6," in said(folder)
+    assert "last checkpoint: step 6," in report_output(folder)
 
 
 def test_how_to_go_on_says_what_the_run_needs(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "my run", *TOLD)
-    assert said(folder).endswith(f"to resume: spanax train --out '{folder}' --resume")
+    assert report_output(folder).endswith(f"to resume: spanax train --out '{folder}' --resume")
     (folder / "heartbeats").mkdir()
     beat = {"rank": 0, "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "phase": "step", "step": 14}
     beat |= {"step_seconds": 1.0, "time": BEGAN + 74, "seconds": {"restart": 8, "recomputed": 6, "step": 15}}
     (folder / "heartbeats" / "0.json").write_text(json.dumps(beat))
-    assert said(folder).endswith("last checkpoint: none\nto resume: it is running")
-    assert "33.0 s of 1 min 14 s were steps that count" in said(folder)
+    assert report_output(folder).endswith("last checkpoint: none\nto resume: it is running")
+    assert "33.0 s of 1 min 14 s were steps that count" in report_output(folder)
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 12)
     cli.main(["report", str(folder), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert sum(found["seconds"].values()) == pytest.approx(found["wall_seconds"]) == 70
-    assert found["goodput"] == pytest.approx(29 / 70) and found["reached"] == 12
-    assert [one["outcome"] for one in found["attempts"]] == ["died", "finished"]
-    assert [event["event"] for event in found["faults"]] == ["died", "restart"]
-    assert found["checkpoint"]["step"] == 12 and found["workload"] == "gpt-nano"
-    assert found["how_to_go_on"] == f"spanax train --out {folder} --resume --steps 24"
+    data = json.loads(capsys.readouterr().out)
+    assert sum(data["seconds"].values()) == pytest.approx(data["wall_seconds"]) == 70
+    assert data["goodput"] == pytest.approx(29 / 70) and data["reached"] == 12
+    assert [attempt["outcome"] for attempt in data["attempts"]] == ["died", "finished"]
+    assert [event["event"] for event in data["faults"]] == ["died", "restart"]
+    assert data["checkpoint"]["step"] == 12 and data["workload"] == "gpt-nano"
+    assert data["how_to_go_on"] == f"spanax train --out {folder} --resume --steps 24"
 
 
 def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     evil = {"event": "died", "why": "[red]why[/red] :smile:\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
     folder = a_run(tmp_path / "a", *TOLD, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
     (folder / "config.toml").write_text("not toml")
-    text = said(folder)
+    text = report_output(folder)
     assert "\x1b" not in text and "[red]why[/red] :smile:\\x1b[2J\\nfine" in text and "a run in " in text
     assert "faults and recovery, the last 40 of 52" in text and len(text.splitlines()) < 300
     assert text.count("[red]why[/red]") == 40
@@ -145,7 +147,7 @@ def test_what_cannot_be_read_is_counted_and_shown(tmp_path: Path, capsys: pytest
         (folder / "heartbeats" / f"{rank}.json").write_text(json.dumps(beat | {"step_seconds": 1, "time": BEGAN}))
     alien = beat | {"pid": 7, "rank": 9, "step_seconds": 1, "time": BEGAN}
     (folder / "heartbeats" / "4.json").write_text(json.dumps(alien))
-    text = said(folder)
+    text = report_output(folder)
     for line in (
         "events.jsonl: 1 line damaged", "events.jsonl: 2 lines of the unknown kind '[b]new' left out",
         "metrics.jsonl: 2 lines damaged", "heartbeats/0.json: pid is None, not int",
@@ -185,4 +187,4 @@ def test_times_are_rounded_once(seconds: float, text: str) -> None:
 
 def test_a_time_that_no_calendar_has_is_told_of(tmp_path: Path) -> None:
     begin = {"event": "begin", "step": 0}
-    assert "9e+14 s" in said(a_run(tmp_path / "a", (9e14 - BEGAN, 0, "rank 0", begin)))
+    assert "9e+14 s" in report_output(a_run(tmp_path / "a", (9e14 - BEGAN, 0, "rank 0", begin)))

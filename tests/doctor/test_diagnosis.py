@@ -34,29 +34,29 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        found = examine.diagnose(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
-    assert {one.name for one in found} == NAMES | {"hosts"}
-    assert [one.what.split(":")[0] for one in found if one.name == "disk"] == [
+        verdicts = examine.diagnose(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
+    assert {item.name for item in verdicts} == NAMES | {"hosts"}
+    assert [item.what.split(":")[0] for item in verdicts if item.name == "disk"] == [
         "run folder",
         "temporary",
         "compile cache",
     ]
-    assert all(one.fix for one in found if one.state != "ok")
+    assert all(item.fix for item in verdicts if item.state != "ok")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_cache_in_a_bucket_is_not_looked_at(started: None, tmp_path: Path) -> None:
-    found = examine.diagnose(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
-    assert [one.what.split(":")[0] for one in found if one.name == "disk"] == ["run folder", "temporary"]
+    verdicts = examine.diagnose(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
+    assert [item.what.split(":")[0] for item in verdicts if item.name == "disk"] == ["run folder", "temporary"]
 
 
 def test_a_group_is_met(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
-    found = {one.name: one for one in examine.diagnose(out=tmp_path, timeout=0.2, environ=environ)}
-    assert found["group"].state == "problem" and "host 1 did not connect" in found["group"].what
-    assert found["settings"].state == "warning"
+    result = {verdict.name: verdict for verdict in examine.diagnose(out=tmp_path, timeout=0.2, environ=environ)}
+    assert result["group"].state == "problem" and "host 1 did not connect" in result["group"].what
+    assert result["settings"].state == "warning"
 
 
 def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
@@ -67,11 +67,11 @@ def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "doctor", "--out", str(tmp_path / "file" / "runs"), "--json", "--timeout", "240"],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    assert done.returncode == 1 and found["is_well"] is False, done.stderr
-    states = {one["name"]: one["state"] for one in found["findings"] if one["name"] != "disk"}
-    assert states["devices"] == states["simulated"] == "ok", found
-    (bad,) = (one for one in found["findings"] if one["state"] == "problem")
+    data = json.loads(done.stdout)
+    assert done.returncode == 1 and data["is_well"] is False, done.stderr
+    states = {finding["name"]: finding["state"] for finding in data["findings"] if finding["name"] != "disk"}
+    assert states["devices"] == states["simulated"] == "ok", data
+    (bad,) = (finding for finding in data["findings"] if finding["state"] == "problem")
     assert bad["name"] == "disk" and "Not a directory" in bad["what"] and bad["fix"]
 
 
@@ -85,8 +85,8 @@ def test_a_clock_that_is_set_meanwhile(started: None, tmp_path: Path, monkeypatc
     ahead = iter([0.0])
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + next(ahead, 3600.0))
-    found = {one.name: one for one in examine.diagnose(out=tmp_path, environ={})}
-    assert found["clock"].state == "warning" and "set by +3600" in found["clock"].what
+    result = {verdict.name: verdict for verdict in examine.diagnose(out=tmp_path, environ={})}
+    assert result["clock"].state == "warning" and "set by +3600" in result["clock"].what
 
 
 FOUND = [

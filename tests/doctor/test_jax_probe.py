@@ -26,8 +26,8 @@ def fake(code: str) -> list[str]:
 
 
 def test_jax_starts_and_splits_the_cpu() -> None:
-    one, eight = devices(ENVIRON, HANG_SECONDS), simulated(ENVIRON, HANG_SECONDS)
-    assert one.state == "ok" and one.what.startswith("1 x cpu, JAX starts in"), one
+    single, eight = devices(ENVIRON, HANG_SECONDS), simulated(ENVIRON, HANG_SECONDS)
+    assert single.state == "ok" and single.what.startswith("1 x cpu, JAX starts in"), single
     assert eight.state == "ok" and eight.what.startswith("8 CPU devices reduce"), eight
 
 
@@ -42,9 +42,9 @@ def test_jax_starts_and_splits_the_cpu() -> None:
     ],
 )
 def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
-    found = devices(ENVIRON, HANG_SECONDS, command=fake(code))
-    assert found.state == "problem" and what in found.what and fix in found.fix, found
-    assert "JAX_PLATFORMS=cpu" in found.where
+    chosen = devices(ENVIRON, HANG_SECONDS, command=fake(code))
+    assert chosen.state == "problem" and what in chosen.what and fix in chosen.fix, chosen
+    assert "JAX_PLATFORMS=cpu" in chosen.where
     assert simulated(ENVIRON, HANG_SECONDS, command=fake(code)).state == "problem"
 
 
@@ -65,13 +65,13 @@ def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, mo
 def test_every_python_that_is_started_leaves_its_folder_out() -> None:
     words = re.compile(r"""(.{6})(["' ]-m["', ]+spanax)""")
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
-    starts = [(path.name, *found) for path in files for found in words.findall(path.read_text())]
+    starts = [(path.name, *result) for path in files for result in words.findall(path.read_text())]
     assert len(starts) >= 9 and all("-P" in before for _, before, _ in starts), starts
 
 
 def test_the_last_line_of_a_backend_is_told() -> None:
-    found = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
-    assert found.where.endswith("no TPU is here")
+    chosen = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
+    assert chosen.where.endswith("no TPU is here")
 
 
 def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytes
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    found = devices({**os.environ, "JAX_PLATFORMS": "tpu"}, 1.0, command=fake(code))
-    assert found.state == "problem" and "no answer within 1 s" in found.what and "JAX_PLATFORMS=tpu" in found.where
+    chosen = devices({**os.environ, "JAX_PLATFORMS": "tpu"}, 1.0, command=fake(code))
+    assert chosen.state == "problem" and "no answer within 1 s" in chosen.what and "JAX_PLATFORMS=tpu" in chosen.where
     stat = Path(f"/proc/{pid.read_text()}/stat")
     deadline = time.monotonic() + HANG_SECONDS
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
@@ -104,8 +104,8 @@ def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytes
 def test_what_libraries_print_is_no_answer() -> None:
     answer = '{"platform": "gpu", "kind": "H200", "devices": 4}'
     code = f"print('[Gloo] hello'); print({MARK + answer!r}); print('goodbye')"
-    found = devices({**os.environ, "JAX_PLATFORMS": ""}, HANG_SECONDS, command=fake(code))
-    assert found.state == "ok" and found.what.startswith("4 x H200 (gpu), JAX starts in"), found
+    chosen = devices({**os.environ, "JAX_PLATFORMS": ""}, HANG_SECONDS, command=fake(code))
+    assert chosen.state == "ok" and chosen.what.startswith("4 x H200 (gpu), JAX starts in"), chosen
 
 
 def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
@@ -115,16 +115,18 @@ def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
         dev.mkdir()
         assert devices({}, HANG_SECONDS, command=command, dev=dev).state == "ok"
         (dev / name).touch()
-        found = devices({}, HANG_SECONDS, command=command, dev=dev)
+        chosen = devices({}, HANG_SECONDS, command=command, dev=dev)
         assert (
-            found.state == "warning" and f"this machine has a {kind}, but JAX uses the CPU" in found.what and found.fix
+            chosen.state == "warning"
+            and f"this machine has a {kind}, but JAX uses the CPU" in chosen.what
+            and chosen.fix
         )
         assert devices({"JAX_PLATFORMS": "cpu"}, HANG_SECONDS, command=command, dev=dev).state == "ok"
 
 
 def test_a_flag_that_xla_does_not_know_ends_the_trial_and_not_us() -> None:
-    found = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
-    assert found.state == "problem" and "remove the flag from XLA_FLAGS" in found.fix, found
+    chosen = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
+    assert chosen.state == "problem" and "remove the flag from XLA_FLAGS" in chosen.fix, chosen
 
 
 def test_the_parent_has_no_jax() -> None:

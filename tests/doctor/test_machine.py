@@ -28,37 +28,37 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(small: Path) -> None:
     for name, fix in (("temporary", "TMPDIR"), ("run folder", "--out"), ("compile cache", "XDG_CACHE_HOME")):
-        found = machine.disk(name, small / "runs" / "a")
-        assert found.state == "problem" and "No space left on device" in found.what and fix in found.fix, found
+        verdict = machine.disk(name, small / "runs" / "a")
+        assert verdict.state == "problem" and "No space left on device" in verdict.what and fix in verdict.fix, verdict
     assert not list(small.iterdir()), "something was left behind"
 
 
 def test_shared_memory_of_a_container(small: Path) -> None:
-    found = machine.shared_memory(small)
-    assert found.state == "warning" and found.what.startswith("4 MiB are free") and "--shm-size" in found.fix
+    verdict = machine.shared_memory(small)
+    assert verdict.state == "warning" and verdict.what.startswith("4 MiB are free") and "--shm-size" in verdict.fix
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:
-    found = machine.shared_memory(tmp_path / "nowhere")
-    assert found.state == "warning" and "No such file" in found.what
+    verdict = machine.shared_memory(tmp_path / "nowhere")
+    assert verdict.state == "warning" and "No such file" in verdict.what
 
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = machine.disk("run folder", tmp_path / "file" / "a")
-    assert found.state == "problem" and "Not a directory" in found.what
+    verdict = machine.disk("run folder", tmp_path / "file" / "a")
+    assert verdict.state == "problem" and "Not a directory" in verdict.what
 
 
 def test_a_good_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MIN_BYTES_PER_SECOND", 0.0)
     monkeypatch.setitem(machine.MIN_FREE, "run folder", 0)
-    found = machine.disk("run folder", tmp_path / "runs" / "a")
-    assert found.state == "ok" and "/s with fsync" in found.what and found.where == f"'{tmp_path}'"
+    verdict = machine.disk("run folder", tmp_path / "runs" / "a")
+    assert verdict.state == "ok" and "/s with fsync" in verdict.what and verdict.where == f"'{tmp_path}'"
     assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = machine.disk("run folder", tmp_path)
+    verdict = machine.disk("run folder", tmp_path)
     real = os.statvfs(tmp_path)
     changed = {"f_bavail": 1 << 18, "f_favail": 9, "f_frsize": 4096, "f_files": 1000}
 
@@ -66,15 +66,15 @@ def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: 
         return os.statvfs_result([changed.get(name, getattr(real, name)) for name in NAMES])
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    found = machine.disk("run folder", tmp_path)
-    assert found.state == "warning" and "only 1 GiB are free" in found.what and "free disk space" in found.fix
+    verdict = machine.disk("run folder", tmp_path)
+    assert verdict.state == "warning" and "only 1 GiB are free" in verdict.what and "free disk space" in verdict.fix
     changed["f_bavail"] = 1 << 30
-    found = machine.disk("run folder", tmp_path)
-    assert found.state == "warning" and "only 9 more files fit" in found.what
+    verdict = machine.disk("run folder", tmp_path)
+    assert verdict.state == "warning" and "only 9 more files fit" in verdict.what
     changed["f_favail"] = 1 << 30
     monkeypatch.setattr(machine, "_written", lambda place: 2.0**20)
-    found = machine.disk("run folder", tmp_path)
-    assert found.state == "warning" and "writing a checkpoint of 1 GiB takes 1024 s" in found.what
+    verdict = machine.disk("run folder", tmp_path)
+    assert verdict.state == "warning" and "writing a checkpoint of 1 GiB takes 1024 s" in verdict.what
     assert machine.disk("temporary", tmp_path).state == "ok"
 
 
@@ -88,8 +88,8 @@ def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(machine.fcntl, "flock", flock)
-    found = machine.disk("run folder", tmp_path)
-    assert found.state == "problem" and "Function not implemented" in found.what
+    verdict = machine.disk("run folder", tmp_path)
+    assert verdict.state == "problem" and "Function not implemented" in verdict.what
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_clocks(after: Reading, is_synchronized: bool | None, state: str, what: str) -> None:
-    found = machine.clock(Reading(100, 10), after, is_synchronized)
-    assert (found.state, bool(found.fix)) == (state, state != "ok") and what in found.what
+    verdict = machine.clock(Reading(100, 10), after, is_synchronized)
+    assert (verdict.state, bool(verdict.fix)) == (state, state != "ok") and what in verdict.what
 
 
 def test_this_clock_is_steady() -> None:
@@ -121,13 +121,13 @@ def test_this_clock_is_steady() -> None:
     ],
 )
 def test_low_limits(which: int, what: str, fix: str) -> None:
-    found = machine.limits(lambda asked: (256, 1024) if asked == which else (-1, -1))
-    assert [one.state for one in found] == ["warning"]
-    assert what in found[0].what and fix in found[0].fix and found[0].where == "at most 1024"
+    verdict = machine.limits(lambda asked: (256, 1024) if asked == which else (-1, -1))
+    assert [item.state for item in verdict] == ["warning"]
+    assert what in verdict[0].what and fix in verdict[0].fix and verdict[0].where == "at most 1024"
 
 
 def test_no_limits() -> None:
-    found = machine.limits(lambda asked: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert [one.state for one in found] == ["ok"] and found[
+    verdict = machine.limits(lambda asked: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert [item.state for item in verdict] == ["ok"] and verdict[
         0
     ].what == "any number of open files, any number of processes"

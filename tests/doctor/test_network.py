@@ -40,31 +40,33 @@ def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    found = network.loopback()
-    assert found.state == "problem" and "Network is unreachable" in found.what and "ip link" in found.fix
+    verdict = network.loopback()
+    assert verdict.state == "problem" and "Network is unreachable" in verdict.what and "ip link" in verdict.fix
 
 
 def test_the_coordinators_port() -> None:
     with listening() as port:
         taken = {"SPANAX_COORDINATOR": f"127.0.0.1:{port}"}
-        found = network.coordinator(taken)
+        verdict = network.coordinator(taken)
         assert (
-            found.state == "problem" and f"port {port} of 127.0.0.1 is in use" in found.what and "ss -ltnp" in found.fix
+            verdict.state == "problem"
+            and f"port {port} of 127.0.0.1 is in use" in verdict.what
+            and "ss -ltnp" in verdict.fix
         )
         assert network.coordinator(taken | {"SPANAX_HOST": "1"}).state == "ok"
     assert network.coordinator(taken).what == f"127.0.0.1:{port} is free; no other interface is used"
-    found = network.coordinator(taken | {"SPANAX_NUM_HOSTS": "2"})
-    assert found.state == "ok" and "only processes of this host can reach it" in found.what
+    verdict = network.coordinator(taken | {"SPANAX_NUM_HOSTS": "2"})
+    assert verdict.state == "ok" and "only processes of this host can reach it" in verdict.what
 
 
 def test_the_coordinators_address(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"SPANAX_COORDINATOR": f"{ELSEWHERE}:9911"}
-    found = network.coordinator(there)
-    assert found.state == "problem" and "is not an address of this host" in found.what
+    verdict = network.coordinator(there)
+    assert verdict.state == "problem" and "is not an address of this host" in verdict.what
     assert network.coordinator(there | {"SPANAX_HOST": "3"}).state == "ok"
     monkeypatch.setattr(network, "_address_of", lambda host: None)
-    found = network.coordinator(there)
-    assert found.state == "problem" and "has no address" in found.what
+    verdict = network.coordinator(there)
+    assert verdict.state == "problem" and "has no address" in verdict.what
     monkeypatch.setattr(network, "_address_of", lambda host: "127.0.1.1")
     monkeypatch.setattr(network, "_own_address", lambda: "10.0.0.7")
     assert "reach this one at 10.0.0.7, not by its name, which is 127.0.1.1 here" in network.coordinator({}).what
@@ -78,16 +80,16 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_a_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
-        found = network.reach(f"127.0.0.1:{port}")
-        assert found.state == "ok" and f"127.0.0.1:{port} answers in" in found.what
+        verdict = network.reach(f"127.0.0.1:{port}")
+        assert verdict.state == "ok" and f"127.0.0.1:{port} answers in" in verdict.what
         monkeypatch.setattr(network, "SLOW_SECONDS", 0.0)
-        found = network.reach(f"127.0.0.1:{port}")
-        assert found.state == "warning" and "every step waits" in found.what
+        verdict = network.reach(f"127.0.0.1:{port}")
+        assert verdict.state == "warning" and "every step waits" in verdict.what
 
 
 def test_a_host_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = network.reach(f"127.0.0.1:{free_port()}")
-    assert found.state == "warning" and "nothing listens on its port" in found.what
+    verdict = network.reach(f"127.0.0.1:{free_port()}")
+    assert verdict.state == "warning" and "nothing listens on its port" in verdict.what
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.2)
     with socket.socket() as server:
         # With its queue full, a server that accepts nobody is as silent as a firewall.
@@ -95,13 +97,13 @@ def test_a_host_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
         server.listen(0)
         port = server.getsockname()[1]
         waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(("127.0.0.1", port))
-        found = network.reach(f"127.0.0.1:{port}")
-        for one in waiting:
-            one.close()
-    assert found.state == "problem" and "nothing within 0.2 s" in found.what and "firewall" in found.fix
+        for thread in waiting:
+            thread.setblocking(False)
+            thread.connect_ex(("127.0.0.1", port))
+        verdict = network.reach(f"127.0.0.1:{port}")
+        for thread in waiting:
+            thread.close()
+    assert verdict.state == "problem" and "nothing within 0.2 s" in verdict.what and "firewall" in verdict.fix
     monkeypatch.setattr(network, "_address_of", lambda host: None)
     assert "'nowhere' has no address" in network.reach("nowhere:80").what
 
@@ -119,11 +121,11 @@ def test_a_group_that_meets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(partial(join, address, 4), range(4), (0.0, 0.0, -7.0, 7.0)))
-    assert found[0].state == "ok" and "all 4 hosts connected" in found[0].what
-    assert found[1].state == "ok" and re.search(r"its clock differs by [+-]0\.000 s", found[1].what)
-    assert found[2].state == "warning" and "+7.0" in found[2].what and "timedatectl" in found[2].fix
-    assert found[3].state == "warning" and "-7.0" in found[3].what
+        result = list(pool.map(partial(join, address, 4), range(4), (0.0, 0.0, -7.0, 7.0)))
+    assert result[0].state == "ok" and "all 4 hosts connected" in result[0].what
+    assert result[1].state == "ok" and re.search(r"its clock differs by [+-]0\.000 s", result[1].what)
+    assert result[2].state == "warning" and "+7.0" in result[2].what and "timedatectl" in result[2].fix
+    assert result[3].state == "warning" and "-7.0" in result[3].what
 
 
 def test_a_host_of_a_group_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,19 +166,19 @@ def test_something_else_where_the_coordinator_should_be() -> None:
         thread = threading.Thread(target=talk)
         thread.start()
         environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{server.getsockname()[1]}", "SPANAX_NUM_HOSTS": "2"}
-        found = network.group(environ | {"SPANAX_HOST": "1"}, 0.3)
+        verdict = network.group(environ | {"SPANAX_HOST": "1"}, 0.3)
         leader = network.group(environ | {"SPANAX_HOST": "0"}, 0.3)
         stop.set()
         thread.join()
-    assert found is not None and found.state == "problem"
+    assert verdict is not None and verdict.state == "problem"
     assert leader is not None and leader.state == "problem" and "cannot listen" in leader.what
 
 
 def test_a_stranger_does_not_stop_the_group() -> None:
     """Whoever connects and says nonsense, or nothing, is no host."""
     environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": "2"}
-    port, found = int(environ["SPANAX_COORDINATOR"].split(":")[1]), []
-    leader = threading.Thread(target=lambda: found.append(network.group(environ, 240.0)))
+    port, result = int(environ["SPANAX_COORDINATOR"].split(":")[1]), []
+    leader = threading.Thread(target=lambda: result.append(network.group(environ, 240.0)))
     leader.start()
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -188,7 +190,7 @@ def test_a_stranger_does_not_stop_the_group() -> None:
             time.sleep(0.01)
     assert network.group(environ | {"SPANAX_HOST": "1"}, 240.0).state == "ok"  # type: ignore[union-attr]
     leader.join(300)
-    assert found[0].state == "ok"
+    assert result[0].state == "ok"
 
 
 def test_an_environment_of_nonsense() -> None:

@@ -28,9 +28,9 @@ def shelf(**changes: str | None) -> Installed:
 
 def test_this_environment_is_well() -> None:
     installed = installed_packages()
-    found = [software.python(installed), software.packages(installed), software.plugins(installed)]
-    assert [one.state for one in found] == ["ok"] * 3, found
-    assert "jax 0.1" in found[1].what
+    result = [software.python(installed), software.packages(installed), software.plugins(installed)]
+    assert [item.state for item in result] == ["ok"] * 3, result
+    assert "jax 0.1" in result[1].what
 
 
 def test_a_good_shelf_is_well() -> None:
@@ -57,26 +57,26 @@ def test_a_good_shelf_is_well() -> None:
     ],
 )
 def test_versions_that_do_not_go_together(changes: dict[str, str | None], what: str, fix: str) -> None:
-    found = software.packages(shelf(**changes))
-    assert found.state == "problem" and what in found.what and fix in found.fix, found
+    verdicts = software.packages(shelf(**changes))
+    assert verdicts.state == "problem" and what in verdicts.what and fix in verdicts.fix, verdicts
 
 
 def test_a_spanax_that_is_not_installed() -> None:
-    found = software.packages(shelf(spanax=None))
-    assert found.state == "warning" and found.fix == "pip install spanax"
+    verdicts = software.packages(shelf(spanax=None))
+    assert verdicts.state == "warning" and verdicts.fix == "pip install spanax"
 
 
 def test_an_old_python() -> None:
-    found = software.python(shelf(), "3.10.14")
-    assert found.state == "problem" and "3.10.14" in found.what and ">=3.11" in found.where
+    verdict = software.python(shelf(), "3.10.14")
+    assert verdict.state == "problem" and "3.10.14" in verdict.what and ">=3.11" in verdict.where
 
 
 def test_a_plugin_of_another_jaxlib() -> None:
     good = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", libtpu="0.0.51"))
     assert good.state == "ok" and "libtpu 0.0.51" in good.what
-    found = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.9.0"))
-    assert found.state == "problem" and "jax-cuda12-pjrt 0.9.0 is incompatible with jaxlib 0.10.2" in found.what
-    assert found.fix == "pip install jax-cuda12-pjrt==0.10.2 jax-cuda12-plugin==0.10.2"
+    verdict = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.9.0"))
+    assert verdict.state == "problem" and "jax-cuda12-pjrt 0.9.0 is incompatible with jaxlib 0.10.2" in verdict.what
+    assert verdict.fix == "pip install jax-cuda12-pjrt==0.10.2 jax-cuda12-plugin==0.10.2"
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_a_plugin_of_another_jaxlib() -> None:
     ],
 )
 def test_settings_that_are_traps(environ: dict[str, str], what: str) -> None:
-    found = software.settings(environ, is_group=True)
-    assert [one.state for one in found] == ["warning"] and what in found[0].what and found[0].fix
+    verdicts = software.settings(environ, is_group=True)
+    assert [item.state for item in verdicts] == ["warning"] and what in verdicts[0].what and verdicts[0].fix
 
 
 def test_settings_that_are_none() -> None:
-    found = software.settings({"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy"}, is_group=False)
-    assert [one.state for one in found] == ["ok"] and "NPROC=32" in found[0].what
+    verdicts = software.settings({"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy"}, is_group=False)
+    assert [item.state for item in verdicts] == ["ok"] and "NPROC=32" in verdicts[0].what
     assert software.settings({}, is_group=True)[0].what == "nothing is set"

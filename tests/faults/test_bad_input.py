@@ -150,11 +150,11 @@ def test_bad_input_is_answered(
     before = {path.name for path in place.iterdir()} - {"__pycache__"}
     with pytest.raises(SystemExit) as stop:
         cli.main(line.split())
-    said = "".join(capsys.readouterr())
-    assert stop.value.code == code and names in said, said
-    assert "Traceback" not in said
-    if said.startswith("spanax: "):
-        assert len(said.strip().splitlines()) <= 4
+    text = "".join(capsys.readouterr())
+    assert stop.value.code == code and names in text, text
+    assert "Traceback" not in text
+    if text.startswith("spanax: "):
+        assert len(text.strip().splitlines()) <= 4
     left = {path.name for path in place.iterdir()} - {"__pycache__"} - before
     assert not any((place / name).is_dir() and any((place / name).iterdir()) for name in left), left
 

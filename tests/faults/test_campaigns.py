@@ -15,7 +15,7 @@ from spanax.run.store import manifest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def told(*command: str) -> dict[str, Any]:
+def campaign_summary(*command: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / command[0]), *command[1:], "--json"],
         env={**os.environ, "XLA_FLAGS": ""},
@@ -28,17 +28,17 @@ def told(*command: str) -> dict[str, Any]:
 
 
 def test_kills_during_a_save_lose_nothing() -> None:
-    found = told("kill_during_save.py", "--kills", "20")
-    assert (found["lost"], found["unreadable"], found["stale"]) == (0, 0, 0) and found["newest restored"]
-    assert found["killed in a save"] >= 10 and found["acknowledged"] >= 40
+    result = campaign_summary("kill_during_save.py", "--kills", "20")
+    assert (result["lost"], result["unreadable"], result["stale"]) == (0, 0, 0) and result["newest restored"]
+    assert result["killed in a save"] >= 10 and result["acknowledged"] >= 40
 
 
 def test_damage_anywhere_is_found_and_the_older_step_used() -> None:
-    found = corruption.campaign(130, seed=1)
-    assert found["not found"] == [] and found["older step used"] == 130 and found["files"] >= 10
+    outcomes = corruption.campaign(130, seed=1)
+    assert outcomes["not found"] == [] and outcomes["older step used"] == 130 and outcomes["files"] >= 10
 
 
 def test_damage_that_is_missed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "problems", lambda folder: [])
-    found = corruption.campaign(5, seed=1)
-    assert len(found["not found"]) == 5 and found["older step used"] == 0
+    outcomes = corruption.campaign(5, seed=1)
+    assert len(outcomes["not found"]) == 5 and outcomes["older step used"] == 0

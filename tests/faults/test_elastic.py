@@ -31,10 +31,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go_on(num_devices: int, until: int, **settings: Any) -> list[dict[str, Any]]:
     """A part of the run `elastic`, as the command line would start it, asked to stop behind a step."""
-    said: list[dict[str, Any]] = []
+    output: list[dict[str, Any]] = []
 
     def emit(event: dict[str, Any]) -> None:
-        said.append(event)
+        output.append(event)
         if event["event"] == "step" and event["step"] == until < 8:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -43,16 +43,16 @@ def go_on(num_devices: int, until: int, **settings: Any) -> list[dict[str, Any]]
         resume=until > 2, **settings,
     )  # fmt: skip
     train(lambda **sizes: load(config.workload, **sizes), config, jax.devices()[:num_devices], emit)
-    assert said[-1]["event"] == ("preempted" if until < 8 else "done")
-    return said
+    assert output[-1]["event"] == ("preempted" if until < 8 else "done")
+    return output
 
 
 def test_eight_four_six_eight(place: Path) -> None:
     """The examples come in the order of a run that never changed, and the losses are its losses."""
     for part, num_devices in enumerate((8, 4, 6, 8)):
         go_on(num_devices, 2 * part + 2, layout="fsdp")
-    begins = [one for one in events.read(place / "elastic").records if one["event"] == "begin"]
-    assert [(one["devices"], one["step"]) for one in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
+    begins = [event for event in events.read(place / "elastic").records if event["event"] == "begin"]
+    assert [(event["devices"], event["step"]) for event in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
     whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
     train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
     assert examples(place / "elastic") == examples(place / "whole")
@@ -81,10 +81,10 @@ def _planned(num_devices: int) -> tuple[Any, Any]:
 
 def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None:
     go_on(8, 2, layout="fsdp+tensor", mesh="fsdp=2,model=4")
-    said = go_on(5, 4, layout="fsdp+tensor")
-    (warning,) = (event["message"] for event in said if event["event"] == "warning")
+    output = go_on(5, 4, layout="fsdp+tensor")
+    (warning,) = (event["message"] for event in output if event["event"] == "warning")
     assert warning.startswith("8 devices before, 5 now: ") and "1 devices idle" in warning
-    (replanned,) = (one for one in events.read(place / "elastic").records if one["event"] == "replanned")
+    (replanned,) = (event for event in events.read(place / "elastic").records if event["event"] == "replanned")
     assert replanned["before"] == 8 and replanned["idle"] == 1 and replanned["devices"] == 4
     assert manifest.steps(place / "elastic" / "checkpoints") == [2, 4]
 
@@ -107,9 +107,9 @@ def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -
     begun = {"workload": "small.py:small", "data": "a.txt", "tokenizer": "bytes", "batch": 24, "seq": 16, "seed": 5}
     (place / "elastic" / "config.toml").write_text(sealed(config_text(begun)))
     config = TrainConfig(out="elastic", resume=True, steps=2, **begun | setting)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"cannot be resumed with {next(iter(setting.values()))}") as told:
+    with pytest.raises(ConfigError, match=f"cannot be resumed with {next(iter(setting.values()))}") as reported:
         train(lambda **sizes: load("small.py:small", **sizes), config, jax.devices(), lambda event: None)
-    assert told.value.exit_code == 78 and len(str(told.value).splitlines()) <= 4
+    assert reported.value.exit_code == 78 and len(str(reported.value).splitlines()) <= 4
 
 
 def test_another_version_is_told_of(place: Path) -> None:
@@ -118,6 +118,6 @@ def test_another_version_is_told_of(place: Path) -> None:
     environment = json.loads(opened(path.read_text()).text)
     environment["packages"]["optax"] = "0.0.1"
     path.write_text(sealed(json.dumps(environment, indent=1)))
-    said = go_on(8, 4, layout="fsdp")
-    (warning,) = (event["message"] for event in said if event["event"] == "warning")
+    output = go_on(8, 4, layout="fsdp")
+    (warning,) = (event["message"] for event in output if event["event"] == "warning")
     assert "optax 0.0.1, now " in warning

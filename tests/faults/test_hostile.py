@@ -30,12 +30,12 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         )
         for which in ("light", "heavy")
     ]
-    found = {}
+    result = {}
     for child in children:
         out, err = child.communicate(timeout=900)
         assert child.returncode == 0, err.decode()[-2000:]
-        found |= {told["name"]: told for told in map(json.loads, out.splitlines())}
-    return found
+        result |= {line["name"]: line for line in map(json.loads, out.splitlines())}
+    return result
 
 
 def test_there_are_files_of_every_kind() -> None:
@@ -46,16 +46,16 @@ def test_there_are_files_of_every_kind() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_hostile_file_is_refused(name: str, read: dict[str, dict[str, Any]]) -> None:
-    told = read[name]
-    assert told["code"] in told["wanted"], told["said"]
+    reported = read[name]
+    assert reported["code"] in reported["wanted"], reported["said"]
     # Of a load that failed, Orbax's event loop may print that it is closed, at any later moment.
-    assert "Traceback" not in told["said"] or "uvloop" in told["said"]
-    assert told["is_clean"] and told["untouched"]
+    assert "Traceback" not in reported["said"] or "uvloop" in reported["said"]
+    assert reported["is_clean"] and reported["untouched"]
     if name in hostile.LIGHT:
-        assert not told["jax"] and told["peak_mb"] <= MAX_BYTES_MB
-    assert told["more_mb"] <= MAX_MORE_MB
-    if told["said"].startswith("spanax: "):
-        assert len(told["said"].splitlines()) <= 4
+        assert not reported["jax"] and reported["peak_mb"] <= MAX_BYTES_MB
+    assert reported["more_mb"] <= MAX_MORE_MB
+    if reported["said"].startswith("spanax: "):
+        assert len(reported["said"].splitlines()) <= 4
 
 
 def test_a_reader_that_is_harmed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_reader_that_is_harmed_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(hostile.cli, "main", harmed)
     before = hostile.snapshot(tmp_path)
-    told = hostile.watched(["train"])
-    assert told["code"] == -1 and "Traceback" in told["said"] and not told["is_clean"]
-    assert told["more_mb"] > MAX_MORE_MB and (tmp_path / "executed").exists()
+    reported = hostile.watched(["train"])
+    assert reported["code"] == -1 and "Traceback" in reported["said"] and not reported["is_clean"]
+    assert reported["more_mb"] > MAX_MORE_MB and (tmp_path / "executed").exists()
     assert hostile.snapshot(tmp_path) != before

@@ -34,7 +34,7 @@ def whole(place: Path, form: str) -> Launched:
     """A run that nobody disturbs."""
     hosts, devices = FORMS[form]
     run = Launched.start(place, f"whole{hosts}", *TRAIN, hosts=hosts, devices=devices)
-    assert run.end() == 0, run.said()
+    assert run.end() == 0, run.output()
     return run
 
 
@@ -63,8 +63,8 @@ def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> No
             run.until(lambda: run.step() > run.events("begin")[-1]["step"])
             run.pause(moments.uniform(0, 1))
             run.send(signal.SIGKILL, moments.randrange(hosts))
-        assert run.end() == 0, run.said()
-        assert len(run.events("died")) == len(run.events("restart")) == num_kills, run.said()
+        assert run.end() == 0, run.output()
+        assert len(run.events("died")) == len(run.events("restart")) == num_kills, run.output()
         same(run, whole)
 
 
@@ -76,7 +76,7 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
     with running(place, "asleep", hosts=2, devices=4, flags=("--stuck-seconds", "10"), environ=asleep) as run:
         run.until(lambda: run.events("begin") and run.pid(0) and run.pid(1))
         addresses = [address for rank in range(2) for address in _listening(run.pid(rank))]
-        assert run.end() == 0, run.said()
+        assert run.end() == 0, run.output()
         # 127.0.0.1 as the kernel writes it, or the same in IPv6.
         assert addresses and all(address.split(":")[0].endswith("0100007F") for address in addresses), addresses
         start = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
@@ -94,11 +94,11 @@ def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launch
     hosts, devices = FORMS[form]
     asked = {"ASKED_TO_STOP": f"{hosts - 1}:{24 // hosts * 5}:1"}
     with running(place, f"told{hosts}", hosts=hosts, devices=devices, environ=asked) as run:
-        assert run.end() == 75, run.said()
-        (end,) = (one for one in run.events("end") if one["by"] == "rank 0")
+        assert run.end() == 75, run.output()
+        (end,) = (event for event in run.events("end") if event["by"] == "rank 0")
         assert end["how"] == "preempted" and losses(run.folder)[-1][0] == end["step"]
     with running(place, f"told{hosts}", *TRAIN, "--resume", hosts=hosts, devices=devices) as again:
-        assert again.end() == 0, again.said()
+        assert again.end() == 0, again.output()
         assert again.events("begin")[-1]["step"] == end["step"]
         same(again, whole)
 
@@ -108,7 +108,7 @@ def test_a_request_that_is_refused_is_refused_once(place: Path, form: str) -> No
     hosts, devices = FORMS[form]
     bad = [word if word != "fsdp" else "tensor" for word in TRAIN] + ["--mesh", "model=7,data=3"]
     with running(place, f"refused{hosts}", *bad, hosts=hosts, devices=devices) as run:
-        assert run.end() == 2 and not run.events("restart"), run.said()
+        assert run.end() == 2 and not run.events("restart"), run.output()
         assert "21 devices" in run.folder.with_suffix(".txt").read_text()
 
 

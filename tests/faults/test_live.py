@@ -45,8 +45,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("live")
     (place / "tiny.py").write_text(WORKLOAD)
     argv = [sys.executable, "-m", "spanax", "train", "tiny.py:workload", "--out", "run", *TRAIN]
-    with open(place / "said.txt", "w") as said:
-        run = subprocess.Popen(argv, cwd=place, env={**os.environ, "XLA_FLAGS": ""}, stdout=said, stderr=said)
+    with open(place / "said.txt", "w") as output:
+        run = subprocess.Popen(argv, cwd=place, env={**os.environ, "XLA_FLAGS": ""}, stdout=output, stderr=output)
     try:
         while len(manifest.steps(place / "run" / "checkpoints")) < 2:
             assert run.poll() is None, (place / "said.txt").read_text()
@@ -71,14 +71,14 @@ def read(live: Path, count: int) -> None:
             text, problems = array_placement(live).origin, []
             assert text.startswith("checkpoint ")
         else:
-            found = run_report(live)
-            text, problems = report_text(sections(found)), []
-            assert found.checkpoint is not None and found.account.attempts[-1].outcome == "running"
-            reached.append(found.checkpoint.step)
+            report = run_report(live)
+            text, problems = report_text(sections(report)), []
+            assert report.checkpoint is not None and report.account.attempts[-1].outcome == "running"
+            reached.append(report.checkpoint.step)
         assert not problems, text
         steps = view.describe(live / "checkpoints")
-        states |= {one.state for one in steps}
-        assert [one.state for one in steps].count("good") in (1, 2, 3), steps
+        states |= {step.state for step in steps}
+        assert [step.state for step in steps].count("good") in (1, 2, 3), steps
     assert states == {"good", "saving"} and reached[-1] > reached[0] and reached == sorted(reached)
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_goes_while_it_is_read_is_passed_over(
         return problems(folder)
 
     monkeypatch.setattr(manifest, "problems", moving)
-    assert [(one.folder, one.state) for one in view.describe(tmp_path)] == [
+    assert [(step.folder, step.state) for step in view.describe(tmp_path)] == [
         *((n, "good") for n in stays),
         ("2", "good"),
     ]
@@ -131,12 +131,12 @@ def test_a_step_that_another_replaces_while_it_is_read_is_no_damage(
         if folder.name != "2" or (tmp_path / "gone").exists():
             return problems(folder)
         (tmp_path / "2").rename(tmp_path / "gone")
-        found = problems(folder)
+        result = problems(folder)
         finished(tmp_path, "2")
-        return found
+        return result
 
     monkeypatch.setattr(manifest, "problems", replacing)
-    assert {one.state for one in view.describe(tmp_path)} == {"good"} and (tmp_path / "gone").exists()
+    assert {step.state for step in view.describe(tmp_path)} == {"good"} and (tmp_path / "gone").exists()
 
 
 def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,16 +194,16 @@ def test_a_save_that_another_machine_makes_is_no_damage(
     staging = Folder.of(tmp_path).inner("2.new0")
     view.begin(staging)
     staging.replace(PLAN, ["{}"])
-    assert [one.state for one in view.describe(tmp_path)] == ["good", "saving"]
+    assert [step.state for step in view.describe(tmp_path)] == ["good", "saving"]
     monkeypatch.setattr(view.fcntl, "flock", lambda descriptor, how: None)
     try:
-        assert [(one.state, one.problems) for one in view.describe(tmp_path)] == [("good", ()), ("unfinished", ())]
+        assert [(step.state, step.problems) for step in view.describe(tmp_path)] == [("good", ()), ("unfinished", ())]
         cli.main(["checkpoint", "show", str(tmp_path)])
         cli.main(["checkpoint", "verify", str(tmp_path)])
         assert "every file matches its checksum; step 2 is unfinished" in capsys.readouterr().out
         cli.main(["checkpoint", "verify", str(tmp_path), "--json"])
-        found = json.loads(capsys.readouterr().out)
-        assert (found["steps"], found["saving"], found["unfinished"], found["problems"]) == ([1], [], [2], [])
+        data = json.loads(capsys.readouterr().out)
+        assert (data["steps"], data["saving"], data["unfinished"], data["problems"]) == ([1], [], [2], [])
     finally:
         view.end(staging)
     # A step that has its number was finished once: without its manifest it is damaged.

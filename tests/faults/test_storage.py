@@ -46,25 +46,25 @@ def workload(**_: Any) -> spanax.Workload:
 
 def run(out: Path, at: dict[int, Callable[[], object]] | None = None, **settings: Any) -> list[Event]:
     """All events of a training run, in which something happens when a step is told of."""
-    told: list[Event] = []
+    reported: list[Event] = []
 
     def emit(event: Event) -> None:
-        told.append(event)
+        reported.append(event)
         if event["event"] == "step":
             (at or {}).get(event["step"], lambda: None)()
 
     config = TrainConfig(**{"workload": "w", "out": str(out), "save_every": 2, "layout": "data", **settings})
     train(workload, config, jax.devices()[:2], emit)
-    return told
+    return reported
 
 
 def between_saves(act: Callable[[], object]) -> Callable[[], object]:
     """A fault after the save that may go on, so that it is known which one it meets."""
-    return lambda: ([one.join() for one in threading.enumerate() if "spanax-save" in one.name], act())
+    return lambda: ([thread.join() for thread in threading.enumerate() if "spanax-save" in thread.name], act())
 
 
-def kinds(told: list[Event], kind: str) -> list[Event]:
-    return [event for event in told if event["event"] == kind]
+def kinds(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
 
 
 def recorded(out: Path) -> list[int]:
@@ -92,8 +92,8 @@ def fill(disk: Path) -> None:
 
 def test_a_full_disk_ends_no_run_and_leaves_nothing(small_disk: Path) -> None:
     out = small_disk / "run"
-    told = run(out, {3: between_saves(lambda: fill(small_disk)), 5: between_saves((small_disk / "ballast").unlink)})
-    failed = kinds(told, "save_failed")
+    reported = run(out, {3: between_saves(lambda: fill(small_disk)), 5: between_saves((small_disk / "ballast").unlink)})
+    failed = kinds(reported, "save_failed")
     assert [event["step"] for event in failed] == [4] and "no space left" in failed[0]["reason"]
     assert failed[0]["removed"] is None, "the only good step stays"
     assert names(out / "checkpoints") == ["2", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
@@ -109,9 +109,9 @@ def test_older_steps_make_room_on_a_disk_that_is_too_small(small_disk: Path) -> 
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         (small_disk / "ballast").write_bytes(bytes(free - step * 3 // 2))
 
-    told = run(out, {3: between_saves(leave_little)}, keep=5, steps=12)
-    removed = [event["removed"] for event in kinds(told, "save_failed")]
-    assert removed and None not in removed[:1] and told[-1]["event"] == "done"
+    reported = run(out, {3: between_saves(leave_little)}, keep=5, steps=12)
+    removed = [event["removed"] for event in kinds(reported, "save_failed")]
+    assert removed and None not in removed[:1] and reported[-1]["event"] == "done"
     saved = manifest.steps(out / "checkpoints")
     assert saved[-1] == 12 and checkpoint.verify(out / "checkpoints") == []
     assert not manifest.unfinished(out / "checkpoints")
@@ -134,8 +134,10 @@ def size_limit() -> Iterator[Callable[[int], None]]:
 
 
 def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
-    told = run(tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))})
-    assert [event["step"] for event in kinds(told, "save_failed")] == [4]
+    reported = run(
+        tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))}
+    )
+    assert [event["step"] for event in kinds(reported, "save_failed")] == [4]
     assert [event["step"] for event in events.read(tmp_path / "run").records if event["event"] == "save_failed"] == [4]
     assert names(tmp_path / "run" / "checkpoints") == ["2", "6", "8"]
     assert checkpoint.verify(tmp_path / "run" / "checkpoints") == []
@@ -147,8 +149,8 @@ def test_lines_wait_for_room(
     lines, path = AppendLog(Folder.of(tmp_path), METRICS), tmp_path / METRICS
     lines.write("first" + "." * 4000)
     size_limit(4010)
-    for at in range(3):
-        lines.write(f"line {at}")
+    for index in range(3):
+        lines.write(f"line {index}")
     assert path.read_text() == "first" + "." * 4000 + "\nline"
     size_limit(-1)
     lines.write("last")
@@ -162,8 +164,8 @@ def test_of_ten_thousand_waiting_lines_the_oldest_go(tmp_path: Path) -> None:
         lines.write(str(number))
     (tmp_path / "run").mkdir()
     lines.write("last")
-    found = (tmp_path / "run" / METRICS).read_text().splitlines()
-    assert len(found) == 10_000 and (found[0], found[-1]) == ("4", "last")
+    result = (tmp_path / "run" / METRICS).read_text().splitlines()
+    assert len(result) == 10_000 and (result[0], result[-1]) == ("4", "last")
 
 
 def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
@@ -186,13 +188,13 @@ def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest
         subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
         subprocess.run(["mount", "-o", "remount,ro,bind", str(small_disk)], check=True)
 
-    told = run(
+    reported = run(
         small_disk / "run",
         {3: between_saves(turn_read_only), 5: lambda: subprocess.run(["umount", str(small_disk)], check=True)},
     )
     assert capfd.readouterr().err.count("training continues, and its lines are buffered") == 1
-    assert [event["step"] for event in kinds(told, "save_failed")] == [4]
-    assert "Read-only" in kinds(told, "save_failed")[0]["reason"]
+    assert [event["step"] for event in kinds(reported, "save_failed")] == [4]
+    assert "Read-only" in kinds(reported, "save_failed")[0]["reason"]
     assert names(small_disk / "run" / "checkpoints") == ["2", "6", "8"] and recorded(small_disk / "run") == list(
         range(1, 9)
     )
@@ -200,8 +202,8 @@ def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest
 
 def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    told = run(out, {3: between_saves(lambda: shutil.rmtree(out))})
-    assert "was removed, and has been created again" in kinds(told, "warning")[0]["message"]
+    reported = run(out, {3: between_saves(lambda: shutil.rmtree(out))})
+    assert "was removed, and has been created again" in kinds(reported, "warning")[0]["message"]
     assert names(out / "checkpoints") == ["4", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
     assert {"config.toml", "plan.json", "env.json", "LOCK"} <= set(names(out))
     assert recorded(out)[-5:] == list(range(4, 9))
@@ -230,10 +232,10 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(manifest, "write", slow)
     monkeypatch.setattr(saves, "GRACE_SECONDS", 0.0)
-    told = run(tmp_path / "run", {7: go_on.set})
-    assert kinds(told, "step")[6]["step"] == 7, "no step waited for the disk"
-    assert at_once == [1] * len(at_once) and not kinds(told, "save_failed")
-    (warning,) = kinds(told, "warning")
+    reported = run(tmp_path / "run", {7: go_on.set})
+    assert kinds(reported, "step")[6]["step"] == 7, "no step waited for the disk"
+    assert at_once == [1] * len(at_once) and not kinds(reported, "save_failed")
+    (warning,) = kinds(reported, "warning")
     assert "were skipped: step 4, 6" in warning["message"] and "--save-every " in warning["message"]
     assert names(tmp_path / "run" / "checkpoints") == ["2", "8"]
 

@@ -40,31 +40,31 @@ def rewritten(change: Callable[[dict[str, np.ndarray]], Any], name: str = "gpt2"
 
     def act(folder: Path) -> None:
         shutil.copytree(WEIGHTS / name, folder / name)
-        found = {tensor: one.read() for tensor, one in tensors(folder / name).items()}
-        change(found)
+        result = {tensor: item.read() for tensor, item in tensors(folder / name).items()}
+        change(result)
         (folder / name / "model.safetensors").unlink()
-        with Writer(folder / name / "model.safetensors", found) as file:
-            for tensor, array in found.items():
+        with Writer(folder / name / "model.safetensors", result) as file:
+            for tensor, array in result.items():
                 file.put(tensor, array)
         import_weights(folder / name, kind, folder / "new")
 
     return act
 
 
-def misspelt(found: dict[str, np.ndarray]) -> None:
-    found["transformer.h.1.ln2.bias"] = found.pop("transformer.h.1.ln_2.bias")
+def misspelt(result: dict[str, np.ndarray]) -> None:
+    result["transformer.h.1.ln2.bias"] = result.pop("transformer.h.1.ln_2.bias")
 
 
-def quantized(found: dict[str, np.ndarray]) -> None:
-    found["transformer.h.0.mlp.c_fc.weight"] = found["transformer.h.0.mlp.c_fc.weight"].astype("int8")
+def quantized(result: dict[str, np.ndarray]) -> None:
+    result["transformer.h.0.mlp.c_fc.weight"] = result["transformer.h.0.mlp.c_fc.weight"].astype("int8")
 
 
-def mixed(found: dict[str, np.ndarray]) -> None:
-    found["transformer.h.1.mlp.c_fc.weight"] = found["transformer.h.1.mlp.c_fc.weight"].astype("bfloat16")
+def mixed(result: dict[str, np.ndarray]) -> None:
+    result["transformer.h.1.mlp.c_fc.weight"] = result["transformer.h.1.mlp.c_fc.weight"].astype("bfloat16")
 
 
-def untied(found: dict[str, np.ndarray]) -> None:
-    found["lm_head.weight"] = found["model.embed_tokens.weight"] + np.float32(1)
+def untied(result: dict[str, np.ndarray]) -> None:
+    result["lm_head.weight"] = result["model.embed_tokens.weight"] + np.float32(1)
 
 
 @cache
@@ -154,24 +154,24 @@ WRONG: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def messages() -> dict[str, str]:
     """What each was answered, for the golden file."""
     return {}
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told_in_four_lines(name: str, tmp_path: Path, said: dict[str, str]) -> None:
+def test_what_is_wrong_is_told_in_four_lines(name: str, tmp_path: Path, messages: dict[str, str]) -> None:
     with pytest.raises(SpanaxError) as caught:
         WRONG[name](tmp_path)
     assert len(str(caught.value).splitlines()) <= 4
     assert not (tmp_path / "new").exists(), "something was left behind"
-    said[name] = str(caught.value).replace(str(tmp_path), "FOLDER") + f"\n  [exit {caught.value.exit_code}]\n"
+    messages[name] = str(caught.value).replace(str(tmp_path), "FOLDER") + f"\n  [exit {caught.value.exit_code}]\n"
 
 
-def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
-    if said.keys() != WRONG.keys():
-        pytest.skip(f"{len(said)} of {len(WRONG)} answers: run the whole file to compare them")
-    found = "".join(f"[{name}] {said[name]}\n" for name in WRONG)
+def test_the_answers_are_the_golden_ones(messages: dict[str, str]) -> None:
+    if messages.keys() != WRONG.keys():
+        pytest.skip(f"{len(messages)} of {len(WRONG)} answers: run the whole file to compare them")
+    text = "".join(f"[{name}] {messages[name]}\n" for name in WRONG)
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(found)
-    assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"

@@ -32,7 +32,7 @@ def theirs(name: str) -> tuple[str, Any]:
     t, sizes = transformers, TEXT | HEADS
     gpt2 = {"vocab_size": 512, "n_positions": 128, "n_embd": 96, "n_layer": 3, "n_head": 6}
     vit = {"image_size": 32, "patch_size": 8, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3}
-    made = {
+    built = {
         "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)),
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
         "llama, all heads": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes | {"num_key_value_heads": 6})),
@@ -46,7 +46,7 @@ def theirs(name: str) -> tuple[str, Any]:
         "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, num_attention_heads=6, num_labels=7)),
     }
     torch.manual_seed(1)
-    model = made[name]()
+    model = built[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -61,9 +61,9 @@ def asked(kind: str, image_size: int = 32) -> np.ndarray:
 
 
 def answer(model: Any, kind: str, inputs: np.ndarray) -> np.ndarray:
-    given = torch.tensor(inputs.transpose(0, 3, 1, 2) if kind == "vit" else inputs)
+    arguments = torch.tensor(inputs.transpose(0, 3, 1, 2) if kind == "vit" else inputs)
     with torch.no_grad():
-        return model(given).logits.numpy()
+        return model(arguments).logits.numpy()
 
 
 def begun(folder: Path) -> spanax.Run:
@@ -81,11 +81,11 @@ def test_both_answer_the_same_both_ways(name: str, tmp_path: Path) -> None:
     kind, model = theirs(name)
     model.save_pretrained(tmp_path / "theirs")
     inputs = asked(kind)
-    wanted = answer(model, kind, inputs)
+    expected = answer(model, kind, inputs)
     import_weights(tmp_path / "theirs", kind, tmp_path / "in")
-    found = np.asarray(jax.jit(begun(tmp_path / "in").model())(jnp.asarray(inputs)))
-    assert np.abs(wanted).max() > 0.5
-    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+    actual = np.asarray(jax.jit(begun(tmp_path / "in").model())(jnp.asarray(inputs)))
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
     export_weights(tmp_path / "in", kind, tmp_path / "out")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
@@ -104,6 +104,6 @@ def test_transformers_reads_what_was_never_its_own(workload: str, kind: str, tmp
     auto = transformers.AutoModelForImageClassification if kind == "vit" else transformers.AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path / "out").eval()
     inputs = asked(kind)
-    found = np.asarray(jax.jit(run.model())(jnp.asarray(inputs)))
-    assert np.abs(found).max() > 0.1
-    np.testing.assert_allclose(answer(model, kind, inputs), found, atol=1e-4, rtol=0)
+    actual = np.asarray(jax.jit(run.model())(jnp.asarray(inputs)))
+    assert np.abs(actual).max() > 0.1
+    np.testing.assert_allclose(answer(model, kind, inputs), actual, atol=1e-4, rtol=0)

@@ -38,14 +38,16 @@ OVERHEAD_BYTES = 20 << 20
 def written(folder: Path, config: GPTConfig) -> int:
     """Random weights of a GPT-2, one tensor at a time; returns the bytes of the largest."""
     arrays = arrays_of(family("gpt2"), params_of("gpt2", config))
-    listed = {name: SimpleNamespace(shape=one.tensor_shape, dtype="float32") for one in arrays for name in one.names}
+    listed = {
+        name: SimpleNamespace(shape=array.tensor_shape, dtype="float32") for array in arrays for name in array.names
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_json(family("gpt2"), config, "float32")))
     rng = np.random.default_rng(0)
     with Writer(folder / "model.safetensors", listed) as file:
-        for name, one in listed.items():
-            file.put(name, rng.standard_normal(one.shape, "float32"))
-    return max(4 * int(np.prod(one.shape)) for one in listed.values())
+        for name, tensor in listed.items():
+            file.put(name, rng.standard_normal(tensor.shape, "float32"))
+    return max(4 * int(np.prod(item.shape)) for item in listed.values())
 
 
 def test_the_host_holds_the_largest_tensor_twice(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import spanax.interop
 
 @pytest.mark.parametrize("name", spanax.interop.__all__)
 def test_a_public_name_is_there_and_explained(name: str) -> None:
-    found = getattr(spanax.interop, name)
-    told = inspect.getdoc(found) or ""
-    assert ">>>" in told if inspect.isfunction(found) else "Attributes:" in told
+    result = getattr(spanax.interop, name)
+    reported = inspect.getdoc(result) or ""
+    assert ">>>" in reported if inspect.isfunction(result) else "Attributes:" in reported
 
 
 def test_nothing_heavy_is_imported_for_the_flags() -> None:

@@ -29,25 +29,25 @@ def program(name: str) -> spanax.Program:
 @pytest.mark.parametrize("name, layout, mesh", CASES)
 def test_flax_gets_the_specs_of_the_plan(name: str, layout: str, mesh: str) -> None:
     plan = spanax.plan(program(name), spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
-    found = export_rules(plan)
-    wanted = [leaf for leaf in (*plan.leaves, *plan.batch) if leaf.kind in ("param", "batch")]
-    assert set(found.names) == {leaf.path for leaf in wanted}
-    assert len({name for name, _ in found.rules}) == len(found.rules), "a name with two rules"
-    told = json.loads(json.dumps(found.to_json()))
-    rules = [(name, axes if axes is None else tuple(axes)) for name, axes in told["rules"]]
-    for leaf in wanted:
-        spec = tuple(logical_to_mesh_axes(tuple(told["names"][leaf.path]), rules))
+    result = export_rules(plan)
+    expected = [leaf for leaf in (*plan.leaves, *plan.batch) if leaf.kind in ("param", "batch")]
+    assert set(result.names) == {leaf.path for leaf in expected}
+    assert len({name for name, _ in result.rules}) == len(result.rules), "a name with two rules"
+    data = json.loads(json.dumps(result.to_json()))
+    rules = [(name, axes if axes is None else tuple(axes)) for name, axes in data["rules"]]
+    for leaf in expected:
+        spec = tuple(logical_to_mesh_axes(tuple(data["names"][leaf.path]), rules))
         by_dim = [() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in spec]
         by_dim += [()] * (len(leaf.shape) - len(by_dim))
         assert tuple(by_dim) == leaf.spec, leaf.path
-    assert any(leaf.spec != ((),) * len(leaf.shape) for leaf in wanted), "nothing is split: nothing was compared"
+    assert any(leaf.spec != ((),) * len(leaf.shape) for leaf in expected), "nothing is split: nothing was compared"
 
 
 def test_an_axis_that_is_split_in_two_ways_has_two_names() -> None:
     plan = spanax.plan(program("gpt-nano"), spanax.cluster("cpu:8"), layout="fsdp+tensor", mesh="fsdp=4,model=2")
-    found = export_rules(plan)
-    rules = dict(found.rules)
-    assert rules["mlp"] == ("model",) and found.names["blocks.up.kernel"][-1] == "mlp"
-    odd = found.names["blocks.up.bias"][-1]
+    result = export_rules(plan)
+    rules = dict(result.rules)
+    assert rules["mlp"] == ("model",) and result.names["blocks.up.kernel"][-1] == "mlp"
+    odd = result.names["blocks.up.bias"][-1]
     assert odd != "mlp" and rules[odd] == plan["blocks.up.bias"].spec[-1]
-    assert f'["{odd}", {json.dumps(list(rules[odd]))}],' in str(found)
+    assert f'["{odd}", {json.dumps(list(rules[odd]))}],' in str(result)

@@ -36,18 +36,18 @@ def copied(name: str, to: Path) -> Path:
     return Path(shutil.copytree(WEIGHTS / name, to / name))
 
 
-def begun(folder: Path, mesh: str = "data=1", **given: Any) -> spanax.Run:
+def begun(folder: Path, mesh: str = "data=1", **inputs: Any) -> spanax.Run:
     """A run that begins from a folder that was imported."""
     workload = load(str(folder), batch_size=4)
     program = spanax.trace(build=workload.build, optimizer=optax.sgd(0.1), batch=workload.batch, loss=workload.loss)
     plan = spanax.plan(program, spanax.cluster(f"cpu:{spanax.MeshShape.of(mesh).size}"), mesh=mesh)
-    return spanax.start(program, plan, init=workload.init, **given)
+    return spanax.start(program, plan, init=workload.init, **inputs)
 
 
-def told(name: str) -> tuple[np.ndarray, np.ndarray]:
+def inputs_and_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
     """What a model was given, images with their colours last, and what transformers answered."""
-    found = {key: one.read() for key, one in tensors(WEIGHTS / f"{name}.safetensors").items()}
-    inputs, logits = found["inputs"], found["logits"]
+    result = {key: tensor.read() for key, tensor in tensors(WEIGHTS / f"{name}.safetensors").items()}
+    inputs, logits = result["inputs"], result["logits"]
     assert np.abs(logits).max() > 0.1
     return inputs.transpose(0, 2, 3, 1) if name == "vit" else inputs, logits
 
@@ -62,7 +62,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
         if paths[0] not in source.saved:
             first, *rest = map(str, path)
             paths = [".".join((first, str(number), *rest)) for number in range(variable.shape[0])]
-        targets = {one: np.empty(variable.shape[len(paths) > 1 :], source.saved[one].split("[")[0]) for one in paths}
+        targets = {path: np.empty(variable.shape[len(paths) > 1 :], source.saved[path].split("[")[0]) for path in paths}
         arrays = [np.asarray(array, "float32") for array in source.read(targets).values()]
         variable.set_value(jnp.stack(arrays) if len(paths) > 1 else jnp.asarray(arrays[0]))
     return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(jnp.asarray(inputs)))
@@ -74,16 +74,16 @@ def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
     assert not done.left_out and view.verify(tmp_path / "in") == []
     export_weights(tmp_path / "in", KINDS[name], tmp_path / "out")
     assert digests(tmp_path / "out") == digests(WEIGHTS / name), "not the bytes that came in"
-    inputs, logits = told(name)
+    inputs, logits = inputs_and_logits(name)
     np.testing.assert_allclose(answered(tmp_path / "in", inputs), logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
 def test_a_run_on_a_mesh_begins_with_these_answers(name: str, tmp_path: Path) -> None:
     import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
-    inputs, logits = told(name)
-    found = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(inputs))
-    np.testing.assert_allclose(np.asarray(found), logits, atol=1e-4, rtol=0)
+    inputs, logits = inputs_and_logits(name)
+    result = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(inputs))
+    np.testing.assert_allclose(np.asarray(result), logits, atol=1e-4, rtol=0)
 
 
 def test_a_number_that_is_moved_is_seen(tmp_path: Path) -> None:
@@ -96,26 +96,26 @@ def test_a_number_that_is_moved_is_seen(tmp_path: Path) -> None:
     numbers += 0.05
     path.write_bytes(content)
     import_weights(folder, "gpt2", tmp_path / "in")
-    inputs, logits = told("gpt2")
+    inputs, logits = inputs_and_logits("gpt2")
     assert np.abs(answered(tmp_path / "in", inputs) - logits).max() > 1e-3
 
 
 def test_names_of_a_bare_model_masks_and_a_head_that_repeats(tmp_path: Path) -> None:
     """The oldest files of GPT-2 have no prefix, their masks with them, and some the tied matrix twice."""
     folder = copied("gpt2", tmp_path)
-    found = {name.removeprefix("transformer."): one.read() for name, one in tensors(folder).items()}
+    result = {name.removeprefix("transformer."): tensor.read() for name, tensor in tensors(folder).items()}
     (folder / "model.safetensors").unlink()
     masks = {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), "float32")) for i in range(2)}
-    found |= masks | {"lm_head.weight": found["wte.weight"]}
-    with Writer(folder / "model.safetensors", found) as file:
-        for name, tensor in found.items():
+    result |= masks | {"lm_head.weight": result["wte.weight"]}
+    with Writer(folder / "model.safetensors", result) as file:
+        for name, tensor in result.items():
             file.put(name, tensor)
     done = import_weights(folder, "gpt2", tmp_path / "in")
     assert done.left_out == {"transformer.h.*.attn.bias": 2} and done.twice == ("lm_head.weight",)
     export_weights(tmp_path / "in", "gpt2", tmp_path / "out")
-    written = {name: one.read() for name, one in tensors(tmp_path / "out").items()}
-    assert written.keys() == found.keys() - masks.keys()
-    assert all(np.array_equal(written[name], found[name]) for name in written)
+    written = {name: tensor.read() for name, tensor in tensors(tmp_path / "out").items()}
+    assert written.keys() == result.keys() - masks.keys()
+    assert all(np.array_equal(written[name], result[name]) for name in written)
 
 
 def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,8 +132,8 @@ def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.Cap
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert done["step"] == 2 and list(done["files"]) == ["model.safetensors"]
     before, after = (tensors(folder) for folder in (WEIGHTS / "gpt2", Path(out)))
-    assert {name: (one.shape, one.dtype) for name, one in before.items()} == {
-        name: (one.shape, one.dtype) for name, one in after.items()
+    assert {name: (array.shape, array.dtype) for name, array in before.items()} == {
+        name: (array.shape, array.dtype) for name, array in after.items()
     }
     moved = [name for name in before if not np.array_equal(before[name].read(), after[name].read())]
     assert len(moved) == len(before), "every tensor was trained"

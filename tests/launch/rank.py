@@ -44,7 +44,7 @@ def group() -> dict:
 
     devices(None)
     assert jax.process_index() == Hosts.of().rank
-    found = {
+    result = {
         "processes": jax.process_count(),
         "process": jax.process_index(),
         "devices": jax.device_count(),
@@ -52,20 +52,20 @@ def group() -> dict:
         "listening": listening(),
     }
     jax.distributed.shutdown()
-    return found
+    return result
 
 
 def listening() -> list[str]:
     """The addresses this process listens on, in the kernel's hexadecimal."""
     links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     sockets = {os.readlink(link) for link in links if os.path.islink(link)}
-    found = []
+    result = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in sockets:
-                found.append(local)
-    return found
+                result.append(local)
+    return result
 
 
 main()

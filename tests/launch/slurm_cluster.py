@@ -111,18 +111,18 @@ def slurm_cluster(num_nodes: int) -> Iterator[Slurm]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def wait_for(found: Callable[[], Any], timeout_seconds: float) -> Any:
+def wait_for(result: Callable[[], Any], timeout_seconds: float) -> Any:
     """What is found, once it is something."""
     until = time.monotonic() + timeout_seconds
-    while not (something := _tried(found)):
+    while not (something := _tried(result)):
         assert time.monotonic() < until, f"nothing in {timeout_seconds} s"
         time.sleep(0.2)
     return something
 
 
-def _tried(found: Callable[[], Any]) -> Any:
+def _tried(result: Callable[[], Any]) -> Any:
     try:
-        return found()
+        return result()
     except subprocess.CalledProcessError:
         return None  # the controller is not there yet
 
@@ -133,7 +133,7 @@ def _found(name: str) -> str | None:
 
 def _free_ports(how_many: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(how_many)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [item.getsockname()[1] for item in sockets]
+    for socket_info in sockets:
+        socket_info.close()
     return ports

@@ -51,10 +51,10 @@ def test_jax_finds_its_group_and_listens_on_one_address(cluster: str, tmp_path: 
     code, errors = ended(launched(cluster, folder, "group"))
     assert code == 0, errors + "".join(file.read_text() for file in (folder / "log").iterdir())
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1))
-    for found in (first, second):
-        assert (found["processes"], found["devices"], found["local_devices"]) == (2, 4, 2)
+    for result in (first, second):
+        assert (result["processes"], result["devices"], result["local_devices"]) == (2, 4, 2)
     assert (first["process"], second["process"]) == (0, 1)
-    assert first["listening"] and not [one for one in first["listening"] if set(one.partition(":")[0]) == {"0"}]
+    assert first["listening"] and not [item for item in first["listening"] if set(item.partition(":")[0]) == {"0"}]
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
 
@@ -99,9 +99,9 @@ def test_two_ranks_train_gpt_nano(cluster: str, tmp_path: Path) -> None:
     flags = ("--address", cluster, "--hosts", "2", "--device", "cpu", "--devices-per-host", "2")
     train = ("train", "gpt-nano", "--steps", "3", "--out", str(folder))
     done = subprocess.run([sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", *train], timeout=240)
-    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in told if event["event"] == "step"] == [1, 2, 3]
-    assert done.returncode == 0 and told[0]["devices"] == 4
+    reported = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in reported if event["event"] == "step"] == [1, 2, 3]
+    assert done.returncode == 0 and reported[0]["devices"] == 4
 
 
 def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_no_cluster_is_told(tmp_path: Path) -> None:
 
 def running(folder: Path) -> int:
     """How many processes are ranks of this run."""
-    found = 0
+    result = 0
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_bytes()
         except OSError:
             continue
-        found += b"rank.py" in words and bytes(folder) in words
-    return found
+        result += b"rank.py" in words and bytes(folder) in words
+    return result

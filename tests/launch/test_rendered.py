@@ -48,16 +48,16 @@ def launch(argv: Sequence[str]) -> int:
 def test_the_rendered_text_is_the_golden_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     where, *rest = shlex.split(RENDERED[name])
     assert launch([where, "--dry-run", *rest]) == 0
-    found = capsys.readouterr().out
+    result = capsys.readouterr().out
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        (GOLDEN / name).write_text(found)
-    assert found == (GOLDEN / name).read_text(), "a rendered text changed: `make golden`, then read the diff"
+        (GOLDEN / name).write_text(result)
+    assert result == (GOLDEN / name).read_text(), "a rendered text changed: `make golden`, then read the diff"
 
 
 def texts_in(value: Any) -> Iterator[str]:
     """Every text in nested lists and objects."""
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from texts_in(one)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(item)
     if isinstance(value, str):
         yield value
 
@@ -86,8 +86,8 @@ def test_the_script_is_one_that_bash_reads(name: str) -> None:
     text = (GOLDEN / name).read_text()
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     lines = text.splitlines()
-    directives = [at for at, line in enumerate(lines) if line.startswith("#SBATCH")]
-    first = next(at for at, line in enumerate(lines) if not line.startswith("#"))
+    directives = [index for index, line in enumerate(lines) if line.startswith("#SBATCH")]
+    first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
     assert max(directives) < first, "sbatch reads no directive behind a command"
 
 
@@ -130,7 +130,7 @@ BAD = {
 }
 
 
-def said(arguments: str) -> str:
+def error_message(arguments: str) -> str:
     with pytest.raises(SpanaxError) as caught:
         launch(shlex.split(arguments))
     assert caught.value.exit_code == 2
@@ -140,13 +140,13 @@ def said(arguments: str) -> str:
 def test_what_bad_input_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    found = "".join(f"[{name}] spanax launch {text}\n{said(text)}\n\n" for name, text in BAD.items())
+    result = "".join(f"[{name}] spanax launch {text}\n{error_message(text)}\n\n" for name, text in BAD.items())
     assert not list(tmp_path.iterdir()), "something was left behind"
     golden = GOLDEN / "launch_errors.txt"
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        golden.write_text(found)
-    assert found == golden.read_text(), "a message changed: `make golden`, then read the diff"
-    assert all(len(answer.splitlines()) <= 5 for answer in re.split(r"\n\n(?=\[)", found))
+        golden.write_text(result)
+    assert result == golden.read_text(), "a message changed: `make golden`, then read the diff"
+    assert all(len(answer.splitlines()) <= 5 for answer in re.split(r"\n\n(?=\[)", result))
 
 
 def test_a_misspelt_flag_of_the_run_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,53 +201,53 @@ def job_set(**flags: Any) -> dict[str, Any]:
     return manifest(KubernetesCommand("image", "claim", **flags), TrainRequest.of(["train", "--out", "/runs/a"]))
 
 
-def kept(found: dict[str, Any]) -> dict[str, Any]:
+def schema_fields(result: dict[str, Any]) -> dict[str, Any]:
     """What the types that are generated from the published schema of JobSet and Job keep of a manifest."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    return models.JobsetV1alpha2JobSet.from_dict(found).to_dict()
+    return models.JobsetV1alpha2JobSet.from_dict(result).to_dict()
 
 
 @pytest.mark.parametrize(
     "flags", [{"hosts": 4, "node_selector": ("a=b",), "namespace": "x"}, {"device": "cpu"}], ids=str
 )
 def test_the_job_set_is_as_published(flags: dict[str, Any]) -> None:
-    assert kept(job_set(**flags)) == job_set(**flags)
+    assert schema_fields(job_set(**flags)) == job_set(**flags)
 
 
-def misspelt(found: dict[str, Any]) -> None:
-    found["spec"]["network"]["subdomian"] = found["spec"]["network"].pop("subdomain")
+def misspelt(result: dict[str, Any]) -> None:
+    result["spec"]["network"]["subdomian"] = result["spec"]["network"].pop("subdomain")
 
 
-def a_word_for_a_number(found: dict[str, Any]) -> None:
-    found["spec"]["failurePolicy"]["maxRestarts"] = "3"
+def a_word_for_a_number(result: dict[str, Any]) -> None:
+    result["spec"]["failurePolicy"]["maxRestarts"] = "3"
 
 
-def misplaced(found: dict[str, Any]) -> None:
-    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+def misplaced(result: dict[str, Any]) -> None:
+    job = result["spec"]["replicatedJobs"][0]["template"]["spec"]
     job["restartPolicy"] = job["template"]["spec"].pop("restartPolicy")
 
 
 @pytest.mark.parametrize("wrong", [misspelt, a_word_for_a_number, misplaced])
 def test_what_is_not_as_published_is_found(wrong: Callable[[dict[str, Any]], None]) -> None:
-    found = copy.deepcopy(job_set())
-    wrong(found)
+    copied = copy.deepcopy(job_set())
+    wrong(copied)
     try:
-        is_same = kept(found) == found
+        is_same = schema_fields(copied) == copied
     except ValueError:
         is_same = False
     assert not is_same
 
 
-def fate(found: dict[str, Any], code: int) -> str:
+def fate(result: dict[str, Any], code: int) -> str:
     """What becomes of the JobSet when a pod ends with `code`, as the controllers of Job and JobSet decide it."""
-    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = result["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if code in rule.get("onExitCodes", {}).get("values", ()):
             reason, message = "PodFailurePolicy", f"failed with exit code {code} matching FailJob rule at index {index}"
             break
-    for rule in found["spec"]["failurePolicy"]["rules"]:
+    for rule in result["spec"]["failurePolicy"]["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [""])
         if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
             return rule["action"]
@@ -255,10 +255,10 @@ def fate(found: dict[str, Any], code: int) -> str:
 
 
 def test_exit_codes_decide_what_becomes_of_the_job_set() -> None:
-    found = job_set()
-    assert {fate(found, code) for code in (2, 65, 73, 78)} == {"FailJobSet"}
-    assert fate(found, 75) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert {fate(found, code) for code in (1, 70, 134, 137, 139)} == {"RestartJobSet"}
+    manifest = job_set()
+    assert {fate(manifest, code) for code in (2, 65, 73, 78)} == {"FailJobSet"}
+    assert fate(manifest, 75) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert {fate(manifest, code) for code in (1, 70, 134, 137, 139)} == {"RestartJobSet"}
 
 
 def test_who_failed_first_is_read_from_what_srun_says() -> None:

@@ -47,10 +47,10 @@ def test_jax_finds_its_group_and_listens_on_one_address(slurm: Slurm, tmp_path: 
     job = slurm.ended(submitted(slurm, folder, "--python", interpreter(tmp_path, "group")), 240)
     assert job["ExitCode"] == "0:0", log(folder)
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1))
-    for found in (first, second):
-        assert (found["processes"], found["devices"], found["local_devices"]) == (2, 4, 2)
+    for result in (first, second):
+        assert (result["processes"], result["devices"], result["local_devices"]) == (2, 4, 2)
     assert (first["process"], second["process"]) == (0, 1)
-    everywhere = [found for found in first["listening"] if not found.partition(":")[0].endswith("0100007F")]
+    everywhere = [actual for actual in first["listening"] if not actual.partition(":")[0].endswith("0100007F")]
     assert first["listening"] and not everywhere
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
@@ -128,9 +128,9 @@ def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -
     os.kill(heartbeat.read(killed)[1].pid, signal.SIGKILL)
     job = slurm.ended(number, 240)
     assert job["ExitCode"] == "0:0" and job["Restarts"] == "0", log(killed)
-    told = events.read(killed).records
-    (died,) = [event for event in told if event["event"] == "died"]
-    begun = [event for event in told if event["event"] == "begin"]
+    reported = events.read(killed).records
+    (died,) = [event for event in reported if event["event"] == "died"]
+    begun = [event for event in reported if event["event"] == "begin"]
     assert died["rank"] == 1 and len(begun) == 2 and begun[1]["step"] >= 2
     print(f"died to begun again: {begun[1]['time'] - died['time']:.1f} s")
     assert losses(killed) == losses(whole) and len(losses(whole)) == 8
@@ -149,7 +149,7 @@ def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
     slurm.run("scontrol", "update", f"job={number}", "StartTime=now")
     assert slurm.ended(number, 240)["ExitCode"] == "0:0", log(folder)
     begun = [event for event in events.read(folder).records if event["event"] == "begin"]
-    assert 2 < reached < 60 and [(one["step"], one["attempt"]) for one in begun] == [(0, 0), (reached, 1)]
+    assert 2 < reached < 60 and [(item["step"], item["attempt"]) for item in begun] == [(0, 0), (reached, 1)]
     assert len(losses(folder)) == 60
 
 

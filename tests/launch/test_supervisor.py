@@ -35,31 +35,31 @@ QUICK = Limits(stuck_seconds=240, quiet_seconds=240, stop_seconds=240, restarts=
 
 
 def supervised(folder: Path, code: str, num_hosts: int = 1, limits: Limits = QUICK) -> tuple[Supervisor, list[str]]:
-    said: list[str] = []
+    output: list[str] = []
     script = folder / "worker.py"
     script.write_text(BEFORE + code)
     (folder / LOGS).mkdir()
 
     def start(attempt: int) -> list[subprocess.Popen[bytes]]:
-        found = []
+        result = []
         for rank in range(num_hosts):
             with open(folder / LOGS / f"rank{rank}.log", "ab") as log:
                 log.write(f"{ATTEMPT} {attempt}\n".encode())
                 log.flush()
                 argv = [sys.executable, str(script), str(rank), str(attempt), str(folder)]
-                found.append(subprocess.Popen(argv, stderr=log, stdout=log, start_new_session=True))
-        return found
+                result.append(subprocess.Popen(argv, stderr=log, stdout=log, start_new_session=True))
+        return result
 
-    return Supervisor(start, folder, limits, said.append), said
+    return Supervisor(start, folder, limits, output.append), output
 
 
-def told(folder: Path) -> list[str]:
-    return [one["event"] for one in events.read(folder).records]
+def log_lines(folder: Path) -> list[str]:
+    return [event["event"] for event in events.read(folder).records]
 
 
 def test_a_run_that_ends_well_is_left_alone(tmp_path: Path) -> None:
-    watched, said = supervised(tmp_path, "beat('step', 3); beat('end', 3)", num_hosts=2)
-    assert watched.watch() == 0 and not said and told(tmp_path) == ["end"]
+    watched, output = supervised(tmp_path, "beat('step', 3); beat('end', 3)", num_hosts=2)
+    assert watched.watch() == 0 and not output and log_lines(tmp_path) == ["end"]
 
 
 @pytest.mark.parametrize("holder", [lambda folder: claimed(folder, resume=True), lambda folder: taken(folder, 0)])
@@ -76,7 +76,7 @@ def test_a_second_supervisor_touches_nothing_of_a_live_run(
             watched.watch()
         after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before
-    assert watched.watch() == 0 and told(tmp_path) == ["begin", "ledger", "end"]
+    assert watched.watch() == 0 and log_lines(tmp_path) == ["begin", "ledger", "end"]
 
 
 def test_a_killed_process_ends_the_others_and_all_start_again(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ if attempt == 0:
     time.sleep(600)
     (folder / "left alone").touch()
 """
-    watched, said = supervised(tmp_path, code, num_hosts=2)
+    watched, output = supervised(tmp_path, code, num_hosts=2)
     assert watched.watch() == 0 and not (tmp_path / "left alone").exists()
-    assert told(tmp_path) == ["died", "restart", "end"]
-    assert said == ["rank 1 was killed by SIGKILL. Restarting in 0.01 s (1 of 4)."]
+    assert log_lines(tmp_path) == ["died", "restart", "end"]
+    assert output == ["rank 1 was killed by SIGKILL. Restarting in 0.01 s (1 of 4)."]
     left = tmp_path / "alive"
     assert not left.exists() or not Path(f"/proc/{left.read_text()}").exists()
 
@@ -100,45 +100,46 @@ if attempt == 0:
 @pytest.mark.parametrize("code", [2, 65, 73, 78])
 def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: int) -> None:
     script = f"beat('start', 0); print('spanax: the reason.', file=sys.stderr); sys.exit({code})"
-    watched, said = supervised(tmp_path, script)
-    assert watched.watch() == code and told(tmp_path) == ["died", "stopped"]
+    watched, output = supervised(tmp_path, script)
+    assert watched.watch() == code and log_lines(tmp_path) == ["died", "stopped"]
     assert (
-        said[-1] == "rank 0: spanax: the reason." and events.read(tmp_path).records[0]["words"] == "spanax: the reason."
+        output[-1] == "rank 0: spanax: the reason."
+        and events.read(tmp_path).records[0]["words"] == "spanax: the reason."
     )
 
 
 @pytest.mark.parametrize("code", [3, 70])
 def test_what_may_end_otherwise_is_started_again(tmp_path: Path, code: int) -> None:
     watched, _ = supervised(tmp_path, f"beat('step', 1 + attempt); sys.exit(0 if attempt else {code})")
-    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+    assert watched.watch() == 0 and log_lines(tmp_path) == ["died", "restart", "end"]
 
 
 def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
-    watched, said = supervised(tmp_path, "beat('step', 7); sys.exit('bad luck')")
+    watched, output = supervised(tmp_path, "beat('step', 7); sys.exit('bad luck')")
     assert watched.watch() == 70
-    assert told(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
-    assert said[-2:] == [
+    assert log_lines(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
+    assert output[-2:] == [
         "rank 0 exited with code 1. Not restarting: it ended 3 times at step 7.", "rank 0: bad luck",
     ]  # fmt: skip
 
 
 def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
     code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
-    watched, said = supervised(tmp_path, code)
-    assert watched.watch() == 0 and len(said) == 4
+    watched, output = supervised(tmp_path, code)
+    assert watched.watch() == 0 and len(output) == 4
 
 
 def test_ten_kills_at_one_step_are_a_crash_loop(tmp_path: Path) -> None:
     limits = Limits(restarts=100, backoff_seconds=1e-4)
-    watched, said = supervised(tmp_path, "beat('step', 7); os.kill(os.getpid(), signal.SIGKILL)", limits=limits)
-    assert watched.watch() == 70 and told(tmp_path) == ["died", "restart"] * 9 + ["died", "stopped"]
-    assert "Not restarting: it ended 10 times at step 7." in said[-1]
+    watched, output = supervised(tmp_path, "beat('step', 7); os.kill(os.getpid(), signal.SIGKILL)", limits=limits)
+    assert watched.watch() == 70 and log_lines(tmp_path) == ["died", "restart"] * 9 + ["died", "stopped"]
+    assert "Not restarting: it ended 10 times at step 7." in output[-1]
 
 
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
-    watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
+    watched, output = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
-    assert told(tmp_path).count("restart") == QUICK.restarts and "it was restarted 4 times" in said[-1]
+    assert log_lines(tmp_path).count("restart") == QUICK.restarts and "it was restarted 4 times" in output[-1]
 
 
 def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Pat
     )
     watched.limits = limits
     assert watched.watch() == 0
-    waits = [one["wait_seconds"] for one in events.read(tmp_path).records if one["event"] == "restart"]
+    waits = [event["wait_seconds"] for event in events.read(tmp_path).records if event["event"] == "restart"]
     assert waits == [0.01, 0.02, 0.01, 0.02, 0.01]
 
 
@@ -170,12 +171,12 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     if what == "is stopped":
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
     limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
-    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
+    watched, output = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
     assert watched.watch() == 0
-    assert told(tmp_path) == ["stuck", "restart", "end"]
+    assert log_lines(tmp_path) == ["stuck", "restart", "end"]
     stuck = events.read(tmp_path).records[0]
     assert stuck["rank"] == 0 and stuck["step"] == 5 and stuck["stopped"] == ([0] if what == "is stopped" else [])
-    assert "sent no heartbeat" in said[0] and ("stopped by a signal" in said[0]) == (what == "is stopped")
+    assert "sent no heartbeat" in output[0] and ("stopped by a signal" in output[0]) == (what == "is stopped")
     for rank in range(2):
         text = (tmp_path / LOGS / f"rank{rank}.log").read_text()
         assert "most recent call first" in text and ("in_a_loader" in text or (rank == 0 and what == "is stopped"))
@@ -212,7 +213,7 @@ for step in range(8):
 sys.exit(attempt == 0)
 """
     watched, _ = supervised(tmp_path, code, num_hosts=2)
-    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+    assert watched.watch() == 0 and log_lines(tmp_path) == ["died", "restart", "end"]
     assert events.read(tmp_path).records[1]["step"] == 7
 
 
@@ -250,23 +251,23 @@ time.sleep(600)
 def test_asked_to_stop_it_lets_every_process_save(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, WAITS, num_hosts=2)
     assert asked(watched, lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2))) == 75
-    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2)) and told(tmp_path) == ["end"]
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2)) and log_lines(tmp_path) == ["end"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
     (tmp_path / "deaf").write_text("")
-    watched, said = supervised(tmp_path, WAITS)
+    watched, output = supervised(tmp_path, WAITS)
     watched.limits = Limits(stop_seconds=0.5)
     assert asked(watched, (tmp_path / "up0").exists) == 70
     what = "the processes did not stop within 0.5 s."
-    assert said == [f"stopped on request: {what} Earlier checkpoints are intact."]
+    assert output == [f"stopped on request: {what} Earlier checkpoints are intact."]
 
 
 def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, "beat('step', 1); sys.exit(1)")
     watched.limits = Limits(backoff_seconds=240)
-    assert asked(watched, lambda: "restart" in told(tmp_path)) == 75
+    assert asked(watched, lambda: "restart" in log_lines(tmp_path)) == 75
 
 
 DIES = """
@@ -306,7 +307,7 @@ def test_a_process_does_not_begin_without_its_supervisor() -> None:
 
 def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, "beat('step', 3); sys.exit(75)", num_hosts=2)
-    assert watched.watch() == 75 and told(tmp_path) == ["end"]
+    assert watched.watch() == 75 and log_lines(tmp_path) == ["end"]
 
 
 def test_of_several_ends_the_cause_is_told() -> None:

@@ -54,15 +54,15 @@ def test_resnet_shapes_are_those_of_the_paper():
 
     def outputs(images):
         model = resnet.ResNet(resnet.SIZES["50"], nnx.Rngs(0))
-        x, found = model.stem(images), [model.stem(images)]
+        x, result = model.stem(images), [model.stem(images)]
         x = x[:, ::2, ::2]  # as large as what the pooling makes
         for block in model.blocks:
             x = block(x)
-            found.append(x)
-        return found
+            result.append(x)
+        return result
 
-    found = [leaf.shape[1:] for leaf in jax.eval_shape(outputs, jax.ShapeDtypeStruct((2, 224, 224, 3), "float32"))]
-    assert [found[at] for at in (0, 3, 7, 13, 16)] == [
+    results = [leaf.shape[1:] for leaf in jax.eval_shape(outputs, jax.ShapeDtypeStruct((2, 224, 224, 3), "float32"))]
+    assert [results[at] for at in (0, 3, 7, 13, 16)] == [
         (112, 112, 64), (56, 56, 256), (28, 28, 512), (14, 14, 1024), (7, 7, 2048)
     ]  # fmt: skip
 
@@ -113,10 +113,10 @@ def test_a_vit_is_born_with_the_numbers_of_its_authors():
 
 def test_remat_changes_no_number():
     x, kernel = noise(16), jnp.eye(32, 7)
-    for model in (found := [build(vit.ViT, dataclasses.replace(TINY_VIT, remat=remat)) for remat in (False, True)]):
+    for model in (results := [build(vit.ViT, dataclasses.replace(TINY_VIT, remat=remat)) for remat in (False, True)]):
         model.head.kernel[...] = kernel
-    np.testing.assert_allclose(found[0](x), found[1](x), atol=1e-6)
-    assert np.any(found[0](x))
+    np.testing.assert_allclose(results[0](x), results[1](x), atol=1e-6)
+    assert np.any(results[0](x))
 
 
 def test_biases_and_norms_do_not_decay_under_sgd():
@@ -130,9 +130,9 @@ def test_biases_and_norms_do_not_decay_under_sgd():
 @pytest.mark.parametrize(("model", "config"), [(vit.ViT, TINY_VIT), (resnet.ResNet, TINY_RESNET)])
 def test_the_loss_starts_near_uniform_and_tells_the_accuracy(model, config):
     batch = {"images": noise(config.image_size, 14), "labels": np.arange(14, dtype=np.int32) % 7}
-    value, told = images.loss(build(model, config), batch)
+    value, reported = images.loss(build(model, config), batch)
     assert float(value) == pytest.approx(np.log(7), rel=0.5)
-    assert 0 <= float(told["accuracy"]) <= 1
+    assert 0 <= float(reported["accuracy"]) <= 1
 
 
 def test_synthetic_images_are_the_same_at_every_reading_and_differ_from_each_other():
@@ -160,10 +160,10 @@ def test_digits_are_real_ones_and_those_held_out_are_others():
     pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
     digits, held_out = images.Digits(image_size=16), images.Digits(image_size=16, held_out=True)
     assert (len(digits), len(held_out)) == (1437, 360)
-    found = digits[0]["images"]
-    assert found.shape == (16, 16, 3) and found.dtype == np.float32 and found.min() == -1 and found.max() <= 1
-    np.testing.assert_array_equal(found[::2, ::2], found[1::2, 1::2])  # each pixel is a square
-    np.testing.assert_array_equal(found[::2, ::2], images.Digits()[0]["images"])
+    result = digits[0]["images"]
+    assert result.shape == (16, 16, 3) and result.dtype == np.float32 and result.min() == -1 and result.max() <= 1
+    np.testing.assert_array_equal(result[::2, ::2], result[1::2, 1::2])  # each pixel is a square
+    np.testing.assert_array_equal(result[::2, ::2], images.Digits()[0]["images"])
     everything = {digits[i]["images"].tobytes() for i in range(len(digits))}
     assert not any(held_out[i]["images"].tobytes() in everything for i in range(len(held_out)))
     assert {int(held_out[i]["labels"]) for i in range(len(held_out))} == set(range(10))

@@ -110,11 +110,11 @@ def test_queries_and_keys_are_normed_head_by_head_before_they_are_turned():
     )
     assert normed.q.kernel.shape == (32, 4, 16) and normed.q_norm.scale.shape == (16,)
     call, x_BTD = nnx.jit(lambda model, x_BTD: model(x_BTD)), np.random.default_rng(0).normal(size=(2, 8, 32))
-    for one in ("q", "k"):  # a kernel of any size gives the same, but for the epsilon
-        getattr(normed, one).kernel[...] *= 50
+    for item in ("q", "k"):  # a kernel of any size gives the same, but for the epsilon
+        getattr(normed, item).kernel[...] *= 50
     before = np.asarray(call(normed, x_BTD))
-    for one in ("q", "k"):
-        getattr(normed, one).kernel[...] *= 3
+    for item in ("q", "k"):
+        getattr(normed, item).kernel[...] *= 3
     np.testing.assert_allclose(call(normed, x_BTD), before, atol=1e-5)
     assert not np.allclose(call(plain, x_BTD), before, atol=1e-3)
     normed.q_norm.scale[...] *= 3
@@ -124,7 +124,7 @@ def test_queries_and_keys_are_normed_head_by_head_before_they_are_turned():
 def test_biases_and_tied_embeddings_are_those_of_qwen2():
     model = build(dataclasses.replace(TINY, qkv_bias=True, tied_embeddings=True))
     paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    assert {path for path in paths if path.endswith("bias")} == {f"blocks.attention.{one}.bias" for one in "qkv"}
+    assert {path for path in paths if path.endswith("bias")} == {f"blocks.attention.{item}.bias" for item in "qkv"}
     assert not any(path.startswith("head") for path in paths)
     call = nnx.jit(lambda model: model(tokens() % 8))
     before = np.asarray(call(model))

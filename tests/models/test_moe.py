@@ -26,9 +26,9 @@ def hidden() -> np.ndarray:
 
 @functools.partial(nnx.jit, static_argnums=(0, 1))
 def experts(config: MoEConfig, seed: int = 0) -> Experts:
-    made = Experts(config, nnx.Rngs(seed))
-    made.router.kernel[...] *= 50  # choices that rounding does not turn
-    return made
+    built = Experts(config, nnx.Rngs(seed))
+    built.router.kernel[...] *= 50  # choices that rounding does not turn
+    return built
 
 
 def test_parameters_match_the_published_model():
@@ -68,10 +68,10 @@ def looped(model: Experts, x_BTD: np.ndarray, capacity: int) -> tuple[np.ndarray
 @pytest.mark.parametrize(("factor", "capacity"), [(2.0, 16), (1.25, 10), (0.5, 4), (None, 16)])
 def test_experts_equal_a_loop_over_tokens(factor, capacity):
     model = experts(dataclasses.replace(TINY, capacity_factor=factor))
-    y_BTD, found = model(hidden())
+    y_BTD, result = model(hidden())
     expected, dropped = looped(model, hidden(), capacity)
     np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
-    assert float(found["dropped"]) == pytest.approx(dropped / (3 * 16 * 2))
+    assert float(result["dropped"]) == pytest.approx(dropped / (3 * 16 * 2))
     assert (dropped > 0) == (factor in (1.25, 0.5))
 
 
@@ -106,10 +106,10 @@ def test_balance_is_one_where_all_are_as_likely_and_two_where_one_is_in_every_pa
 
 def test_the_loss_is_cross_entropy_plus_the_weighted_balance():
     model = nnx.jit(lambda: Mixtral(TINY, nnx.Rngs(0)))()
-    value, told = loss(model, {"inputs": tokens(0), "targets": tokens(1)})
-    assert float(value) == pytest.approx(float(told["cross_entropy"] + BALANCE_WEIGHT * told["balance"]))
-    assert float(told["cross_entropy"]) == pytest.approx(np.log(TINY.vocab_size), rel=0.02)
-    assert 0.9 < float(told["balance"]) < 2
+    value, reported = loss(model, {"inputs": tokens(0), "targets": tokens(1)})
+    assert float(value) == pytest.approx(float(reported["cross_entropy"] + BALANCE_WEIGHT * reported["balance"]))
+    assert float(reported["cross_entropy"]) == pytest.approx(np.log(TINY.vocab_size), rel=0.02)
+    assert 0.9 < float(reported["balance"]) < 2
 
 
 def test_the_router_learns_from_the_balance():
@@ -121,5 +121,5 @@ def test_the_router_learns_from_the_balance():
 def test_half_precision_stays_half():
     model = nnx.jit(lambda: Mixtral(TINY, nnx.Rngs(0)))()
     nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
-    logits, told = jax.eval_shape(lambda: model(tokens()))
-    assert logits.dtype == jnp.bfloat16 and told["balance"].dtype == jnp.float32
+    logits, reported = jax.eval_shape(lambda: model(tokens()))
+    assert logits.dtype == jnp.bfloat16 and reported["balance"].dtype == jnp.float32

@@ -44,9 +44,11 @@ def test_levels_are_those_of_the_paper(published):
 
 
 def test_the_time_is_told_in_waves_from_one_to_a_ten_thousandth():
-    told = np.asarray(embed_time(jnp.arange(3), 8))
-    np.testing.assert_allclose(told[1], [*np.sin(waves := 10_000.0 ** (-np.arange(4) / 3)), *np.cos(waves)], rtol=1e-5)
-    np.testing.assert_array_equal(told[0], [0] * 4 + [1] * 4)
+    actual = np.asarray(embed_time(jnp.arange(3), 8))
+    np.testing.assert_allclose(
+        actual[1], [*np.sin(waves := 10_000.0 ** (-np.arange(4) / 3)), *np.cos(waves)], rtol=1e-5
+    )
+    np.testing.assert_array_equal(actual[0], [0] * 4 + [1] * 4)
 
 
 def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
@@ -60,10 +62,10 @@ def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
 
 
 def test_the_loss_is_that_of_unit_noise_where_nothing_is_found_and_drawn_anew_each_step(tiny):
-    batch, one = {"images": noise(64, 8, 8, 3)}, nnx.jit(loss)
+    batch, item = {"images": noise(64, 8, 8, 3)}, nnx.jit(loss)
     model = nnx.clone(tiny)
-    found = [float(one(model, batch)) for _ in range(2)]
-    assert found == pytest.approx([1, 1], rel=0.05) and found[0] != found[1]
+    results = [float(item(model, batch)) for _ in range(2)]
+    assert results == pytest.approx([1, 1], rel=0.05) and results[0] != results[1]
 
 
 def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
@@ -81,12 +83,12 @@ def test_sampling_with_perfect_knowledge_gives_the_images_asked_for():
         config = TINY
 
         def __call__(self, x_BYXC, time_B):
-            kept = share[time_B][:, None, None, None]
-            return x_BYXC * jnp.sqrt(1 - kept) / (0.25 * kept + 1 - kept)
+            retained = share[time_B][:, None, None, None]
+            return x_BYXC * jnp.sqrt(1 - retained) / (0.25 * retained + 1 - retained)
 
-    found = jax.jit(lambda key: sample(Perfect(), key, 64))(jax.random.key(0))
-    assert found.shape == (64, 8, 8, 3)
-    assert float(found.std()) == pytest.approx(0.5, rel=0.03) and float(found.mean()) == pytest.approx(0, abs=0.02)
+    result = jax.jit(lambda key: sample(Perfect(), key, 64))(jax.random.key(0))
+    assert result.shape == (64, 8, 8, 3)
+    assert float(result.std()) == pytest.approx(0.5, rel=0.03) and float(result.mean()) == pytest.approx(0, abs=0.02)
 
 
 def test_adam_warms_up_and_then_keeps_its_rate():

@@ -21,16 +21,16 @@ def shapes(workload: spanax.Workload) -> dict[str, tuple[int, ...]]:
 
 def test_the_page_lists_every_workload_as_it_is():
     """Name, parameters and the sizes of a batch in each row of the table."""
-    found = {}
+    result = {}
     for name in WORKLOADS:
         workload = load(name)
         params = nnx.state(nnx.eval_shape(lambda build=workload.build: build(nnx.Rngs(0))), nnx.Param)
         num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
         first = next(iter(workload.batch.values()))
-        found[name] = (num_params, *first.shape[:2])
+        result[name] = (num_params, *first.shape[:2])
     rows = re.findall(r"^\| `(.+?)` \| .*? \| ([\d,]+) \| (\d+) of ([\d,]+)", PAGE.read_text(), re.MULTILINE)
     number = lambda text: int(text.replace(",", ""))  # noqa: E731
-    assert {name: tuple(map(number, numbers)) for name, *numbers in rows} == found
+    assert {name: tuple(map(number, numbers)) for name, *numbers in rows} == result
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -40,17 +40,17 @@ def test_a_workload_of_another_batch_size(name):
 
 
 def test_a_gpt_of_another_depth_and_width_keeps_its_heads():
-    found = shapes(load("gpt2", num_layers=3, embed_dim=256, seq_len=64))
-    assert found["blocks.attention.qkv.kernel"] == (3, 256, 3, 4, 64)
-    assert found["blocks.up.kernel"] == (3, 256, 1024)
-    assert found["inputs"] == (8, 64)
+    result_shapes = shapes(load("gpt2", num_layers=3, embed_dim=256, seq_len=64))
+    assert result_shapes["blocks.attention.qkv.kernel"] == (3, 256, 3, 4, 64)
+    assert result_shapes["blocks.up.kernel"] == (3, 256, 1024)
+    assert result_shapes["inputs"] == (8, 64)
 
 
 def test_a_llama_of_another_width_keeps_its_keys_and_the_shape_of_its_mlp():
-    found = shapes(load("llama3-8b", num_layers=2, embed_dim=2048))
-    assert found["blocks.attention.q.kernel"] == (2, 2048, 16, 128)
-    assert found["blocks.attention.k.kernel"] == (2, 2048, 8, 128)
-    assert found["blocks.mlp.up.kernel"] == (2, 2048, 7168)
+    result_shapes = shapes(load("llama3-8b", num_layers=2, embed_dim=2048))
+    assert result_shapes["blocks.attention.q.kernel"] == (2, 2048, 16, 128)
+    assert result_shapes["blocks.attention.k.kernel"] == (2, 2048, 8, 128)
+    assert result_shapes["blocks.mlp.up.kernel"] == (2, 2048, 7168)
 
 
 def test_experts_and_images_of_another_depth_and_width():

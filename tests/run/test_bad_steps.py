@@ -51,37 +51,37 @@ def batches(bad: dict[int, float], num: int = 40) -> list[dict[str, np.ndarray]]
     """Whole batches in their order; in the bad ones one number is another."""
     random = np.random.default_rng(0)
     shape = lambda: random.normal(size=(16, 8)).astype(np.float32)  # noqa: E731
-    found = [{"x": shape(), "y": shape()} for _ in range(num)]
+    results = [{"x": shape(), "y": shape()} for _ in range(num)]
     for index, value in bad.items():
-        found[index]["y"][0, 0] = value
-    return found
+        results[index]["y"][0, 0] = value
+    return results
 
 
 def workload(source: Any, build: Any = Net, optimizer: Any = None) -> Callable[..., spanax.Workload]:
     batch = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
     optimizer = optimizer or optax.adamw(1e-2)
     microbatches = 4 if build is Layers else 1
-    made = spanax.Workload(
+    built = spanax.Workload(
         build=build, batch=batch, loss=loss, optimizer=optimizer, source=source, microbatches=microbatches
     )
-    return lambda **sizes: made
+    return lambda **sizes: built
 
 
 def config(out: Path, policy: str, **settings: Any) -> TrainConfig:
-    given = {"mesh": "fsdp=8", "steps": STEPS, "save_every": 4, "keep": 100} | settings
-    return TrainConfig(workload="own", out=str(out), on_bad_step=policy, **given)
+    inputs = {"mesh": "fsdp=8", "steps": STEPS, "save_every": 4, "keep": 100} | settings
+    return TrainConfig(workload="own", out=str(out), on_bad_step=policy, **inputs)
 
 
 def trained(
-    source: Any, settings: TrainConfig, emit: Callable[[Any], None] = lambda event: None, **made: Any
+    source: Any, settings: TrainConfig, emit: Callable[[Any], None] = lambda event: None, **built: Any
 ) -> dict[str, Any]:
     size = spanax.MeshShape.of(settings.mesh or "fsdp=8").size
-    return train(workload(source, **made), settings, jax.devices()[:size], emit)
+    return train(workload(source, **built), settings, jax.devices()[:size], emit)
 
 
-def saved(out: Path, source: Any, **made: Any) -> dict[int, dict[str, np.ndarray]]:
+def saved(out: Path, source: Any, **built: Any) -> dict[int, dict[str, np.ndarray]]:
     """Every array of every checkpoint of a run."""
-    program = workload(source, **made)().trace(learning_rate=0, num_steps=0)
+    program = workload(source, **built)().trace(learning_rate=0, num_steps=0)
     plan = spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
     return {step: arrays(spanax.restore(program, plan, out / "checkpoints", step=step)) for step in steps_in(out)}
 
@@ -95,17 +95,17 @@ def arrays(run: spanax.Run) -> dict[str, np.ndarray]:
     return {path: np.asarray(jax.random.key_data(a) if is_key(a) else a) for path, a in run.arrays().items()}
 
 
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for path, array in one.items():
+def assert_same(item: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert item.keys() == other.keys()
+    for path, array in item.items():
         np.testing.assert_array_equal(array, other[path], err_msg=path)
 
 
 def happened(out: Path, *names: str) -> list[dict[str, Any]]:
     """The events of these names, without their time."""
     hidden = ("time", "by", "attempt")
-    found = [{key: value for key, value in event.items() if key not in hidden} for event in events.read(out).records]
-    return [event for event in found if event["event"] in names]
+    results = [{key: value for key, value in event.items() if key not in hidden} for event in events.read(out).records]
+    return [event for event in results if event["event"] in names]
 
 
 def told_steps(out: Path) -> list[int]:
@@ -155,9 +155,9 @@ def test_rollback_goes_on_as_if_the_batch_had_not_come(mesh: str, folder: Path, 
     assert [event["event"] for event in happened(out, "bad_step", "rolled_back")] == ["bad_step", "rolled_back"]
     assert happened(out, "rolled_back")[0] == {"event": "rolled_back", "step": 4, "from_step": BAD + 1, "batch": BAD}
     assert told_steps(out) == list(range(1, STEPS + 1))
-    found = saved(out, source, **MADE[mesh])
-    assert list(found) == [4, 8, 12] and all(np.isfinite(of).all() for step in found.values() for of in step.values())
-    assert_same(found[STEPS], without(mesh, folder))
+    result = saved(out, source, **MADE[mesh])
+    assert list(result) == [4, 8, 12] and all(np.isfinite(of).all() for step in result.values() for of in step.values())
+    assert_same(result[STEPS], without(mesh, folder))
 
 
 @pytest.mark.parametrize("mesh", MADE)
@@ -166,10 +166,10 @@ def test_skip_goes_on_with_the_state_of_before(mesh: str, folder: Path, tmp_path
     trained(source, config(out, "skip", mesh=mesh, steps=STEPS + 1), **MADE[mesh])
     assert happened(out, "skipped", "rolled_back") == [{"event": "skipped", "step": BAD + 1, "batch": BAD}]
     assert told_steps(out) == list(range(1, STEPS + 2))
-    found = saved(out, source, **MADE[mesh])
-    assert all(np.isfinite(of).all() for step in found.values() for of in step.values())
+    result = saved(out, source, **MADE[mesh])
+    assert all(np.isfinite(of).all() for step in result.values() for of in step.values())
     for path, array in without(mesh, folder).items():
-        np.testing.assert_allclose(array, found[STEPS + 1][path], rtol=1e-4, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(array, result[STEPS + 1][path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
 def test_ignore_saves_what_comes(tmp_path: Path) -> None:
@@ -192,10 +192,10 @@ def test_a_run_that_is_resumed_leaves_the_same_out(policy: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("policy", ["rollback", "skip"])
 def test_a_step_that_is_to_be_saved_may_be_the_bad_one(policy: str, tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     source = batches({7: NAN})
-    trained(source, config(tmp_path / "run", policy, steps=8), told.append)
-    assert [event["step"] for event in told if event["event"] == "save"] == [4, 8]
+    trained(source, config(tmp_path / "run", policy, steps=8), reported.append)
+    assert [event["step"] for event in reported if event["event"] == "save"] == [4, 8]
     assert all(np.isfinite(array).all() for array in saved(tmp_path / "run", source)[8].values())
 
 
@@ -302,12 +302,12 @@ def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROCESS]
     places = [str(Path(__file__).parent), str(tmp_path / "saved")]
     runs = [subprocess.Popen([*command, rank, port, *places], env=environment, stdout=-1, text=True) for rank in "01"]
-    said = [run.communicate(timeout=240)[0] for run in runs]
+    output = [run.communicate(timeout=240)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    first, second = ([line for line in text.splitlines() if line.startswith("SAID")] for text in said)
+    first, second = ([line for line in text.splitlines() if line.startswith("SAID")] for text in output)
     assert first == second and len(first) == 1
-    for told in ("('skip', 5, 4, 'loss is nan')", "('rollback', 5, 4, 'loss is nan')", "('skip', 22, [], [])"):
-        assert told in first[0], first
+    for reported in ("('skip', 5, 4, 'loss is nan')", "('rollback', 5, 4, 'loss is nan')", "('skip', 22, [], [])"):
+        assert reported in first[0], first
     assert first[0].count("over its limit") == 2 and "[], [4, 20])" in first[0], first
 
 
@@ -321,7 +321,7 @@ def test_a_run_that_skips_every_step_raises(tmp_path: Path, per_call: int) -> No
 
 
 def test_a_run_that_ends_on_a_skipped_step_reports_the_last_good_loss(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = []
-    trained(batches({2: NAN}), config(tmp_path / "run", "skip", steps=3), told.append)
-    losses = {event["step"]: event["loss"] for event in told if event["event"] == "step"}
-    assert math.isnan(losses[3]) and told[-1]["train_loss"] == losses[2]
+    reported: list[dict[str, Any]] = []
+    trained(batches({2: NAN}), config(tmp_path / "run", "skip", steps=3), reported.append)
+    losses = {event["step"]: event["loss"] for event in reported if event["event"] == "step"}
+    assert math.isnan(losses[3]) and reported[-1]["train_loss"] == losses[2]

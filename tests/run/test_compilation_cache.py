@@ -13,9 +13,9 @@ from spanax.run.data.cache import cache_folder, untrusted
 
 
 def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
-    for at, name in enumerate(("old", "read", "new")):
+    for index, name in enumerate(("old", "read", "new")):
         (tmp_path / name).write_bytes(bytes(100))
-        os.utime(tmp_path / name, (1000 + at, 1000 + at))
+        os.utime(tmp_path / name, (1000 + index, 1000 + index))
     os.utime(tmp_path / "read", (2000, 1001))
     prune(tmp_path, 300)
     assert len(list(tmp_path.iterdir())) == 3
@@ -26,11 +26,11 @@ def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
 
 
 def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
-    said = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
-    for threshold, kept in (({}, "0"), ({THRESHOLD: "2"}, "2")):
-        environ = said | threshold
+    output = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
+    for threshold, retained in (({}, "0"), ({THRESHOLD: "2"}, "2")):
+        environ = output | threshold
         enable_compilation_cache(environ)
-        assert environ == said | {THRESHOLD: kept} and not list(tmp_path.iterdir())
+        assert environ == output | {THRESHOLD: retained} and not list(tmp_path.iterdir())
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
@@ -97,11 +97,11 @@ tiny = spanax.Workload(build=lambda rngs: nnx.Linear(8, 8, rngs=rngs), batch=bat
 def test_the_second_run_compiles_nothing(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(WORKLOAD)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PERSISTENT", FOLDER))}
-    kept = []
+    retained = []
     for name in ("one", "two"):
         subprocess.run(
             [sys.executable, "-m", "spanax", "train", "tiny.py:tiny", "--devices", "2", "--out", name],
             cwd=tmp_path, env=environ | {"XDG_CACHE_HOME": str(tmp_path)}, check=True, timeout=300,
         )  # fmt: skip
-        kept.append({path.name for path in (tmp_path / "spanax" / "compiled").iterdir()})
-    assert len(kept[0]) > 4 and kept[1] == kept[0]
+        retained.append({path.name for path in (tmp_path / "spanax" / "compiled").iterdir()})
+    assert len(retained[0]) > 4 and retained[1] == retained[0]

@@ -32,10 +32,10 @@ def test_each_chip_gets_its_own_and_a_cpu_nothing() -> None:
     names = {on: {flag.partition("=")[0] for flag in default_flags(spanax.cluster(on))} for on in (
         "cpu:8", "h100:8", "h100:1", "v5p:2x2x2", "v5e:2x2:2",
     )}  # fmt: skip
-    by_platform = {kind: {one.name for one in FLAGS if one.platform == kind} for kind in ("gpu", "tpu")}
+    by_platform = {kind: {flag.name for flag in FLAGS if flag.platform == kind} for kind in ("gpu", "tpu")}
     assert names["h100:8"] == by_platform["gpu"] and names["v5e:2x2:2"] == by_platform["tpu"]
     assert names["cpu:8"] == names["h100:1"] == names["v5p:2x2x2"] == set()
-    assert all(one.reason and one.source and checked(f"{one.name}={one.value}") for one in FLAGS)
+    assert all(flag.reason and flag.source and checked(f"{flag.name}={flag.value}") for flag in FLAGS)
 
 
 @pytest.mark.parametrize("how", [{"layout": "expert"}, {"layout": "fsdp"}, {}], ids=["expert", "fsdp", "chosen"])
@@ -53,20 +53,20 @@ def test_expert_weights_turn_latency_hiding_off(how: dict[str, str]) -> None:
 
 def test_the_page_lists_them() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text()
-    assert {f"{one.name}={one.value}" for one in FLAGS} == set(
+    assert {f"{flag.name}={flag.value}" for flag in FLAGS} == set(
         re.findall(r"^\| `(xla_\w+=\w+)` \|", page, re.MULTILINE)
     )
 
 
-@pytest.mark.parametrize("one", [one for one in FLAGS if one.platform == "gpu"], ids=lambda one: one.name)
-def test_this_jaxlib_knows_the_options_for_gpus(one, devices: list[jax.Device]) -> None:
+@pytest.mark.parametrize("item", [flag for flag in FLAGS if flag.platform == "gpu"], ids=lambda item: item.name)
+def test_this_jaxlib_knows_the_options_for_gpus(item, devices: list[jax.Device]) -> None:
     """Options of GPUs are the CPU compiler's too, which ignores them; those of TPUs are libtpu's alone."""
-    step = jax.jit(lambda x: x, compiler_options={one.name: one.value})
+    step = jax.jit(lambda x: x, compiler_options={item.name: item.value})
     step.lower(jax.ShapeDtypeStruct((), "int32")).compile()
 
 
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("output", "result"),
     [
         ("none", ()),
         ("default", (LEVEL,)),
@@ -75,21 +75,21 @@ def test_this_jaxlib_knows_the_options_for_gpus(one, devices: list[jax.Device]) 
         ("default,xla_gpu_autotune_level=-1", ("xla_gpu_autotune_level=-1",)),
     ],
 )
-def test_what_a_user_asks_for(said: str, found: tuple[str, ...]) -> None:
-    assert flags_of(said, (LEVEL,)) == found
+def test_what_a_user_asks_for(output: str, result: tuple[str, ...]) -> None:
+    assert flags_of(output, (LEVEL,)) == result
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     [
         *("xla_dump_to=/tmp/x", "xla_dump_to=7", "xla_dump_to=true", "--XLA_DUMP_TO=1", "xla_b=1", "b=1", ""),
         *(f"xla_gpu_autotune_level{value}" for value in ("", "=", "=1;2", "=True", "=1.5", "=٧")),
         *("none,xla_gpu_autotune_level=1", "xla_gpu_triton_gemm_any=1", "xla_gpu_triton_gemm_any=True True"),
     ],
 )
-def test_what_is_no_option(said: str) -> None:
+def test_what_is_no_option(output: str) -> None:
     with pytest.raises(SpanaxError, match="cannot set the option"):
-        flags_of(said, ())
+        flags_of(output, ())
 
 
 def test_the_listed_options_write_no_file(devices: list[jax.Device], tmp_path: Path, monkeypatch) -> None:

@@ -50,10 +50,10 @@ def trained(folder: Path, validation: Any, mesh: str = "data=2", build: Any = Ne
         build=build, batch=BATCH, loss=loss, optimizer=optax.sgd(0.1), source=examples(64), validation=validation,
         microbatches=2 if "pipe" in mesh else 1,
     )  # fmt: skip
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     config = TrainConfig(workload="mine", mesh=mesh, steps=2, out=str(folder), **settings)
-    train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], told.append)
-    return told
+    train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], reported.append)
+    return reported
 
 
 def expected(folder: Path, rows: list[dict[str, np.ndarray]], build: Any = Net) -> dict[str, Any]:
@@ -80,31 +80,31 @@ def expected(folder: Path, rows: list[dict[str, np.ndarray]], build: Any = Net) 
 )
 def test_every_metric_is_of_all_held_out_examples(count: int, mesh: str, build: Any, tmp_path: Path) -> None:
     rows = examples(count, seed=1)
-    told = trained(tmp_path / "run", rows, mesh, build)
-    (event,) = [event for event in told if event["event"] == "eval"]
+    reported = trained(tmp_path / "run", rows, mesh, build)
+    (event,) = [event for event in reported if event["event"] == "eval"]
     assert event["examples"] == count
     for name, value in expected(tmp_path / "run", rows, build).items():
         np.testing.assert_allclose(event[name], value, rtol=2e-6, err_msg=name)
-    assert {name: told[-1][name] for name in event if name.startswith("val_")} == {
+    assert {name: reported[-1][name] for name in event if name.startswith("val_")} == {
         name: event[name] for name in event if name.startswith("val_")
     }
 
 
 def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
-    told = trained(tmp_path / "run", examples(21, seed=1))
-    made = run_report(tmp_path / "run")
-    (event,) = [event for event in told if event["event"] == "eval"]
-    assert made.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
-    steps = [event for event in told if event["event"] == "step"]
-    assert made.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
-    text = report_text(sections(made))
+    reported = trained(tmp_path / "run", examples(21, seed=1))
+    report = run_report(tmp_path / "run")
+    (event,) = [event for event in reported if event["event"] == "eval"]
+    assert report.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
+    steps = [event for event in reported if event["event"] == "step"]
+    assert report.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
+    text = report_text(sections(report))
     assert "val_close" in text and "error.mean" in text
 
 
 def test_no_more_batches_are_evaluated_than_asked_for(tmp_path: Path) -> None:
     rows = examples(37, seed=1)
-    told = trained(tmp_path / "run", rows, eval_batches=2)
-    (event,) = [event for event in told if event["event"] == "eval"]
+    reported = trained(tmp_path / "run", rows, eval_batches=2)
+    (event,) = [event for event in reported if event["event"] == "eval"]
     assert event["examples"] == 32
     np.testing.assert_allclose(event["val_loss"], expected(tmp_path / "run", rows[:32])["val_loss"], rtol=2e-6)
 
@@ -123,8 +123,8 @@ def smaller_batches(source: Any, batch: Any, **options: Any) -> list[Any]:
         loss=lambda model, batch: jnp.square(model(jax.tree.leaves(batch)[0].astype(int))).mean(),
     )  # fmt: skip
     plan = spanax.plan(program, spanax.cluster("cpu:4"), layout="data")
-    made = spanax.batches(source, plan, mesh=plan.mesh.build(jax.devices()[:4]), shuffle=False, **options)
-    return [jax.tree.map(np.asarray, batch) for batch in made]
+    loader = spanax.batches(source, plan, mesh=plan.mesh.build(jax.devices()[:4]), shuffle=False, **options)
+    return [jax.tree.map(np.asarray, batch) for batch in loader]
 
 
 FLAT = {"x": jax.ShapeDtypeStruct((4,), "int32")}

@@ -35,8 +35,8 @@ class Model(nnx.Module):
     """Blocks as a list or a stack, statistics, and random state."""
 
     def __init__(self, stacked: bool, dtype: Any, rngs: nnx.Rngs):
-        made = [Block(rngs) for _ in range(2)]
-        self.blocks = spanax.Stack(Block, 2, rngs=rngs) if stacked else nnx.List(made)
+        built = [Block(rngs) for _ in range(2)]
+        self.blocks = spanax.Stack(Block, 2, rngs=rngs) if stacked else nnx.List(built)
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(16, 8, param_dtype=dtype, rngs=rngs)
@@ -83,12 +83,12 @@ def test_weights_and_statistics_are_taken_and_the_rest_is_new(trained: tuple[spa
     assert run.num_steps == 0
     for leaf in of.leaves:
         took = leaf.kind == "param" or leaf.path.startswith("norm.")
-        wanted = (before if took else fresh).arrays()[leaf.path]
+        expected = (before if took else fresh).arrays()[leaf.path]
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            wanted, found = jax.random.key_data(wanted), jax.random.key_data(run.arrays()[leaf.path])
+            expected, result = jax.random.key_data(expected), jax.random.key_data(run.arrays()[leaf.path])
         else:
-            found = run.arrays()[leaf.path]
-        np.testing.assert_array_equal(found, wanted, err_msg=leaf.path)
+            result = run.arrays()[leaf.path]
+        np.testing.assert_array_equal(result, expected, err_msg=leaf.path)
     assert float(np.abs(before.arrays()["norm.mean"]).max()) > 0, "the test compares nothing with nothing"
     run.step(np.ones((8, 16), "float32"))
 
@@ -116,9 +116,9 @@ def test_what_an_optimizer_copies_of_parameters_begins_from_the_weights(trained:
     of = program(optimizer=averaging())
     run = spanax.start(of, plan(of, "fsdp=4"), init=folder)
     kernel = before.arrays()["blocks.0.up.kernel"]
-    found = {path: array for path, array in run.arrays("optimizer").items() if path.endswith("blocks.0.up.kernel")}
-    assert len(found) == 2
-    for path, array in found.items():
+    result = {path: array for path, array in run.arrays("optimizer").items() if path.endswith("blocks.0.up.kernel")}
+    assert len(result) == 2
+    for path, array in result.items():
         np.testing.assert_array_equal(array, kernel / 2 if "half" in path else kernel, err_msg=path)
     run.step(np.ones((8, 16), "float32"))  # a buffer that two leaves shared could not be donated twice
 
@@ -265,10 +265,10 @@ def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
         )
 
     def run(out: str, **settings: Any) -> dict[str, Any]:
-        told: list[dict[str, Any]] = []
+        reported: list[dict[str, Any]] = []
         config = TrainConfig(workload="mine", layout="data", steps=2, out=str(tmp_path / out), **settings)
-        train(workload, config, jax.devices()[:2], told.append)
-        return told[0]
+        train(workload, config, jax.devices()[:2], reported.append)
+        return reported[0]
 
     def kernel(out: str) -> np.ndarray:
         of = workload().trace(learning_rate=0.0, num_steps=1)
@@ -290,20 +290,20 @@ def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
 
 def test_the_trainer_lists_what_a_partial_init_loaded(tmp_path: Path) -> None:
     def begun(out: str, build: Any, **settings: Any) -> list[dict[str, Any]]:
-        made = spanax.Workload(
+        workload = spanax.Workload(
             build=build, batch={"x": BATCH}, loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
             optimizer=optax.sgd(0.1), source=[{"x": np.ones(16, "float32")}] * 8,
         )  # fmt: skip
-        told: list[dict[str, Any]] = []
+        report_text: list[dict[str, Any]] = []
         config = TrainConfig(workload="mine", layout="data", steps=1, out=str(tmp_path / out), **settings)
-        train(lambda **_: made, config, jax.devices()[:2], told.append)
-        return told
+        train(lambda **_: workload, config, jax.devices()[:2], report_text.append)
+        return report_text
 
     begun("base", lambda rngs: nnx.Linear(16, 4, rngs=rngs))
-    told = begun(
+    reported = begun(
         "tuned", lambda rngs: nnx.LoRALinear(16, 4, lora_rank=2, rngs=rngs), init=str(tmp_path / "base"),
         init_partial=True,
     )  # fmt: skip
-    (event,) = [event for event in told if event["event"] == "init"]
+    (event,) = [event for event in reported if event["event"] == "init"]
     assert event["loaded"] == ("bias", "kernel") and len(event["missing"]) == 2 and event["unexpected"] == ()
     assert "2 of 4 weights" in line(event) and "lora_a" in line(event)

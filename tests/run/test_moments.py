@@ -67,8 +67,8 @@ def test_a_mean_over_few_steps_forgets_in_bfloat16_and_one_over_many_does_not() 
 @pytest.mark.parametrize(("optimizer", "in_bfloat16"), [(adamw, {"mu", "nu"}), (sgd, {"trace"}), (adam, {"mu"})])
 def test_what_of_each_optimizer_of_ours_lies_in_bfloat16(optimizer, in_bfloat16) -> None:
     state = optimizer(1e-3, 100, state_dtype="bfloat16").init({"w": jnp.ones((4, 4))})
-    found = jax.tree_util.tree_flatten_with_path(state)[0]
-    half = {path for path, leaf in found if leaf.dtype == jnp.bfloat16}
+    result = jax.tree_util.tree_flatten_with_path(state)[0]
+    half = {path for path, leaf in result if leaf.dtype == jnp.bfloat16}
     assert {name for name in ("mu", "nu", "trace") for path in half if f".{name}" in jax.tree_util.keystr(path)} == (
         in_bfloat16
     )
@@ -76,9 +76,11 @@ def test_what_of_each_optimizer_of_ours_lies_in_bfloat16(optimizer, in_bfloat16)
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), lambda rate, steps: optax.sgd(rate)])
 def test_an_optimizer_of_the_users_own_is_as_it_is(optimizer) -> None:
-    own = partial(traced, workload=spanax.Workload(build=zoo.MLP, batch=MLP.batch, loss=MLP.loss, optimizer=optimizer))
-    assert own().fingerprint == own("float32").fingerprint
+    local = partial(
+        traced, workload=spanax.Workload(build=zoo.MLP, batch=MLP.batch, loss=MLP.loss, optimizer=optimizer)
+    )
+    assert local().fingerprint == local("float32").fingerprint
     with pytest.raises(SpanaxError, match="optimizer cannot store its state in bfloat16"):
-        own("bfloat16")
+        local("bfloat16")
     with pytest.raises(SpanaxError, match="unknown optimizer state 'int8'"):
-        own("int8")
+        local("int8")

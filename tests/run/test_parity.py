@@ -51,7 +51,7 @@ MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "cnn": DATA + TENSOR,
     "gpt": DATA + TENSOR + SEQUENCE,
     "gqa": DATA + TENSOR + SEQUENCE,
-    "moe": DATA + TENSOR + [one for one in SEQUENCE if one[0] != "ring"] + EXPERT,  # it has no attention
+    "moe": DATA + TENSOR + [item for item in SEQUENCE if item[0] != "ring"] + EXPERT,  # it has no attention
     "indexed-moe": FEW + EXPERT,
     "llama": FEW + SEQUENCE,
     "mixtral": FEW + EXPERT,
@@ -77,14 +77,14 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    found = []
+    result = []
     for name, layouts in MATRIX.items():
         quick = set(QUICK.get(name, ()))
         for layout, mesh in layouts:
             marks = () if layout in quick else pytest.mark.slow
             quick.discard(layout)  # one mesh of each
-            found.append(pytest.param(name, layout, mesh, marks=marks, id=f"{name}-{layout}-{mesh}"))
-    return found
+            result.append(pytest.param(name, layout, mesh, marks=marks, id=f"{name}-{layout}-{mesh}"))
+    return result
 
 
 @functools.cache
@@ -134,18 +134,18 @@ def moved(name: str, layout: str, mesh: str) -> Run:
     return Run(program(name), plan, devices, [jax.device_put(a.copy(), leaf.sharding(devices)) for a, leaf in pairs])
 
 
-def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> dict[str, float]:
-    assert expected.keys() == found.keys()
+def differences(expected: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> dict[str, float]:
+    assert expected.keys() == result.keys()
     scale = {path: max(np.abs(value).max(initial=0), NOUGHT) for path, value in expected.items()}
-    return {path: float(np.abs(value - found[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
+    return {path: float(np.abs(value - result[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
 
 
 @pytest.mark.parametrize(("name", "layout", "mesh"), cases())
 def test_a_layout_gives_the_numbers_of_one_device(name: str, layout: str, mesh: str) -> None:
     run = moved(name, layout, mesh)
-    found = differences(reference(name)[1], trained(run, name))
-    bounds = {path: LOOSER.get(name, LOOSER.get(path.partition(".")[0], TOLERANCE)) for path in found}
-    assert {path: much for path, much in found.items() if not much <= bounds[path]} == {}
+    problems = differences(reference(name)[1], trained(run, name))
+    bounds = {path: LOOSER.get(name, LOOSER.get(path.partition(".")[0], TOLERANCE)) for path in problems}
+    assert {path: much for path, much in problems.items() if not much <= bounds[path]} == {}
     assert run.num_steps == STEPS
 
 
@@ -198,10 +198,10 @@ class Solved(nnx.Module):
     + [(build, "tensor", "model=8") for build in (Fourier, Factors)],
 )
 def test_kernels_that_xla_cannot_split(build: Any, layout: str, mesh: str) -> None:
-    made = spanax.trace(build=build, optimizer=optax.sgd(0.01), batch=batch("mlp", 0), loss=zoo.squared_error)
+    program = spanax.trace(build=build, optimizer=optax.sgd(0.01), batch=batch("mlp", 0), loss=zoo.squared_error)
     losses = []
     for devices, options in ((1, {"layout": "data"}), (8, {"layout": layout, "mesh": mesh})):
-        run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu", devices), **options))
+        run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu", devices), **options))
         losses.append([float(run.step(batch("mlp", step))["loss"]) for step in range(3)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=TOLERANCE)
 

@@ -33,8 +33,8 @@ def program(name: str) -> Program:
     return spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
 
 
-def plan(made: Program, layout: str, mesh: str) -> spanax.Plan:
-    return spanax.plan(made, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), layout=layout, mesh=mesh)
+def plan(program: Program, layout: str, mesh: str) -> spanax.Plan:
+    return spanax.plan(program, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), layout=layout, mesh=mesh)
 
 
 def start(name: str = "mlp", layout: str = "fsdp", mesh: str = "fsdp=8", **options: Any) -> Run:
@@ -114,10 +114,10 @@ def test_a_step_that_ignores_its_plan_is_seen(layout: str, monkeypatch: pytest.M
 def test_the_compiled_step_takes_and_gives_what_was_planned(layout: str, mesh: str) -> None:
     run = start("mlp", layout, mesh)
     compiled = run.lower().compile()
-    taken, given = compiled.input_shardings[0], compiled.output_shardings
-    for place, before, after in zip(run.plan.leaves, taken[0], given[0], strict=True):
-        for found in (before, after):
-            assert found.is_equivalent_to(place.sharding(run.mesh), len(place.shape)), place
+    taken, inputs = compiled.input_shardings[0], compiled.output_shardings
+    for place, before, after in zip(run.plan.leaves, taken[0], inputs[0], strict=True):
+        for result in (before, after):
+            assert result.is_equivalent_to(place.sharding(run.mesh), len(place.shape)), place
     held = compiled.memory_analysis().argument_size_in_bytes
     assert held == run.plan.state_bytes() + sum(leaf.local_bytes for leaf in run.plan.batch)
 
@@ -186,8 +186,8 @@ def test_the_model_comes_back_and_evaluates_alike() -> None:
     expected = float(zoo.squared_error(model, batch()))
     assert float(run.evaluate(batch())["loss"]) == pytest.approx(expected, rel=1e-5)
     for path, array in run.params().items():
-        found = functools.reduce(getattr, path.split("."), model)[...]
-        np.testing.assert_array_equal(found, array)
+        result = functools.reduce(getattr, path.split("."), model)[...]
+        np.testing.assert_array_equal(result, array)
 
 
 def test_the_model_outlives_the_next_step_and_does_not_reach_into_the_run() -> None:
@@ -239,21 +239,21 @@ def test_metrics_are_the_dict_of_the_step() -> None:
 
 
 def linear(**options: Any) -> Run:
-    made = spanax.trace(
+    program = spanax.trace(
         build=zoo.MLP,
         optimizer=optax.chain(optax.trace(decay=0.0), optax.scale(-0.1)),
         batch=batch(),
         loss=zoo.squared_error,
         **options,
     )
-    return spanax.start(made, plan(made, "fsdp", "fsdp=2"))
+    return spanax.start(program, plan(program, "fsdp", "fsdp=2"))
 
 
 def gradients(run: Run) -> dict[str, np.ndarray]:
     """What the optimizer was given: `optax.trace` without decay keeps it."""
-    found = {path: np.asarray(array) for path, array in run.arrays("optimizer").items() if ".trace." in path}
-    assert found
-    return found
+    result = {path: np.asarray(array) for path, array in run.arrays("optimizer").items() if ".trace." in path}
+    assert result
+    return result
 
 
 @functools.cache
@@ -267,8 +267,8 @@ def test_gradients_are_those_of_the_loss() -> None:
     grads = nnx.grad(zoo.squared_error)(linear().model(), batch())
     expected = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(grads)}
     for path, gradient in plain()[1].items():
-        wanted = expected[path.partition(".trace.")[2]].get_value()
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-7)
+        reference = expected[path.partition(".trace.")[2]].get_value()
+        np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
@@ -296,7 +296,7 @@ def test_half_precision_compute_is_close_and_not_equal() -> None:
 
 
 def test_statistics_move_with_every_microbatch() -> None:
-    made = spanax.trace(
+    program = spanax.trace(
         build=zoo.CNN,
         optimizer=optax.sgd(0.0),
         batch=batch("cnn"),
@@ -304,9 +304,9 @@ def test_statistics_move_with_every_microbatch() -> None:
         microbatches=2,
         accumulate="mean",
     )
-    run = spanax.start(made, plan(made, "data", "data=2"))
+    run = spanax.start(program, plan(program, "data", "data=2"))
     run.step(batch("cnn"))
-    model = spanax.start(made, run.plan).model()  # the rate is zero: the parameters are those of the start
+    model = spanax.start(program, run.plan).model()  # the rate is zero: the parameters are those of the start
     forward = nnx.jit(lambda model, x: model(x))
     for part in (slice(0, None, 2), slice(1, None, 2)):
         forward(model, batch("cnn")["x"][part])
@@ -353,8 +353,8 @@ def test_an_evaluation_of_a_step_of_ones_own() -> None:
         optimizer.update(model, grads)
         return {"loss": loss}
 
-    made = spanax.trace(build=zoo.MLP, optimizer=optax.sgd(0.1), batch=batch(), train_step=step)
-    run = spanax.start(made, plan(made, "fsdp", "fsdp=2"))
+    program = spanax.trace(build=zoo.MLP, optimizer=optax.sgd(0.1), batch=batch(), train_step=step)
+    run = spanax.start(program, plan(program, "fsdp", "fsdp=2"))
     assert np.isfinite(float(run.step(batch())["loss"]))
     assert "loss=..." in refused("this program has no evaluation", lambda: run.evaluate(batch()))
 

@@ -41,10 +41,10 @@ def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
 
 def batches(*bad: int, num: int = 12) -> list[dict[str, np.ndarray]]:
     random = np.random.default_rng(0)
-    found = [{name: random.normal(size=(16, 8)).astype(np.float32) for name in "xy"} for _ in range(num)]
+    results = [{name: random.normal(size=(16, 8)).astype(np.float32) for name in "xy"} for _ in range(num)]
     for index in bad:
-        found[index]["y"][0, 0] = math.nan
-    return found
+        results[index]["y"][0, 0] = math.nan
+    return results
 
 
 def begun(mesh: str, build: Any = Net, guard: spanax.Guard | None = None) -> Run:
@@ -61,11 +61,11 @@ def numbers(run: Run) -> list[np.ndarray]:
     return [np.asarray(jax.random.key_data(array) if is_key(array) else array) for array in run.state]
 
 
-def assert_same(one: Run, other: Run) -> None:
-    assert one.num_steps == other.num_steps
-    for leaf, first, second in zip(one.program.leaves, numbers(one), numbers(other), strict=True):
+def assert_same(run: Run, other: Run) -> None:
+    assert run.num_steps == other.num_steps
+    for leaf, first, second in zip(run.program.leaves, numbers(run), numbers(other), strict=True):
         np.testing.assert_array_equal(first, second, err_msg=leaf.path)
-    places = [array.sharding for array in one.state]
+    places = [array.sharding for array in run.state]
     assert all(
         place.is_equivalent_to(array.sharding, array.ndim) for place, array in zip(places, other.state, strict=True)
     )
@@ -73,21 +73,21 @@ def assert_same(one: Run, other: Run) -> None:
 
 @pytest.mark.parametrize("mesh, build", [("data=1", Net), ("fsdp=2,model=2", Net), ("pipe=2,data=2", Layers)])
 def test_the_numbers_are_those_of_a_step_a_call(mesh: str, build: Any, devices: Any) -> None:
-    singly, together, given = begun(mesh, build), begun(mesh, build), batches(num=7)
-    losses = [float(singly.step(batch)["loss"]) for batch in given]
-    found = [float(together.step(given[0])["loss"])]
+    singly, together, inputs = begun(mesh, build), begun(mesh, build), batches(num=7)
+    losses = [float(singly.step(batch)["loss"]) for batch in inputs]
+    result = [float(together.step(inputs[0])["loss"])]
     for at in (1, 4):
-        found += np.asarray(together.steps(given[at : at + 3])["loss"]).tolist()
-    assert found == losses
+        result += np.asarray(together.steps(inputs[at : at + 3])["loss"]).tolist()
+    assert result == losses
     assert_same(singly, together)
 
 
 def test_a_bad_step_inside_of_a_call_changes_nothing(devices: Any) -> None:
     guard = spanax.Guard("skip")
-    singly, together, given = begun("fsdp=2", guard=guard), begun("fsdp=2", guard=guard), batches(1, num=6)
-    for batch in given:
+    singly, together, inputs = begun("fsdp=2", guard=guard), begun("fsdp=2", guard=guard), batches(1, num=6)
+    for batch in inputs:
         singly.step(batch)
-    first, second = together.steps(given[:3]), together.steps(given[3:])
+    first, second = together.steps(inputs[:3]), together.steps(inputs[3:])
     assert first["step_ok"].tolist() == [True, False, True] and second["step_ok"].tolist() == [True] * 3
     assert_same(singly, together)
     values = {name: np.asarray(array)[1].tolist() for name, array in first.items()}
@@ -108,23 +108,23 @@ def trained(
     out: Path, source: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[list[int], list[dict[str, Any]]]:
     """The length of every call of a run, and its events."""
-    lengths, told = [], []
+    lengths, reported = [], []
     step, steps = Run.step, Run.steps
     monkeypatch.setattr(Run, "step", lambda run, batch: (lengths.append(1), step(run, batch))[1])
     monkeypatch.setattr(Run, "steps", lambda run, batches: (lengths.append(len(batches)), steps(run, batches))[1])
     batch = {"x": SHAPE, "y": SHAPE}
     workload = spanax.Workload(build=Net, batch=batch, loss=loss, optimizer=optax.adamw(1e-2), source=source)
-    given = {"steps": 12, "save_every": 5, "keep": 100} | settings
-    config = TrainConfig(workload="own", out=str(out), mesh="data=1", **given)
+    inputs = {"steps": 12, "save_every": 5, "keep": 100} | settings
+    config = TrainConfig(workload="own", out=str(out), mesh="data=1", **inputs)
     try:
-        train(lambda **sizes: workload, config, jax.devices()[:1], told.append)
+        train(lambda **sizes: workload, config, jax.devices()[:1], reported.append)
     finally:
         monkeypatch.undo()
-    return lengths, told
+    return lengths, reported
 
 
-def losses(told: list[dict[str, Any]]) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in told if event["event"] == "step"}
+def losses(reported: list[dict[str, Any]]) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in reported if event["event"] == "step"}
 
 
 def happened(out: Path, *names: str) -> list[tuple[str, int]]:
@@ -132,15 +132,15 @@ def happened(out: Path, *names: str) -> list[tuple[str, int]]:
 
 
 def test_a_call_ends_where_something_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
-    _, one = trained(tmp_path / "one", batches(), monkeypatch)
-    lengths, told = trained(tmp_path / "four", batches(), monkeypatch, steps_per_call=4)
+    _, item = trained(tmp_path / "one", batches(), monkeypatch)
+    lengths, reported = trained(tmp_path / "four", batches(), monkeypatch, steps_per_call=4)
     assert lengths == [4, 1, 4, 1, 1, 1]
-    assert losses(told) == losses(one) and list(losses(told)) == list(range(1, 13))
-    assert [event["step"] for event in told if event["event"] == "save"] == [5, 10, 12]
+    assert losses(reported) == losses(item) and list(losses(reported)) == list(range(1, 13))
+    assert [event["step"] for event in reported if event["event"] == "save"] == [5, 10, 12]
     lines = [json.loads(line) for line in (tmp_path / "four" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "step"] == list(range(1, 13))
-    seconds = [event["step_seconds"] for event in told if event["event"] == "step"]
-    assert len(set(seconds[:4])) == 1 and all(one > 0 for one in seconds)
+    seconds = [event["step_seconds"] for event in reported if event["event"] == "step"]
+    assert len(set(seconds[:4])) == 1 and all(second > 0 for second in seconds)
 
 
 def test_traced_steps_go_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
@@ -158,15 +158,15 @@ def test_halt_names_the_step_inside_of_the_call(tmp_path: Path, monkeypatch: pyt
 def test_a_bad_step_costs_what_it_costs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any, policy: str, outcome: tuple[str, int]
 ) -> None:
-    given = {"on_bad_step": policy, "steps": 11}
-    one = trained(tmp_path / "one", batches(BAD), monkeypatch, **given)[1]
-    lengths, told = trained(tmp_path / "three", batches(BAD), monkeypatch, steps_per_call=3, **given)
+    inputs = {"on_bad_step": policy, "steps": 11}
+    item = trained(tmp_path / "one", batches(BAD), monkeypatch, **inputs)[1]
+    lengths, reported = trained(tmp_path / "three", batches(BAD), monkeypatch, steps_per_call=3, **inputs)
     assert 3 in lengths
     names = ("bad_step", "skipped", "rolled_back")
     assert (
         happened(tmp_path / "three", *names) == happened(tmp_path / "one", *names) == [("bad_step", BAD + 1), outcome]
     )
-    np.testing.assert_equal(losses(told), losses(one))
+    np.testing.assert_equal(losses(reported), losses(item))
 
 
 def test_what_is_left_of_the_data_goes_step_by_step(
@@ -175,5 +175,5 @@ def test_what_is_left_of_the_data_goes_step_by_step(
     with pytest.raises(DataError, match="the data ended before step 7"):
         trained(tmp_path / "run", iter(batches(num=6)), monkeypatch, steps_per_call=4, save_every=0)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    told = [line["step"] for line in lines if line["event"] == "step"]
-    assert told == [1, 2, 3, 4, 5]  # the last one's metrics wait for a step that never comes
+    reported = [line["step"] for line in lines if line["event"] == "step"]
+    assert reported == [1, 2, 3, 4, 5]  # the last one's metrics wait for a step that never comes

@@ -155,16 +155,16 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
     adds_up(account(place / "killed"), before, begin["time"])
 
 
-def adds_up(found: TimeAccount, before: float, begin: float) -> None:
+def adds_up(times: TimeAccount, before: float, begin: float) -> None:
     """The account covers the time since the first process was started, and counts steps taken twice apart."""
-    first, second = found.attempts
-    assert (first.outcome, second.outcome) == ("killed", "finished") and found.reached == 8
+    first, second = times.attempts
+    assert (first.outcome, second.outcome) == ("killed", "finished") and times.reached == 8
     assert before - 0.1 < first.began < begin, "the kernel and time.time() differ by ticks"
-    assert found.wall_seconds == pytest.approx(second.ended - first.began)
-    assert all(seconds >= 0 for seconds in found.seconds.values())
-    assert all(found.seconds[name] > 0 for name in ("step", "compile", "save", "start", "restart", "restore"))
+    assert times.wall_seconds == pytest.approx(second.ended - first.began)
+    assert all(seconds >= 0 for seconds in times.seconds.values())
+    assert all(times.seconds[name] > 0 for name in ("step", "compile", "save", "start", "restart", "restore"))
     # The first step of an attempt counts as compiling.
-    assert (found.seconds["recomputed"] > 0) == (first.last_step > second.first_step + 1)
+    assert (times.seconds["recomputed"] > 0) == (first.last_step > second.first_step + 1)
 
 
 def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
@@ -176,8 +176,8 @@ def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dic
     same_bits(place / "cut", place / "whole")
 
 
-def same_bits(one: Path, other: Path) -> None:
-    mine, theirs = arrays(one), arrays(other)
+def same_bits(item: Path, other: Path) -> None:
+    mine, theirs = arrays(item), arrays(other)
     assert mine.keys() == theirs.keys()
     for path, array in mine.items():
         np.testing.assert_array_equal(array, theirs[path], err_msg=path)
@@ -202,5 +202,5 @@ def test_a_mixture_of_tables_goes_on_on_another_mesh_row_for_row(place: Path) ->
     for step in ("6", "8"):
         shutil.rmtree(place / "moved" / "checkpoints" / step)
     events = train(place, "moved", "--resume", "--mesh", "fsdp=4", "--devices", "4")
-    losses = [[e["loss"] for e in found if e["event"] == "step"][-4:] for found in (whole, events)]
+    losses = [[e["loss"] for e in result if e["event"] == "step"][-4:] for result in (whole, events)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

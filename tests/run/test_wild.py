@@ -57,7 +57,7 @@ def started(name: str, mesh: str, size: int = SIZE) -> Run:
 
 def trained(name: str, mesh: str) -> dict[str, np.ndarray]:
     run, rows = started(name, mesh), WILD[name].batch(STEPS * SIZE)
-    parts = [{key: array[at * SIZE : (at + 1) * SIZE] for key, array in rows.items()} for at in range(STEPS)]
+    parts = [{key: array[index * SIZE : (index + 1) * SIZE] for key, array in rows.items()} for index in range(STEPS)]
     losses = [float(run.step(part)["loss"]) for part in parts]
     params = {path: np.asarray(array) for path, array in run.params().items()}
     return {"loss": np.asarray(losses)} | params
@@ -75,8 +75,8 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "mesh"), cases())
 def test_a_strangers_model_has_the_numbers_of_one_device(name: str, mesh: str) -> None:
-    expected, found = alone(name), trained(name, mesh)
-    off = {key: np.abs(found[key] - one).max() / max(np.abs(one).max(), 1e-3) for key, one in expected.items()}
+    expected, result = alone(name), trained(name, mesh)
+    off = {key: np.abs(result[key] - item).max() / max(np.abs(item).max(), 1e-3) for key, item in expected.items()}
     assert max(off.values()) < TOLERANCE, off
 
 
@@ -114,7 +114,7 @@ def noisy(model: Any, batch: Any) -> Any:
 
 def test_tables_of_numpy_in_a_model_and_keys_and_plain_numbers_in_a_batch() -> None:
     batch = {"key": jax.random.key(0), "weight": 2.0, "y": np.ones((8, 2), np.float32)}
-    made = spanax.trace(build=Offset, optimizer=optax.sgd(0.1), loss=noisy, batch=batch)
-    assert {leaf.path: str(leaf.dtype) for leaf in made.leaves}["by"] == "float32"
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
-    assert run.step(batch)["loss"].shape == () and example_batch(made, 0)["key"].dtype == batch["key"].dtype
+    program = spanax.trace(build=Offset, optimizer=optax.sgd(0.1), loss=noisy, batch=batch)
+    assert {leaf.path: str(leaf.dtype) for leaf in program.leaves}["by"] == "float32"
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:1"), layout="data"))
+    assert run.step(batch)["loss"].shape == () and example_batch(program, 0)["key"].dtype == batch["key"].dtype

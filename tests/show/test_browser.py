@@ -37,9 +37,9 @@ FAR = {"phone": 0.85, "desktop": 0.12}
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         # Chromium's own sandbox wants rights that root in a container has not; these pages are our own.
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     run = run_report(a_run(folder / "run", a_plan()))
     pages = {name: page_of(value) for name, value in (("plan", a_plan()), ("run", run), ("check", a_certificate()))}
-    found = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
-    pages["ranked"] = search_page(summarize(found), a_plan(), "gpt")
+    search_result = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
+    pages["ranked"] = search_page(summarize(search_result), a_plan(), "gpt")
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(document(page))
     return {name: (folder / f"{name}.html").as_uri() for name in pages}
@@ -58,7 +58,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture
 def show(browser: Any, files: dict[str, str]) -> Iterator[Any]:
     """Opens a page in a theme and size; whatever it says to the console or asks of the network fails the test."""
-    contexts, said = [], list[str]()
+    contexts, output = [], list[str]()
 
     def opened(name: str, *, size: str = "desktop", theme: str = "light") -> Any:
         width, height = SIZES[size]
@@ -68,16 +68,16 @@ def show(browser: Any, files: dict[str, str]) -> Iterator[Any]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(120_000)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: said.append(request.url) if request.url != files[name] else None)
+        page.on("console", lambda message: output.append(message.text))
+        page.on("pageerror", lambda error: output.append(str(error)))
+        page.on("request", lambda request: output.append(request.url) if request.url != files[name] else None)
         page.goto(files[name])
         return page
 
     yield opened
     for context in contexts:
         context.close()
-    assert not said
+    assert not output
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -107,8 +107,8 @@ def test_pointing_at_an_array_shows_it_on_the_mesh(show: Any) -> None:
     plan = a_plan()
     chosen = page.locator(".chosen")
     parts = lambda: page.locator(".cell i").all_text_contents()  # noqa: E731
-    wanted = max((leaf for leaf in plan.leaves if leaf.kind == "param"), key=lambda leaf: leaf.local_bytes)
-    assert chosen.locator("code").first.text_content() == wanted.path
+    expected = max((leaf for leaf in plan.leaves if leaf.kind == "param"), key=lambda leaf: leaf.local_bytes)
+    assert chosen.locator("code").first.text_content() == expected.path
     assert parts() == [f"shard {part}" for part in range(8)]
     page.locator(".array", has_text="blocks.*.scale").first.locator("summary").hover()
     assert "too small to split" in chosen.text_content() and parts() == ["full"] * 8
@@ -119,8 +119,12 @@ def test_pointing_at_an_array_shows_it_on_the_mesh(show: Any) -> None:
     )
     assert len(set(colours)) == 4 and colours[0] == colours[1] != colours[2]
     page.locator(".array", has_text="block_up_0.kernel").first.locator("summary").hover()
-    told = chosen.text_content()
-    assert "P('fsdp', 'model')" in told and "8,192 bytes" in told and "all-gather over fsdp 64 KiB per step" in told
+    reported = chosen.text_content()
+    assert (
+        "P('fsdp', 'model')" in reported
+        and "8,192 bytes" in reported
+        and "all-gather over fsdp 64 KiB per step" in reported
+    )
 
 
 def test_the_keyboard_reaches_what_the_pointer_does(show: Any) -> None:
@@ -167,7 +171,7 @@ def test_a_curve_is_read_by_pointer_and_by_keys(show: Any) -> None:
 
 def test_layouts_are_sorted_and_sifted(show: Any) -> None:
     page = show("ranked")
-    memory = lambda: [float(one) for one in page.evaluate(  # noqa: E731
+    memory = lambda: [float(item) for item in page.evaluate(  # noqa: E731
         "[...document.querySelectorAll('.ranked tbody tr')].filter((row) => !row.hidden)"
         ".map((row) => row.cells[3].firstChild.dataset.value)"
     )]  # fmt: skip
@@ -189,16 +193,16 @@ def test_layouts_are_sorted_and_sifted(show: Any) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_what_a_screen_reader_is_told(name: str, show: Any) -> None:
-    told = show(name).locator("main").aria_snapshot()
-    wanted = {
+    reported = show(name).locator("main").aria_snapshot()
+    expected = {
         "plan": ['heading "fsdp+tensor on fsdp=4,model=2" [level=1]', 'img "8 devices: fsdp 4 down, model 2 across"',
                  "1f1b: 2 stages, 4 microbatches", 'searchbox "Find an array by its path"'],
         "run": ["Loss: loss from 6 at step 1 to", "all attempts: step: steps that count 29.0 s", 'table "attempts"'],
         "check": ['heading "Findings" [level=2]', 'table "predicted and compiled"', 'button "kind"'],
         "ranked": ['combobox "family"', 'checkbox "only layouts that fit" [checked]', 'button "step"'],
     }[name]  # fmt: skip
-    for one in wanted:
-        assert one in told, f"{one} is not in\n{told}"
+    for item in expected:
+        assert item in reported, f"{item} is not in\n{reported}"
 
 
 def picture(page: Any, columns: int = 24) -> list[str]:
@@ -225,30 +229,30 @@ def picture(page: Any, columns: int = 24) -> list[str]:
     return rows
 
 
-def apart(one: list[str], other: list[str]) -> float:
+def apart(item: list[str], other: list[str]) -> float:
     """The mean difference of two pictures, in steps of 15; their first rows, as far as both go."""
     pairs = [
-        (int(a, 16), int(b, 16)) for row, like in zip(one, other, strict=False) for a, b in zip(row, like, strict=True)
+        (int(a, 16), int(b, 16)) for row, like in zip(item, other, strict=False) for a, b in zip(row, like, strict=True)
     ]
     return sum(abs(a - b) for a, b in pairs) / len(pairs)
 
 
 def test_pages_look_as_they_did(show: Any) -> None:
     """Coarsely: fonts differ between machines, and a part that is lost or moved shows all the same."""
-    found = {
+    result = {
         f"{name} {size} {theme}": picture(show(name, size=size, theme=theme))
         for name in PAGES[:3] for size in SIZES for theme in THEMES
     }  # fmt: skip
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
+        GOLDEN.write_text(json.dumps(result, indent=1) + "\n")
     golden = json.loads(GOLDEN.read_text())
-    assert found.keys() == golden.keys()
-    far = {name: apart(found[name], golden[name]) for name in found}
+    assert result.keys() == golden.keys()
+    far = {name: apart(result[name], golden[name]) for name in result}
     far = {name: by for name, by in far.items() if by > FAR[name.split()[1]]}
-    tall = {name for name in found if not 0.9 < len(found[name]) / len(golden[name]) < 1.1}
+    tall = {name for name in result if not 0.9 < len(result[name]) / len(golden[name]) < 1.1}
     assert not far and not tall, "a page looks otherwise: `SPANAX_GOLDEN=update make browser`, then look at it"
     again = picture(show("plan"))
-    assert apart(again, found["plan desktop light"]) == 0
+    assert apart(again, result["plan desktop light"]) == 0
     places = [f"{name} {size}" for name in PAGES[:3] for size in SIZES]
-    assert all(apart(found[f"{place} light"], found[f"{place} dark"]) > 8 for place in places)
-    assert apart(found["plan desktop light"], found["check desktop light"]) > 0.3
+    assert all(apart(result[f"{place} light"], result[f"{place} dark"]) > 8 for place in places)
+    assert apart(result["plan desktop light"], result["check desktop light"]) > 0.3

@@ -37,10 +37,10 @@ from spanax.units import bytes_text
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A page of each kind."""
     folder = tmp_path_factory.mktemp("pages")
-    found = {"plan": a_plan(), "unpriced": a_plan(has_price=False), "check": a_certificate()}
-    found |= {"bare check": replace(a_certificate(), plan=None, findings=())}
-    found["run"] = run_report(a_run(folder / "a", a_plan()))
-    return {name: document(page_of(value)) for name, value in found.items()}
+    result = {"plan": a_plan(), "unpriced": a_plan(has_price=False), "check": a_certificate()}
+    result |= {"bare check": replace(a_certificate(), plan=None, findings=())}
+    result["run"] = run_report(a_run(folder / "a", a_plan()))
+    return {name: document(page_of(value)) for name, value in result.items()}
 
 
 KINDS = ("plan", "unpriced", "check", "bare check", "run")
@@ -81,18 +81,18 @@ def test_a_fault_in_a_page_is_found() -> None:
 
 def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str]) -> None:
     plan, read = a_plan(), Read(written["plan"])
-    for one in (*plan.leaves, *plan.batch):
-        assert f"{one.local_bytes:,} bytes ({bytes_text(one.local_bytes)}), {list(one.local_shape)}" in read.text
+    for item in (*plan.leaves, *plan.batch):
+        assert f"{item.local_bytes:,} bytes ({bytes_text(item.local_bytes)}), {list(item.local_shape)}" in read.text
     price = plan.price
     assert price is not None
-    said = [
+    output = [
         bytes_text(price.peak_bytes),
         "20 ms",
         "41.0 % MFU",
         bytes_text(plan.state_bytes()),
         "all-gather over fsdp 64 KiB per step",
     ]
-    assert all(one in read.text for one in said)
+    assert all(line in read.text for line in output)
     bars = [attributes for _, attributes in read.elements if attributes.get("class") == "track"]
     assert bars[0]["aria-label"] == (
         "predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"
@@ -103,7 +103,7 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str]) 
 
 def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -> None:
     text = Read(written["run"]).text
-    for said in (
+    for output in (
         "goodput 38.7 %",
         "steps 60 2 attempts",
         "step time 25 ms",
@@ -111,7 +111,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
         "it was killed.",
         "step 20 ms 25 ms -20 %",
     ):
-        assert said in text, said
+        assert output in text, output
     assert "spanax train --out" in text
 
 
@@ -144,7 +144,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"path is '\\u202egnp.\\ud800', not str"):
         Plan.load(tmp_path / "steering.json")
     folder = a_run(tmp_path / "a", plan)
-    lines = [f'{{"event": "step", "step": {60 + at}, "loss": {loss}}}' for at, loss in enumerate(ODD_LOSSES, 1)]
+    lines = [f'{{"event": "step", "step": {60 + index}, "loss": {loss}}}' for index, loss in enumerate(ODD_LOSSES, 1)]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n".join([*lines, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
     (folder / "profile" / "summary.json").write_text('{"seconds": 3}')
@@ -198,9 +198,11 @@ def test_of_a_long_schedule_the_first_ticks_are_drawn() -> None:
 
 def test_a_line_is_thinned_out_to_its_extremes() -> None:
     points = [(float(step), float(step % 100 == 50) - float(step % 777 == 3)) for step in range(50_000)]
-    found = thinned(points)
-    assert len(found) <= MAX_POINTS and found[0] == points[0] and found[-1] == points[-1] and found == sorted(found)
-    assert {value for _, value in found} == {-1.0, 0.0, 1.0}
+    result = thinned(points)
+    assert (
+        len(result) <= MAX_POINTS and result[0] == points[0] and result[-1] == points[-1] and result == sorted(result)
+    )
+    assert {value for _, value in result} == {-1.0, 0.0, 1.0}
     taken = Points()
     for x, y in points:
         taken.add(x, y)
@@ -228,8 +230,8 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
     a_plan().save(tmp_path / "a")
     a_certificate().save(tmp_path / "b")
     a_run(tmp_path / "c", a_plan())
-    said = {"a": "layout fsdp+tensor on 8 devices", "b": "SPX001 error", "c": "38.7 % goodput"}
-    for name, words in said.items():
+    output = {"a": "layout fsdp+tensor on 8 devices", "b": "SPX001 error", "c": "38.7 % goodput"}
+    for name, words in output.items():
         out = tmp_path / f"{name}.html"
         cli.main(["report", str(tmp_path / name), "-o", str(out)])
         text = capsys.readouterr().out
@@ -270,13 +272,13 @@ def test_a_page_that_cannot_be_written_is_told_of(tmp_path: Path, capsys: pytest
 
 
 def test_a_certificate_reads_back_and_so_does_what_check_prints() -> None:
-    told = a_certificate()
-    assert Certificate.from_json(told.to_json()) == told
-    printed = json.loads(told.to_json())
+    reported = a_certificate()
+    assert Certificate.from_json(reported.to_json()) == reported
+    printed = json.loads(reported.to_json())
     del printed["version"], printed["plan"]
-    printed |= {"by": told.report.by, "parity": {}}
-    printed["collectives"] = [one | {"bytes": 1} for one in printed["collectives"]]
-    assert Certificate.from_json(json.dumps(printed)) == replace(told, plan=None)
+    printed |= {"by": reported.report.by, "parity": {}}
+    printed["collectives"] = [collective | {"bytes": 1} for collective in printed["collectives"]]
+    assert Certificate.from_json(json.dumps(printed)) == replace(reported, plan=None)
 
 
 # ---- the colours
@@ -292,9 +294,11 @@ def _linear(colour: str) -> list[float]:
     return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
 
-def _contrast(one: str, other: str) -> float:
+def _contrast(item: str, other: str) -> float:
     """Source: WCAG 2.2, relative luminance and contrast ratio."""
-    lights = [sum(x * part for x, part in zip((0.2126, 0.7152, 0.0722), _linear(c), strict=True)) for c in (one, other)]
+    lights = [
+        sum(x * part for x, part in zip((0.2126, 0.7152, 0.0722), _linear(c), strict=True)) for c in (item, other)
+    ]
     return (max(lights) + 0.05) / (min(lights) + 0.05)
 
 
@@ -365,8 +369,8 @@ ODD = (
 
 def _lied(data: Any, rng: random.Random) -> Any:
     """The same values but for one, which is another, or gone."""
-    found = json.loads(json.dumps(data))
-    here, key = found, ""
+    result = json.loads(json.dumps(data))
+    here, key = result, ""
     while isinstance(here, dict | list) and here:
         parent, key = here, rng.choice(list(here) if isinstance(here, dict) else range(len(here)))
         here = parent[key]
@@ -376,7 +380,7 @@ def _lied(data: Any, rng: random.Random) -> Any:
         del parent[key]
     else:
         parent[key] = rng.choice(ODD)
-    return found
+    return result
 
 
 def _told(read: Callable[[], Any]) -> str:
@@ -392,7 +396,7 @@ def _told(read: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("kind", ["plan", "check", "run"])
 def test_whatever_a_file_says_there_is_a_page_or_an_error(kind: str, tmp_path: Path) -> None:
-    rng, said = random.Random(7), set[bool]()
+    rng, output = random.Random(7), set[bool]()
     value = {"plan": a_plan(1), "check": a_certificate()}.get(kind)
     folder = a_run(tmp_path / "a", a_plan(0), 5) if value is None else tmp_path
     events = (folder / "events.jsonl").read_text().splitlines() if value is None else []
@@ -404,5 +408,5 @@ def test_whatever_a_file_says_there_is_a_page_or_an_error(kind: str, tmp_path: P
             lies = [json.dumps(_lied(json.loads(line), rng)) if rng.random() < 0.4 else line for line in events]
             (folder / "events.jsonl").write_text("\n".join(lies))
             text = _told(lambda: run_report(folder))
-        said.add(text.startswith("<!doctype"))
-    assert True in said
+        output.add(text.startswith("<!doctype"))
+    assert True in output

@@ -29,19 +29,19 @@ def test_a_plan_written_and_drawn_says_what_was_ranked_first(
 ) -> None:
     page, file = tmp_path / "r.html", tmp_path / "p.json"
     cli.main(["plan", "gpt-nano", "--on", "h100:8", "--html", str(page), "--out", str(file), "--json"])
-    said = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out)
     price = Plan.load(file).price
-    best = said["best"]
-    assert price is not None and price.cluster == said["cluster"] == "h100:8"
+    best = data["best"]
+    assert price is not None and price.cluster == data["cluster"] == "h100:8"
     assert (price.step_seconds, price.seconds, price.peak_bytes) == (
         best["step_seconds"], best["seconds"], best["memory"]["peak"],
     )  # fmt: skip
-    assert price.mfu == pytest.approx(best["mfu"]) and len(said["candidates"]) == 10
+    assert price.mfu == pytest.approx(best["mfu"]) and len(data["candidates"]) == 10
     text = page.read_text()
     read = Read(text)
     assert not read.problems and "http" not in re.sub("http-equiv", "", text)
     rows = [attributes for tag, attributes in read.elements if tag == "tr" and "data-family" in attributes]
-    seconds = [float(one) for one in re.findall(r'data-value="([\d.e-]+)">[\d.]+ [mu]?s<', text)]
+    seconds = [float(item) for item in re.findall(r'data-value="([\d.e-]+)">[\d.]+ [mu]?s<', text)]
     assert len(rows) == len(seconds) > 100 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
     assert {row["data-fits"] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row["data-family"] for row in rows}
 
@@ -50,10 +50,10 @@ def test_what_does_not_fit_is_on_the_page_too() -> None:
     machine = cluster("h100:8")
     program = zoo_program("mlp")
     roomy = search(program, machine, top=50)
-    peaks = sorted(one.peak_bytes for one in roomy.candidates)
+    peaks = sorted(candidate.peak_bytes for candidate in roomy.candidates)
     for limit, fits in ((peaks[len(peaks) // 2], {"yes", "no"}), (1, {"no"})):
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
-        assert all(one.peak_bytes > limit * 0.94 for one in tight.too_large)
+        assert all(item.peak_bytes > limit * 0.94 for item in tight.too_large)
         assert bool(tight.candidates) == ("yes" in fits)
         read = Read(document(search_page(summarize(tight), None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits
@@ -71,17 +71,17 @@ VALUES: dict[str, Any] = {
 }
 
 
-def made() -> dict[str, Any]:
+def displayed_values() -> dict[str, Any]:
     """One of each kind of value that a notebook may show."""
     program, machine = zoo_program("mlp"), cluster("h100:8")
-    plan, found = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
+    plan, result = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
     checked = LintSubject(program, plan, machine)
-    more = {"Program": program, "Traced": program.step, "Search": found, "Candidate": found.best, "Checked": checked}
+    more = {"Program": program, "Traced": program.step, "Search": result, "Candidate": result.best, "Checked": checked}
     return VALUES | more
 
 
 def test_every_value_has_a_display() -> None:
-    values = made()
+    values = displayed_values()
     assert {type(value) for value in values.values()} == set(SHOWN)
     for name, value in values.items():
         text = value._repr_html_()
@@ -96,9 +96,9 @@ def test_every_value_has_a_display() -> None:
 def test_a_style_touches_only_what_is_ours() -> None:
     style = Path(spanax.__path__[0], "show", "page", "style.css").read_text()
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.S)
-    selectors = [one.strip() for rule in re.findall(r"([^{}]+)\{", style) for one in rule.split(",")]
+    selectors = [item.strip() for rule in re.findall(r"([^{}]+)\{", style) for item in rule.split(",")]
     ours = ("@media", ".spanax", "main.spanax", "body:has(> main.spanax)")
-    assert not [one for one in selectors if not one.startswith(ours)]
+    assert not [selector for selector in selectors if not selector.startswith(ours)]
 
 
 def test_without_anybody_who_draws_a_notebook_takes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,10 +123,10 @@ def test_a_gpt_in_a_list_becomes_the_gpt_in_a_scan() -> None:
     def program(build: Callable[[nnx.Rngs], GPT]) -> spanax.Program:
         return spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=example_batch(2, 8), loss=loss)
 
-    one = program(lambda rngs: spanax.stack(GPT(LISTED, rngs)))
+    item = program(lambda rngs: spanax.stack(GPT(LISTED, rngs)))
     other = program(functools.partial(GPT, replace(LISTED, scan_layers=True)))
-    assert one.fingerprint == other.fingerprint
-    names = [[op.name for op in each.step.graph.body.ops] for each in (one, other)]
+    assert item.fingerprint == other.fingerprint
+    names = [[op.name for op in each.step.graph.body.ops] for each in (item, other)]
     assert sorted(names[0]) == sorted(names[1])
 
 
@@ -185,11 +185,11 @@ def residual(blocks: Any, x: Any) -> Any:
 
 
 def collected(blocks: Any, x: Any) -> Any:
-    found = []
+    result = []
     for block in blocks:
         x = block(x)
-        found.append(x)
-    return jnp.stack(found)
+        result.append(x)
+    return jnp.stack(result)
 
 
 def told_apart(blocks: Any, x: Any) -> Any:
@@ -313,8 +313,8 @@ class Hidden(nnx.Module, pytree=False):
 
 
 def of(blocks: Any, *inputs: Any, **asked: Any) -> Callable[[], Any]:
-    made = blocks() if callable(blocks) else blocks
-    return lambda: spanax.stack(Deep(plain, nnx.List(made)), *inputs, **asked)
+    built = blocks() if callable(blocks) else blocks
+    return lambda: spanax.stack(Deep(plain, nnx.List(built)), *inputs, **asked)
 
 
 def shared() -> list[Block]:
@@ -371,11 +371,11 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def test_messages_are_the_golden_ones() -> None:
-    found = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
+    text = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(found, newline="")
-    assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
-    blocks = found.strip().split("\n\n")
+        GOLDEN.write_text(text, newline="")
+    assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
+    blocks = text.strip().split("\n\n")
     assert all(len(block.splitlines()) <= 5 and "0x" not in block and "<function" not in block for block in blocks)
 
 

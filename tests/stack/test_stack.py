@@ -81,11 +81,11 @@ def test_gradients_are_those_of_the_blocks() -> None:
     def listed(blocks: nnx.List) -> jax.Array:
         return (functools.reduce(lambda x, block: block(x), blocks, X) ** 2).mean()
 
-    wanted = nnx.grad(listed)(blocks)
+    expected = nnx.grad(listed)(blocks)
     for stack in stacks:
-        found = nnx.grad(lambda stack: (stack(X) ** 2).mean())(stack)
+        result = nnx.grad(lambda stack: (stack(X) ** 2).mean())(stack)
         for number in range(3):
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[number]), strict=True):
+            for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected[number]), strict=True):
                 np.testing.assert_allclose(a[number], b, rtol=1e-4, atol=1e-7)
 
 
@@ -113,13 +113,13 @@ def test_the_rest_goes_to_every_layer() -> None:
 
 def test_what_is_returned_beside_x_comes_back_stacked() -> None:
     blocks = blocks_of(Telling)
-    x, told = spanax.Stack.of(blocks, remat="full")(X)
+    x, reported = spanax.Stack.of(blocks, remat="full")(X)
     y, means = X, []
     for block in blocks:
-        y, found = block(y)
-        means.append(found["mean"])
+        y, result = block(y)
+        means.append(result["mean"])
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(told["mean"], means, rtol=1e-4)
+    np.testing.assert_allclose(reported["mean"], means, rtol=1e-4)
 
 
 class Writing(Telling):
@@ -135,17 +135,19 @@ class Writing(Telling):
 def test_what_a_layer_writes_and_sows_is_there() -> None:
     blocks = blocks_of(Writing)
     stack, x = spanax.Stack.of(blocks, remat="full"), jnp.asarray(X)
-    _, found = nnx.capture(stack, nnx.Intermediate)(x)
-    wanted = []
+    _, result = nnx.capture(stack, nnx.Intermediate)(x)
+    expected = []
     for block in blocks:
         x, seen = nnx.capture(block, nnx.Intermediate)(x)
-        wanted.append(seen)
+        expected.append(seen)
     np.testing.assert_array_equal(stack.mix.kernel, [block.mix.kernel[...] for block in blocks])
     for ours, theirs in zip(
-        jax.tree.leaves(found), jax.tree.leaves(jax.tree.map(lambda *layers: jnp.stack(layers), *wanted)), strict=True
+        jax.tree.leaves(result),
+        jax.tree.leaves(jax.tree.map(lambda *layers: jnp.stack(layers), *expected)),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert len(jax.tree.leaves(found)) == 2
+    assert len(jax.tree.leaves(result)) == 2
 
 
 def test_a_layer_is_a_block_of_its_own() -> None:

@@ -30,9 +30,9 @@ def test_the_bigram_loss_is_the_sum_written_out(
     monkeypatch.setattr(bigram, "DENSE_PAIRS", dense_pairs)
     random = np.random.default_rng(0)
     train, validation = random.integers(0, 9, 300), random.integers(0, 12, 100)  # 9, 10 and 11 were never seen
-    found = bigram_loss(train, validation, 12, smoothing)
-    assert found == pytest.approx(written_out(train.tolist(), validation.tolist(), 12, smoothing), rel=1e-12)
-    assert bigram_loss(train.astype(np.uint8), validation.astype(np.uint16), 12, smoothing) == found
+    result = bigram_loss(train, validation, 12, smoothing)
+    assert result == pytest.approx(written_out(train.tolist(), validation.tolist(), 12, smoothing), rel=1e-12)
+    assert bigram_loss(train.astype(np.uint8), validation.astype(np.uint16), 12, smoothing) == result
 
 
 @pytest.mark.parametrize("dense_pairs", [bigram.DENSE_PAIRS, 0], ids=["dense", "sparse"])

@@ -167,8 +167,8 @@ def test_forms_of_build(name: str) -> None:
 
 
 def test_an_optimizer_made_from_the_model() -> None:
-    made = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
-    assert summary(made) == summary(trace(optimizer=optax.adam(1e-3)))
+    program = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+    assert summary(program) == summary(trace(optimizer=optax.adam(1e-3)))
 
 
 # The step that Spanax writes
@@ -355,7 +355,7 @@ def test_a_loss_that_adds_a_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "given"),
+    ("output", "inputs"),
     [
         ("`build` is a Linear instance", {"build": nnx.Linear.__new__(nnx.Linear)}),
         ("`build` requires config, but receives only an nnx.Rngs", {"build": lambda config, rngs: None}),
@@ -374,8 +374,8 @@ def test_a_loss_that_adds_a_variable() -> None:
         ("`train_step` returned a MLP as its metric", {"train_step": lambda model, optimizer, batch: (1.0, model)}),
     ],
 )
-def test_what_is_of_another_kind_than_wanted(said: str, given: dict[str, Any]) -> None:
-    refused(said, **given)
+def test_what_is_of_another_kind_than_wanted(output: str, inputs: dict[str, Any]) -> None:
+    refused(output, **inputs)
 
 
 def test_metrics_behind_a_loss_are_metrics() -> None:
@@ -384,10 +384,10 @@ def test_metrics_behind_a_loss_are_metrics() -> None:
 
 
 def test_an_optimizer_by_a_function_of_the_model() -> None:
-    made = spanax.Workload(
+    workload = spanax.Workload(
         build=linear, batch=LINEAR, loss=zoo.squared_error, optimizer=lambda model: optax.sgd(0.1, momentum=0.9)
     )
-    paths = [leaf.path for leaf in made.trace(learning_rate=1.0, num_steps=1).leaves]
+    paths = [leaf.path for leaf in workload.trace(learning_rate=1.0, num_steps=1).leaves]
     assert "optimizer.opt_state.0.trace.kernel" in paths
 
 

@@ -54,16 +54,16 @@ def folder(tmp_path: Path, **answer: object) -> Path:
 
 def test_main_memory_is_counted_by_purpose(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(ASSIGNED)
-    wanted = {"arguments": 4096, "temporaries": 8192, "other": 96, "assigned": 12384}
-    assert _assigned_bytes(tmp_path / "a.txt") == wanted
-    assert _result(folder(tmp_path), simulated_target(8)).memory == wanted
+    expected = {"arguments": 4096, "temporaries": 8192, "other": 96, "assigned": 12384}
+    assert _assigned_bytes(tmp_path / "a.txt") == expected
+    assert _result(folder(tmp_path), simulated_target(8)).memory == expected
 
 
 def test_out_of_memory_errors_are_parsed_with_their_buffers(tmp_path: Path) -> None:
-    found = _result(folder(tmp_path, error=OUT_OF_MEMORY), simulated_target(8))
-    assert (found.needed_bytes, found.limit_bytes) == (int(19.81 * 2**30), int(15.75 * 2**30))
-    assert [one.num_bytes for one in found.buffers] == [int(2.33 * 2**30), int(785.38 * 2**20), 512]
-    assert found.buffers[0].shapes == "bf16[12500,50000], 2xbf16[1,12500,50000]"
+    result = _result(folder(tmp_path, error=OUT_OF_MEMORY), simulated_target(8))
+    assert (result.needed_bytes, result.limit_bytes) == (int(19.81 * 2**30), int(15.75 * 2**30))
+    assert [buffer.num_bytes for buffer in result.buffers] == [int(2.33 * 2**30), int(785.38 * 2**20), 512]
+    assert result.buffers[0].shapes == "bf16[12500,50000], 2xbf16[1,12500,50000]"
     assert _buffers(None) == ()
 
 

@@ -47,14 +47,18 @@ def compiled(function: Callable, mesh: MeshShape, *shapes: tuple[tuple[int, ...]
     ],
 )
 def test_groups_in_every_way_that_xla_writes_them(groups: str, axes: str, size: int) -> None:
-    [one] = of(text.all_reduce(groups), SQUARE)
-    assert (one.kind, one.axes, one.group_size, one.num_bytes) == ("all-reduce", axes, size, 16)
+    [item] = of(text.all_reduce(groups), SQUARE)
+    assert (item.kind, item.axes, item.group_size, item.num_bytes) == ("all-reduce", axes, size, 16)
 
 
 def test_every_partition_is_in_one_group() -> None:
     for groups in ("[4,2]<=[2,4]T(1,0)", "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", "mesh['a'=8] {'a':(2)4}"):
-        [found] = [one for one in read_text(text.all_reduce(groups)).instructions() if one.opcode == "all-reduce"]
-        assert sorted(device for group in groups_of(found) for device in group) == list(range(8))
+        [result] = [
+            instruction
+            for instruction in read_text(text.all_reduce(groups)).instructions()
+            if instruction.opcode == "all-reduce"
+        ]
+        assert sorted(device for group in groups_of(result) for device in group) == list(range(8))
 
 
 def test_groups_of_one_device_move_nothing() -> None:
@@ -71,19 +75,19 @@ def test_groups_of_one_device_move_nothing() -> None:
     ],
 )
 def test_loops_are_counted_where_the_program_does_not_say(start: str, go: str, step: str, runs: int) -> None:
-    [one] = of(text.loop(start, go, step))
-    assert (one.runs, one.is_counted, one.num_bytes) == (runs, True, 16 * runs)
+    [item] = of(text.loop(start, go, step))
+    assert (item.runs, item.is_counted, item.num_bytes) == (runs, True, 16 * runs)
 
 
 def test_a_loop_that_depends_on_data_counts_once_and_says_so() -> None:
-    [one] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)"))
-    assert (one.runs, one.is_counted) == (1, False)
+    [item] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)"))
+    assert (item.runs, item.is_counted) == (1, False)
 
 
 def test_a_count_that_the_program_says_is_taken() -> None:
     known = ', backend_config={"known_trip_count":{"n":"7"}}'
-    [one] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)", known))
-    assert (one.runs, one.is_counted) == (7, True)
+    [item] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)", known))
+    assert (item.runs, item.is_counted) == (7, True)
 
 
 @pytest.mark.parametrize(
@@ -112,22 +116,22 @@ def test_a_count_that_the_program_says_is_taken() -> None:
     ],
 )
 def test_hidden_collectives_are_reported_by_kind(program: str, kind: str, num_bytes: int) -> None:
-    [one] = of(program)
-    assert (one.kind, one.num_bytes) == (kind, num_bytes)
+    [item] = of(program)
+    assert (item.kind, item.num_bytes) == (kind, num_bytes)
 
 
 def test_a_loop_of_permutes_is_that_of_its_ring() -> None:
-    [one] = of(text.windowed("ag"), SQUARE)
-    assert (one.axes, one.group_size, one.written) == ("model", 4, "permutes around a matmul")
+    [item] = of(text.windowed("ag"), SQUARE)
+    assert (item.axes, item.group_size, item.written) == ("model", 4, "permutes around a matmul")
 
 
 def test_a_chain_of_permutes_without_sums_is_permutes() -> None:
-    assert [one.kind for one in of(text.chained(adds=False), SQUARE)] == ["collective-permute"] * 5
+    assert [item.kind for item in of(text.chained(adds=False), SQUARE)] == ["collective-permute"] * 5
 
 
 def test_transfers_between_slices_use_the_major_axis() -> None:
-    [one] = of(text.BETWEEN_SLICES, SQUARE)
-    assert (one.kind, one.axes, one.num_bytes, one.group_size) == ("all-reduce", "data", 256, 2)
+    [item] = of(text.BETWEEN_SLICES, SQUARE)
+    assert (item.kind, item.axes, item.num_bytes, item.group_size) == ("all-reduce", "data", 256, 2)
 
 
 def test_a_scan_compiled_here_counts_its_body() -> None:
@@ -141,10 +145,10 @@ def test_a_scan_compiled_here_counts_its_body() -> None:
         ((5, 32, 32), PartitionSpec(None, None, "model")),
         out=PartitionSpec("data"),
     )
-    found = collectives(program, SQUARE)
+    result = collectives(program, SQUARE)
     row = (16 // 2) * 32 * 4  # gathered in each round, and once more for the result
-    assert sorted((one.runs, one.bytes_once) for one in found) == [(1, row), (5, row)]
-    assert totals(found) == {"model": {"all-gather": 6 * row}}
+    assert sorted((item.runs, item.bytes_once) for item in result) == [(1, row), (5, row)]
+    assert totals(result) == {"model": {"all-gather": 6 * row}}
 
 
 def test_lines_of_libraries_are_passed_over() -> None:

@@ -45,7 +45,7 @@ def checked(layout: str, inputs_only: bool) -> tuple[spanax.Program, spanax.Plan
     return program, plan, spanax.check(program, plan, MACHINE, level=2, inputs_only=inputs_only, cache=False)
 
 
-def found(layout: str, inputs_only: bool, **changes: object) -> list[Finding]:
+def findings_of(layout: str, inputs_only: bool, **changes: object) -> list[Finding]:
     program, plan, report = checked(layout, inputs_only)
     return lint(program, plan, MACHINE, dataclasses.replace(report, **changes))
 
@@ -56,14 +56,14 @@ def moved(figures: Figures) -> int:
 
 
 def test_both_wordings_of_the_log_are_read() -> None:
-    told = replicated_tensors("I0000 nothing of ours\n" + OLD + NEW + OLD)
-    by_name = {one.name: one for one in told}
-    assert len(told) == len(by_name) == 2
+    reported = replicated_tensors("I0000 nothing of ours\n" + OLD + NEW + OLD)
+    by_name = {line.name: line for line in reported}
+    assert len(reported) == len(by_name) == 2
     assert by_name["add_any.4"].shape == "f32[64,16,4]" and by_name["add_any.4"].num_bytes == 4 * 64 * 16 * 4
     assert by_name["add_any.4"].after == "{mesh['a'=2,'b'=2,'c'=4], [{}, {}, {'a'}]}"
-    said = by_name["sharding_constraint.0"]
-    assert (said.shape, said.num_bytes, said.op_name) == ("bf16[32,16,4]", 4096, "jit(f)/sin")
-    assert said.source == "/home/me/model.py:7"
+    output = by_name["sharding_constraint.0"]
+    assert (output.shape, output.num_bytes, output.op_name) == ("bf16[32,16,4]", 4096, "jit(f)/sin")
+    assert output.source == "/home/me/model.py:7"
     assert replicated_tensors("") == ()
 
 
@@ -71,22 +71,24 @@ def test_the_report_has_the_replicated_tensors_of_the_log(monkeypatch: pytest.Mo
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # whoever wants to see nothing is told all the same
     _, _, report = checked("fsdp+tensor+seq", True)
     assert report.inputs_only and report.replicated
-    assert any("models/gpt.py:" in one.source and one.op_name.startswith("jit(step)") for one in report.replicated)
-    assert all(one.num_bytes > 0 for one in report.replicated)
+    assert any(
+        "models/gpt.py:" in array.source and array.op_name.startswith("jit(step)") for array in report.replicated
+    )
+    assert all(array.num_bytes > 0 for array in report.replicated)
     assert Report.from_json(report.to_json()) == report
 
 
 def test_a_replicated_tensor_is_reported_with_its_line() -> None:
-    said = [one for one in found("fsdp+tensor+seq", True) if one.code == "SPX012"]
-    assert said and "models/gpt.py:" in said[0].message and said[0].num_bytes >= 1 << 19
-    assert len(str(said[0]).splitlines()) == 2
+    output = [item for item in findings_of("fsdp+tensor+seq", True) if item.code == "SPX012"]
+    assert output and "models/gpt.py:" in output[0].message and output[0].num_bytes >= 1 << 19
+    assert len(str(output[0]).splitlines()) == 2
 
 
 def test_planned_replication_is_not_a_finding() -> None:
     """Newer compilers say it of exchanges that the plan means, too."""
-    told = tuple(ReplicatedTensor(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
+    reported = tuple(ReplicatedTensor(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
     for layout in ("fsdp", "fsdp+tensor", "fsdp+tensor+seq"):
-        codes = [one.code for one in found(layout, False, replicated=told)]
+        codes = [item.code for item in findings_of(layout, False, replicated=reported)]
         assert not {"SPX012", "SPX016"} & set(codes), codes
 
 
@@ -96,14 +98,14 @@ def test_an_unplanned_gather_of_a_parameter_is_reported() -> None:
                         "jit(step)/dot_general", "/home/me/model.py:7", tensors=("blocks.up.kernel",))  # fmt: skip
     kinds = {axes: dict(by_kind) for axes, by_kind in (report.compiled.collectives or {}).items()}
     kinds["model"]["all-gather"] = kinds["model"].get("all-gather", 0) + gather.num_bytes
-    told = dataclasses.replace(
+    reported = dataclasses.replace(
         report,
         compiled=dataclasses.replace(report.compiled, collectives=kinds), collectives=(gather, *report.collectives),
     )  # fmt: skip
-    [said] = [one for one in lint(program, plan, MACHINE, told) if one.code in ("SPX012", "SPX016")]
-    assert (said.code, said.path) == ("SPX012", "blocks.up.kernel") and "/home/me/model.py:7" in said.message
+    [output] = [finding for finding in lint(program, plan, MACHINE, reported) if finding.code in ("SPX012", "SPX016")]
+    assert (output.code, output.path) == ("SPX012", "blocks.up.kernel") and "/home/me/model.py:7" in output.message
     planned = LintSubject(program, plan, MACHINE).gathered_bytes("blocks.up.kernel", "model")
-    assert said.num_bytes == gather.num_bytes - planned
+    assert output.num_bytes == gather.num_bytes - planned
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])
@@ -112,8 +114,8 @@ def test_unplanned_activation_transfers_are_reported_with_their_bytes(layout: st
     _, _, theirs = checked(layout, True)
     _, _, ours = checked(layout, False)
     measured = moved(theirs.compiled) - moved(ours.compiled)
-    said = [one for one in found(layout, True) if one.code in ("SPX012", "SPX016")]
-    priced = sum(one.num_bytes for one in said)
+    output = [item for item in findings_of(layout, True) if item.code in ("SPX012", "SPX016")]
+    priced = sum(line.num_bytes for line in output)
     assert measured > moved(ours.compiled), "the mistake more than doubles what moves"
     assert priced == pytest.approx(measured, rel=0.2)
     assert moved(theirs.compiled) - moved(theirs.predicted) == pytest.approx(measured, rel=0.2)
@@ -133,7 +135,7 @@ def test_programs_compiled_for_chips_have_no_findings(case: stored.Case) -> None
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
     moves = with_arrays(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(moves))
-    told = predictions(program, plan, case.cluster)
-    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", told, figures, collectives=moves)
-    codes = {one.code for one in lint(program, plan, case.cluster, report)}
+    predicted = predictions(program, plan, case.cluster)
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted, figures, collectives=moves)
+    codes = {finding.code for finding in lint(program, plan, case.cluster, report)}
     assert moves and not codes & {"SPX003", "SPX012", "SPX016"}

@@ -51,7 +51,7 @@ def mlp(**sizes: int) -> spanax.Workload:
     return spanax.Workload(build=case.build, batch=case.batch(16), loss=case.loss, optimizer=case.optimizer)
 
 
-def found(mesh: str = "fsdp=8") -> Search:
+def layouts_on(mesh: str = "fsdp=8") -> Search:
     return layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of(mesh))
 
 
@@ -62,10 +62,14 @@ def answered() -> tuple[str, dict[str, Any]]:
 
 def test_all_legal_layouts_of_a_mesh_are_run() -> None:
     everything = layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), every=True)
-    assert all(one.num_stages == one.microbatches == 1 for one in everything.candidates)
-    assert {one.layout for one in found().candidates} == {"fsdp", "zero1", "zero2"}
-    assert {one.mesh for one in everything.candidates} > {one.mesh for one in found().candidates}
-    assert len({(one.layout, one.mesh) for one in everything.candidates}) == len(everything.candidates)
+    assert all(candidate.num_stages == candidate.microbatches == 1 for candidate in everything.candidates)
+    assert {candidate.layout for candidate in layouts_on().candidates} == {"fsdp", "zero1", "zero2"}
+    assert {candidate.mesh for candidate in everything.candidates} > {
+        candidate.mesh for candidate in layouts_on().candidates
+    }
+    assert len({(candidate.layout, candidate.mesh) for candidate in everything.candidates}) == len(
+        everything.candidates
+    )
     assert len(layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), top=3).candidates) == 3
 
 
@@ -76,11 +80,13 @@ def test_by_default_the_cheapest_and_each_single_strategy_are_run() -> None:
     assert few.rejected[PRUNED] == len(everything.candidates) - len(few.candidates) > len(few.candidates)
     assert few.candidates == pruned(everything.candidates)
     assert few.candidates[: module.CHEAPEST] == everything.candidates[: module.CHEAPEST]
-    first = {one.layout: one for one in reversed(everything.candidates)}
+    first = {candidate.layout: candidate for candidate in reversed(everything.candidates)}
     singles = {"data", "zero1", "zero2", "fsdp", "hsdp", "tensor", "context"}
     assert singles == {name for name in first if "+" not in name}
     chosen = [*everything.candidates[: module.CHEAPEST], *(first[name] for name in singles)]
-    assert {(one.layout, one.mesh) for one in few.candidates} == {(one.layout, one.mesh) for one in chosen}
+    assert {(candidate.layout, candidate.mesh) for candidate in few.candidates} == {
+        (item.layout, item.mesh) for item in chosen
+    }
     with pytest.raises(SpanaxError, match="--all compares all"):
         layouts(program, here, top=3, every=True)
 
@@ -90,7 +96,7 @@ def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
         build=zoo.ZOO["mlp"].build, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
     )
     here = layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8"))
-    assert "zero1" not in {one.layout for one in here.candidates} and here.candidates
+    assert "zero1" not in {candidate.layout for candidate in here.candidates} and here.candidates
     assert here.rejected[Reason(Code.NOTHING_STORED)] > 0
 
 
@@ -122,7 +128,7 @@ def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
-    searched = dataclasses.replace(found(), rejected={PRUNED: 49})
+    searched = dataclasses.replace(layouts_on(), rejected={PRUNED: 49})
     assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(comparison(searched, [row(1, 1)]))
 
 
@@ -142,12 +148,12 @@ def test_the_remaining_time_is_extrapolated_from_the_mean(monkeypatch: pytest.Mo
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(spanax.Run, "compile", compiled)
     monkeypatch.setattr(module, "_step_seconds", took)
-    compare(found(), steps=4, on_progress=seen.append)
-    assert [(one.phase, one.done, one.total) for one in seen] == [
+    compare(layouts_on(), steps=4, on_progress=seen.append)
+    assert [(entry.phase, entry.done, entry.total) for entry in seen] == [
         ("compiled", 1, 3), ("compiled", 2, 3), ("compiled", 3, 3),
         ("step", 1, 4), ("step", 2, 4), ("step", 3, 4), ("step", 4, 4),
     ]  # fmt: skip
-    assert [one.seconds_left for one in seen] == pytest.approx([2 * 11 + 12, 11 + 12, 12, 9, 6, 3, 0])
+    assert [entry.seconds_left for entry in seen] == pytest.approx([2 * 11 + 12, 11 + 12, 12, 9, 6, 3, 0])
 
 
 def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +165,7 @@ def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> No
         return 10.0 + next(times) % 2 if run.plan.layout.name == slow else 1.0 + next(times) % 2 / 10
 
     monkeypatch.setattr(module, "_step_seconds", took)
-    rows = compare(found(), steps=3)
+    rows = compare(layouts_on(), steps=3)
     assert rows[-1].candidate.layout == slow and rows[-1].ratio > 8
     assert all(len(row.seconds) == 3 for row in rows)
 
@@ -172,14 +178,14 @@ def test_every_layout_takes_every_step_from_the_same_numbers(monkeypatch: pytest
         return 1.0
 
     monkeypatch.setattr(module, "_step_seconds", took)
-    compare(found(), steps=2)
+    compare(layouts_on(), steps=2)
     assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(losses, 2 + module.WARM_UP)
     first, *others = losses.values()
     assert all(other == pytest.approx(first, rel=1e-5) for other in others) and first[0] > first[-1]
 
 
 def row(priced: float, ratio: float) -> Compared:
-    candidate = dataclasses.replace(found().candidates[0], step_seconds=priced)
+    candidate = dataclasses.replace(layouts_on().candidates[0], step_seconds=priced)
     return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, {})
 
 
@@ -191,7 +197,7 @@ def test_the_choice_and_the_order_are_judged() -> None:
 
 
 def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = found()
+    searched = layouts_on()
     monkeypatch.setattr(module, "free_bytes", lambda: 40_000.0)
     with pytest.raises(SpanaxError, match=r"3 layouts need .* at once(.|\n)*--top 1"):
         compare(searched, steps=1)

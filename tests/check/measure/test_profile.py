@@ -98,11 +98,11 @@ def test_axes_are_read_from_the_compiled_program(tmp_path: Path) -> None:
 def test_waiting_for_data_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path, wait=0.3)
     assert read(run)["seconds"]["input wait"] > 0.25
-    assert "SPX019" in [one["code"] for one in profile_event(run)["findings"]]
+    assert "SPX019" in [finding["code"] for finding in profile_event(run)["findings"]]
     assert "SPX019 warning" in capsys.readouterr().out
     with (tmp_path / "mine.py").open("a") as file:
         file.write("# spanax: allow SPX019\n")
-    assert "SPX019" not in [one["code"] for one in profile_event(run)["findings"]]
+    assert "SPX019" not in [finding["code"] for finding in profile_event(run)["findings"]]
 
 
 def op(name: str, start: float, end: float) -> tuple[str, float, float]:
@@ -117,18 +117,18 @@ def trace(**marks: list[tuple[float, float]]) -> _Trace:
 
 
 def test_every_second_is_accounted_for_once() -> None:
-    found = _summary(trace(), {"all-gather.7": "fsdp"})
+    result = _summary(trace(), {"all-gather.7": "fsdp"})
     # Two devices and two steps: a mean of 10 seconds of either device is 5 a step.
-    assert found.step_seconds == 5 and found.num_steps == found.num_devices == 2
-    assert found.compute == (3 + 1) / 4  # 1-3 and 6-7 on the first, 1-2 on the second
-    assert found.communication == (2 + 2.5) / 4  # 3-5, beside which nothing is computed; 2-4.5
-    assert found.by_axis == {"fsdp": 3 / 4, "all-reduce": 2.5 / 4}
-    assert found.input_wait == 1 / 2  # 8.5-9.5
-    assert found.host == (1 + 1 + 2) / 2  # 0-1, 5-6, 7-8.5 and 9.5-10
-    assert found.idle == (0 + 0.5 + 1) / 4  # the second while the first ends its gather, 4.5-5, and computes, 6-7
-    parts = found.compute + found.communication + found.input_wait + found.host + found.idle
-    assert parts == pytest.approx(found.step_seconds)
-    assert "while.2" not in found.operations and found.operations["dot.1"] == 3 / 4
+    assert result.step_seconds == 5 and result.num_steps == result.num_devices == 2
+    assert result.compute == (3 + 1) / 4  # 1-3 and 6-7 on the first, 1-2 on the second
+    assert result.communication == (2 + 2.5) / 4  # 3-5, beside which nothing is computed; 2-4.5
+    assert result.by_axis == {"fsdp": 3 / 4, "all-reduce": 2.5 / 4}
+    assert result.input_wait == 1 / 2  # 8.5-9.5
+    assert result.host == (1 + 1 + 2) / 2  # 0-1, 5-6, 7-8.5 and 9.5-10
+    assert result.idle == (0 + 0.5 + 1) / 4  # the second while the first ends its gather, 4.5-5, and computes, 6-7
+    parts = result.compute + result.communication + result.input_wait + result.host + result.idle
+    assert parts == pytest.approx(result.step_seconds)
+    assert "while.2" not in result.operations and result.operations["dot.1"] == 3 / 4
 
 
 def event(name: str, **stats: Any) -> Any:

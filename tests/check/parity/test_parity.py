@@ -37,18 +37,22 @@ def held(name: str, layout: str, mesh: str) -> Parity:
     ("name", "layout", "mesh"), [("mlp", "fsdp+tensor", "fsdp=4,model=2"), ("gpt", "fsdp", "fsdp=8")]
 )
 def test_a_layout_that_is_right_passes(name: str, layout: str, mesh: str) -> None:
-    found = held(name, layout, mesh)
+    result = held(name, layout, mesh)
     params = {leaf.path for leaf in zoo_program(name).leaves if leaf.kind == "param"}
-    paths = {group: {one.path for one in found.differences if one.group == group} for group in GROUPS}
-    assert found.passes and paths == {"loss": {"loss", "grad_norm"}, "gradients": params, "parameters": params}
-    assert all(np.isfinite([one.value, one.noise, one.bound]).all() for one in found.differences)
+    paths = {
+        group: {difference.path for difference in result.differences if difference.group == group} for group in GROUPS
+    }
+    assert result.passes and paths == {"loss": {"loss", "grad_norm"}, "gradients": params, "parameters": params}
+    assert all(
+        np.isfinite([difference.value, difference.noise, difference.bound]).all() for difference in result.differences
+    )
 
 
 def test_the_contract() -> None:
-    found = json.loads(json.dumps(held("mlp", "fsdp+tensor", "fsdp=4,model=2").to_json()))
-    assert {"loss", "gradients", "parameters", "by_path"} <= found.keys()
+    data = json.loads(json.dumps(held("mlp", "fsdp+tensor", "fsdp=4,model=2").to_json()))
+    assert {"loss", "gradients", "parameters", "by_path"} <= data.keys()
     for group in GROUPS:
-        assert found[group] == found["by_path"][group][found["worst"][group]]
+        assert data[group] == data["by_path"][group][data["worst"][group]]
 
 
 def test_the_text_shows_differences_and_tolerances() -> None:
@@ -76,9 +80,9 @@ def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(module, "_run_steps", take)
     monkeypatch.setattr(module, "_placed", place)
-    found = parity(program, planned(program, "fsdp", "fsdp=8"), steps=2)
-    assert not found.passes and not found.worst("gradients").passes
-    assert "OTHER NUMBERS" in parity_text(found) and "gradients of" in parity_text(found)
+    parity_result = parity(program, planned(program, "fsdp", "fsdp=8"), steps=2)
+    assert not parity_result.passes and not parity_result.worst("gradients").passes
+    assert "OTHER NUMBERS" in parity_text(parity_result) and "gradients of" in parity_text(parity_result)
 
 
 def test_a_custom_train_step_records_its_gradients() -> None:
@@ -89,8 +93,8 @@ def test_a_custom_train_step_records_its_gradients() -> None:
 
     case = zoo.ZOO["mlp"]
     program = spanax.trace(build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), train_step=step)
-    found = parity(program, planned(program, "tensor", "model=8"), steps=1)
-    assert found.passes and found.worst("gradients").path in {leaf.path for leaf in program.leaves}
+    parity_result = parity(program, planned(program, "tensor", "model=8"), steps=1)
+    assert parity_result.passes and parity_result.worst("gradients").path in {leaf.path for leaf in program.leaves}
 
 
 def test_keys_keep_their_implementation() -> None:
@@ -112,8 +116,8 @@ def test_keys_keep_their_implementation() -> None:
 def test_the_lowest_precision_determines_the_tolerance() -> None:
     assert coarsest_dtype(zoo_program("mlp")) == "float32"
     program = zoo_program("mixed-dtype")
-    found = parity(program, planned(program, "data", "data=8"), steps=1)
-    assert found.dtype == "bfloat16" and found.passes and found.worst("loss").bound > 1e-3
+    parity_result = parity(program, planned(program, "data", "data=8"), steps=1)
+    assert parity_result.dtype == "bfloat16" and parity_result.passes and parity_result.worst("loss").bound > 1e-3
 
 
 def test_no_steps_and_another_plan_raise() -> None:
@@ -152,20 +156,20 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     name = functools.partial(load, "gpt2")
     program = trace(name(batch_size=16))
     plan = planned(program, "fsdp+tensor", "fsdp=8,model=2")
-    found = shrink_to_fit(name, trace, program, plan, num_devices=8)
-    assert step_flops(found.program) < 5e11 < step_flops(program)
-    assert found.plan.mesh == spanax.MeshShape.of("fsdp=4,model=2") and found.shrunk["fsdp"] == (8, 4)
-    assert {"num_layers", "batch_size"} <= found.shrunk.keys()
-    assert all(before > after for before, after in found.shrunk.values())
+    shrunk = shrink_to_fit(name, trace, program, plan, num_devices=8)
+    assert step_flops(shrunk.program) < 5e11 < step_flops(program)
+    assert shrunk.plan.mesh == spanax.MeshShape.of("fsdp=4,model=2") and shrunk.shrunk["fsdp"] == (8, 4)
+    assert {"num_layers", "batch_size"} <= shrunk.shrunk.keys()
+    assert all(before > after for before, after in shrunk.shrunk.values())
     specs = {leaf.path: leaf.spec for leaf in plan.leaves}
-    assert {leaf.path: leaf.spec for leaf in found.plan.leaves} == specs
+    assert {leaf.path: leaf.spec for leaf in shrunk.plan.leaves} == specs
 
 
 def test_a_workload_that_fits_is_unchanged() -> None:
     program = zoo_program("mlp")
     plan = planned(program, "fsdp", "fsdp=8")
-    found = shrink_to_fit(lambda: 1 / 0, trace, program, plan, num_devices=8)
-    assert found.program is program and found.plan is plan and found.shrunk == {}
+    shrunk = shrink_to_fit(lambda: 1 / 0, trace, program, plan, num_devices=8)
+    assert shrunk.program is program and shrunk.plan is plan and shrunk.shrunk == {}
 
 
 def test_a_workload_that_cannot_be_reduced_raises() -> None:

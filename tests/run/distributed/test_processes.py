@@ -213,7 +213,7 @@ def test_a_library_program_joins_its_group() -> None:
     listens = [json.loads(out.splitlines()[-1]) for out, _ in texts]
     # The first one also has the coordinator.
     assert len(listens[0]) > len(listens[1]) >= 1, listens
-    assert {one.rpartition(":")[0] for both in listens for one in both} == {"127.0.0.1"}, listens
+    assert {item.rpartition(":")[0] for both in listens for item in both} == {"127.0.0.1"}, listens
 
 
 SLOW = """
@@ -242,17 +242,19 @@ def test_processes_wait_for_one_that_compiles_longer_than_gloo_does(monkeypatch:
 def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src import distributed, xla_bridge
 
-    made: dict[str, Any] = {}
+    built: dict[str, Any] = {}
     monkeypatch.setattr(distributed.global_state, "client", object())
     monkeypatch.setattr(distributed.global_state, "coordinator_address", "127.0.0.1:9911")
     monkeypatch.setattr("spanax.run.distributed.processes._has_backend", lambda: False)
-    monkeypatch.setattr(xla_bridge, "register_backend_factory", lambda name, factory, **_: made.update({name: factory}))
+    monkeypatch.setattr(
+        xla_bridge, "register_backend_factory", lambda name, factory, **_: built.update({name: factory})
+    )
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
     monkeypatch.setattr("jaxlib._jax.make_gloo_tcp_collectives", lambda distributed_client, **place: place)
     bind_data_sockets({})
-    assert made["cpu"]() == {"hostname": "127.0.0.1"}
+    assert built["cpu"]() == {"hostname": "127.0.0.1"}
     bind_data_sockets({"SPANAX_INTERFACE": "lo"})
-    assert made["cpu"]() == {"interface": "lo"}
+    assert built["cpu"]() == {"interface": "lo"}
     with pytest.raises(SpanaxError, match="unknown network interface 'l0'"):
         bind_data_sockets({"SPANAX_INTERFACE": "l0"})
     monkeypatch.setattr(distributed.global_state, "coordinator_address", "nowhere.invalid:9911")

@@ -37,11 +37,11 @@ def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> Non
     newer = [b'{"event": "sealed", "time": 1}', b'{"event": "sealed"}', b'{"event": "\\u001b[2J"}']
     with open(tmp_path / EVENTS, "ab") as file:
         file.write(b"\n".join([*lies, *newer, b""]) + b'{"event": "en')
-    found = read(tmp_path)
-    assert [event.event for event in found.events] == ["begin"] and found.num_damaged == len(lies)
-    assert found.unknown == {"sealed": 2, "\x1b[2J": 1}
-    assert isinstance(found.events[0], Begin) and found.events[0].step == 3
-    assert found.records[0]["more"] == {"of": "a newer version"}
+    page = read(tmp_path)
+    assert [event.event for event in page.events] == ["begin"] and page.num_damaged == len(lies)
+    assert page.unknown == {"sealed": 2, "\x1b[2J": 1}
+    assert isinstance(page.events[0], Begin) and page.events[0].step == 3
+    assert page.records[0]["more"] == {"of": "a newer version"}
 
 
 def test_every_kind_that_is_written_can_be_read(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ for number in range(200):
 def test_lines_of_two_processes_never_mix(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path), by]) for by in ("rank 0", "supervisor")]
     assert [writer.wait(240) for writer in writers] == [0, 0]
-    found = [(event["by"], event["number"]) for event in read(tmp_path).records]
-    assert len(found) == 400
+    results = [(event["by"], event["number"]) for event in read(tmp_path).records]
+    assert len(results) == 400

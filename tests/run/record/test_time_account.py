@@ -31,8 +31,8 @@ FAULTY = [
 ]
 
 
-def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # type: ignore[type-arg]
-    for when, attempt, by, event in told:
+def write(folder: Path, reported: list[tuple[float, int, str, dict]]) -> Path:  # type: ignore[type-arg]
+    for when, attempt, by, event in reported:
         values = {"time": when} | event
         if "seconds" in event:
             values["wall_seconds"] = sum(event["seconds"].values())
@@ -42,22 +42,22 @@ def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # ty
     return folder
 
 
-def spent(found: TimeAccount) -> dict[str, float]:
-    return {name: seconds for name, seconds in found.seconds.items() if seconds}
+def spent(times: TimeAccount) -> dict[str, float]:
+    return {name: seconds for name, seconds in times.seconds.items() if seconds}
 
 
 def test_two_attempts_make_one_account(tmp_path: Path) -> None:
-    found = account(write(tmp_path, FAULTY))
-    assert spent(found) == {
+    times = account(write(tmp_path, FAULTY))
+    assert spent(times) == {
         "start": 4, "compile": 6, "save": 2, "step": 29, "recomputed": 6, "restart": 8 + (1045 - 1030)
     }  # fmt: skip
-    assert found.wall_seconds == 1070 - 1000 and found.goodput == 29 / 70
-    first, second = found.attempts
+    assert times.wall_seconds == 1070 - 1000 and times.goodput == 29 / 70
+    first, second = times.attempts
     assert (first.began, first.ended, first.outcome, first.first_step, first.last_step) == (1000, 1030, "died", 0, 9)
     assert (second.outcome, second.first_step, second.last_step) == ("finished", 6, 12)
     assert first.place == {"devices": 8, "mesh": {"fsdp": 8}}
-    assert [event["event"] for event in found.faults] == ["died", "restart"]
-    assert json.loads(json.dumps(found.to_json()))["reached"] == found.reached == 12
+    assert [event["event"] for event in times.faults] == ["died", "restart"]
+    assert json.loads(json.dumps(times.to_json()))["reached"] == times.reached == 12
 
 
 def test_what_is_told_of_another_attempt_or_by_the_supervisor_is_not_its_own(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_what_is_told_of_another_attempt_or_by_the_supervisor_is_not_its_own(tmp
         (1050.0, 1, "supervisor", {"event": "stuck", "rank": 0}),
         *((when, 2, by, event) for when, _, by, event in FAULTY[5:]),
     ]
-    found = account(write(tmp_path, around))
-    assert [one.outcome for one in found.attempts] == ["died", "finished"] and found.wall_seconds == 1070 - 1000
-    assert [event["event"] for event in found.faults] == ["died", "restart", "stuck"]
+    times = account(write(tmp_path, around))
+    assert [attempt.outcome for attempt in times.attempts] == ["died", "finished"] and times.wall_seconds == 1070 - 1000
+    assert [event["event"] for event in times.faults] == ["died", "restart", "stuck"]
 
 
 def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
         (9000.0, 0, "rank 0", {"event": "begin", "step": 12}),
         (9010.0, 0, "rank 0", {"event": "ledger", "step": 15, "seconds": {"start": 3, "step": 7}}),
     ]
-    found = account(write(tmp_path, FAULTY + later))
-    assert found.paused_seconds == 9000 - 1070 and found.wall_seconds == 70 + 10
-    assert found.seconds["start"] == 4 + 3
+    times = account(write(tmp_path, FAULTY + later))
+    assert times.paused_seconds == 9000 - 1070 and times.wall_seconds == 70 + 10
+    assert times.seconds["start"] == 4 + 3
 
 
 @pytest.mark.parametrize(
@@ -92,42 +92,42 @@ def test_what_a_process_hung_is_no_step_though_it_was_woken(
     """Silent from 1032 to 1042, and then woken to write its stacks down; usually it is never heard of again."""
     seconds = {"start": 4, "compile": 6, "step": 18, "save": 2}
     seconds[phase] += last - 1030
-    told = [
+    reported = [
         *FAULTY[:2],
         (last, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}),
         (1042.0, 0, "supervisor", {"event": "stuck", "rank": 0, "phase": phase, "silent": 10}),
         *FAULTY[4:],
     ]
-    found = account(write(tmp_path, told))
-    assert found.attempts[0].seconds[phase] == seconds[phase] - lost and found.attempts[0].outcome == "stuck"
-    assert found.attempts[0].seconds.get("restart", 0) == lost
-    assert found.wall_seconds == 1070 - 1000
+    times = account(write(tmp_path, reported))
+    assert times.attempts[0].seconds[phase] == seconds[phase] - lost and times.attempts[0].outcome == "stuck"
+    assert times.attempts[0].seconds.get("restart", 0) == lost
+    assert times.wall_seconds == 1070 - 1000
 
 
 def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) -> None:
     """Two died while JAX started: one before the first beginning, one after it."""
-    told = [
+    reported = [
         (990.0, 0, "rank 0", {"event": "ledger", "step": 0, "seconds": {"start": 10}}),
         (991.0, 0, "supervisor", {"event": "restart"}),
         *((when, attempt + 1, by, event) for when, attempt, by, event in FAULTY[:5]),
         (1044.0, 2, "rank 0", {"event": "ledger", "step": 0, "seconds": {"restart": 5}}),
         *((when, 3, by, event) for when, _, by, event in FAULTY[5:]),
     ]
-    found = account(write(tmp_path, told))
-    assert [one.outcome for one in found.attempts] == ["killed", "died", "killed", "finished"]
-    assert found.wall_seconds == 1070 - 980 and found.seconds["step"] == 29 and found.reached == 12
-    assert found.seconds["start"] == 10 and found.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
+    times = account(write(tmp_path, reported))
+    assert [attempt.outcome for attempt in times.attempts] == ["killed", "died", "killed", "finished"]
+    assert times.wall_seconds == 1070 - 980 and times.seconds["step"] == 29 and times.reached == 12
+    assert times.seconds["start"] == 10 and times.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
 
 
 def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path) -> None:
     early = [(when - 500 * attempt, attempt, by, event) for when, attempt, by, event in FAULTY]
-    found = account(write(tmp_path, early))
-    assert found.seconds["restart"] == 8 and found.wall_seconds == 30 + 25
+    times = account(write(tmp_path, early))
+    assert times.seconds["restart"] == 8 and times.wall_seconds == 30 + 25
 
 
 def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
     """The supervisor ends with the run; both say so, and a later one begins anew."""
-    told = [
+    reported = [
         *FAULTY[:3],
         (1031.0, 0, "rank 0", {"event": "end", "how": "preempted", "step": 9}),
         (1032.0, 0, "supervisor", {"event": "end", "how": "asked to stop", "code": 75}),
@@ -135,9 +135,9 @@ def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> 
         (1095.0, 0, "rank 0", {"event": "ledger", "step": 12, "seconds": {"start": 5, "step": 10}}),
         (1096.0, 0, "rank 0", {"event": "end", "how": "done", "step": 12}),
     ]
-    found = account(write(tmp_path, told))
-    assert [one.outcome for one in found.attempts] == ["preempted", "finished"]
-    assert found.seconds["restart"] == (1080 - 1030) + 5 and not found.paused_seconds
+    times = account(write(tmp_path, reported))
+    assert [attempt.outcome for attempt in times.attempts] == ["preempted", "finished"]
+    assert times.seconds["restart"] == (1080 - 1030) + 5 and not times.paused_seconds
 
 
 def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None
         (1090.0, 0, "rank 0", {"event": "begin", "step": 6}),
         (1095.0, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 5, "recomputed": 10}}),
     ]
-    found = account(write(tmp_path, FAULTY[:3] + again))
-    assert [one.outcome for one in found.attempts] == ["killed", "killed"]
-    assert found.seconds["restart"] == (1080 - 1030) + 5 and found.seconds["start"] == 4
-    assert found.wall_seconds == 1095 - 1000
+    times = account(write(tmp_path, FAULTY[:3] + again))
+    assert [attempt.outcome for attempt in times.attempts] == ["killed", "killed"]
+    assert times.seconds["restart"] == (1080 - 1030) + 5 and times.seconds["start"] == 4
+    assert times.wall_seconds == 1095 - 1000
 
 
 def test_half_lines_missing_ends_and_nonsense_are_borne(tmp_path: Path) -> None:
@@ -163,9 +163,9 @@ def test_half_lines_missing_ends_and_nonsense_are_borne(tmp_path: Path) -> None:
             '{"event": [], "time": 1060}\n{"event": "died", "time": 1e999}\n'
         )
         file.write('{"event": "ledger", "attempt": 1, "time": 1061.0, "st')
-    found = account(tmp_path)
-    assert len(found.attempts) == 2 and found.attempts[1].last_step == 6
-    assert found.wall_seconds == (1030 - 1000) + (1055 - 1030)
+    times = account(tmp_path)
+    assert len(times.attempts) == 2 and times.attempts[1].last_step == 6
+    assert times.wall_seconds == (1030 - 1000) + (1055 - 1030)
 
 
 def test_the_last_heartbeat_counts_where_events_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +187,13 @@ def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
     Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
     for _ in range(2):
         record_last_heartbeat(Events(tmp_path, "supervisor", attempt=1))
-    kept = [event for event in read(tmp_path).records if event["event"] == "ledger"]
-    assert len(kept) == 2 and kept[1]["attempt"] == 0 and kept[1]["wall_seconds"] == 32.5
+    retained = [event for event in read(tmp_path).records if event["event"] == "ledger"]
+    assert len(retained) == 2 and retained[1]["attempt"] == 0 and retained[1]["wall_seconds"] == 32.5
     write(tmp_path, FAULTY[5:])
     Pulse(tmp_path, rank=0, attempt=1).beat("start", 6)
-    found = account(tmp_path)
-    assert found.attempts[0].last_step == 10 and found.seconds["step"] == 22.5 + 11
-    assert found.wall_seconds == 1070 - 1000
+    times = account(tmp_path)
+    assert times.attempts[0].last_step == 10 and times.seconds["step"] == 22.5 + 11
+    assert times.wall_seconds == 1070 - 1000
 
 
 def test_a_leader_that_is_gone_was_killed(tmp_path: Path) -> None:
@@ -289,10 +289,10 @@ def test_the_account_of_killed_processes_is_exact(tmp_path: Path) -> None:
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     again = [spent for _, _, is_again, spent in steps if is_again]
     assert len(again) == 7
-    found = account(tmp_path)
-    assert found.wall_seconds == pytest.approx(ended / 1e9 - began, abs=1e-6)
-    assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)
-    assert found.seconds["recomputed"] == pytest.approx(sum(again), abs=1e-6)
-    assert found.seconds["step"] == pytest.approx(sum(0.06 + 0.002 * step for step in range(1, 25)), abs=1e-6)
-    assert [one.outcome for one in found.attempts] == ["killed", "killed", "killed", "finished"]
-    assert found.reached == 24
+    times = account(tmp_path)
+    assert times.wall_seconds == pytest.approx(ended / 1e9 - began, abs=1e-6)
+    assert sum(times.seconds.values()) == times.wall_seconds and set(times.seconds) == set(BUCKETS)
+    assert times.seconds["recomputed"] == pytest.approx(sum(again), abs=1e-6)
+    assert times.seconds["step"] == pytest.approx(sum(0.06 + 0.002 * step for step in range(1, 25)), abs=1e-6)
+    assert [attempt.outcome for attempt in times.attempts] == ["killed", "killed", "killed", "finished"]
+    assert times.reached == 24

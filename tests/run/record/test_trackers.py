@@ -33,10 +33,10 @@ class Told:
         self.said: list[Any] = []
         self.fails = fails
 
-    def _say(self, name: str, *said: Any) -> None:
+    def _say(self, name: str, *output: Any) -> None:
         if name == self.fails:
             raise OSError(28, "No space left on device")
-        self.said.append((name, *said))
+        self.said.append((name, *output))
 
     def begin(self, about: RunInfo) -> None:
         self._say("begin", about.step, about.reached)
@@ -66,8 +66,8 @@ def run_of(num_steps: int = 0) -> Any:
 
 
 def test_a_tracker_is_told_of_steps_and_evaluations() -> None:
-    told, warnings = Told(), list[str]()
-    trackers = Trackers({"told": told}, about(Path("runs/a"), step=4, reached=6), warnings.append)
+    reported, warnings = Told(), list[str]()
+    trackers = Trackers({"told": reported}, about(Path("runs/a"), step=4, reached=6), warnings.append)
     for event in [
         {"event": "start", "step": 4},
         {"event": "step", "step": 5, "loss": 2.5, "ok": True, "counts": [1, 2], "name": "x", "tokens": 7},
@@ -78,7 +78,7 @@ def test_a_tracker_is_told_of_steps_and_evaluations() -> None:
     ]:
         trackers.take(event)
     trackers.end()
-    assert told.said == [
+    assert reported.said == [
         ("begin", 4, 6),
         ("log", 5, {"loss": 2.5, "tokens": 7.0}),
         ("log", 5, {"val_loss": 2.0}),
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(fails: str) -> None:
         trackers.take(event)
     trackers.end()
     assert warnings == ["tracker 'bad' failed and is disabled: [Errno 28] No space left on device"]
-    assert [said[0] for said in good.said] == ["begin", "log", "log", "back", "log", "log", "end"]
+    assert [line[0] for line in good.said] == ["begin", "log", "log", "back", "log", "log", "end"]
     assert len(bad.said) == {"begin": 0, "log": 1, "back": 3, "end": 6}[fails]
 
 
@@ -108,35 +108,35 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_loop_of_ones_own_writes_metrics_and_tells(tmp_path: Path) -> None:
-    told = Told()
-    with track([told], tmp_path / "a", run_of(), settings={"lr": 0.1}) as tracking:
+    reported = Told()
+    with track([reported], tmp_path / "a", run_of(), settings={"lr": 0.1}) as tracking:
         for step in (1, 2, 3):
             assert len(read(tmp_path / "a")) == max(0, step - 2)  # fetched only when the next step is under way
             tracking.log(step, {"loss": np.float32(step), "counts": np.arange(2)})
     assert read(tmp_path / "a") == [
         {"event": "step", "step": step, "loss": float(step), "counts": [0, 1]} for step in (1, 2, 3)
     ]
-    assert told.said == [("begin", 0, 0), *(("log", step, {"loss": float(step)}) for step in (1, 2, 3)), ("end",)]
+    assert reported.said == [("begin", 0, 0), *(("log", step, {"loss": float(step)}) for step in (1, 2, 3)), ("end",)]
 
 
 def test_numbers_that_are_none_stay_lines_of_json(tmp_path: Path) -> None:
-    told = Told()
-    with track([told], tmp_path, run_of()) as tracking:
+    reported = Told()
+    with track([reported], tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": np.float32("nan")})
-    assert read(tmp_path) == [{"event": "step", "step": 1, "loss": "nan"}] and math.isnan(told.said[1][2]["loss"])
+    assert read(tmp_path) == [{"event": "step", "step": 1, "loss": "nan"}] and math.isnan(reported.said[1][2]["loss"])
 
 
 def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
-    told = Told()
+    reported = Told()
     with track("", tmp_path, run_of()) as tracking:
         for step in range(1, 6):
             tracking.log(step, {"loss": 0})
-    with track([told], tmp_path, run_of(3)) as tracking:
+    with track([reported], tmp_path, run_of(3)) as tracking:
         tracking.log(4, {"loss": 1})
         tracking.back(3)
         tracking.log(4, {"loss": 2})
     assert [(line["step"], line["loss"]) for line in read(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1), (4, 2)]
-    assert told.said[0] == ("begin", 3, 5) and ("back", 3) in told.said
+    assert reported.said[0] == ("begin", 3, 5) and ("back", 3) in reported.said
 
 
 def test_a_new_run_does_not_take_the_place_of_another(tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_a_failing_tracker_is_in_the_metrics(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_last_step_is_told_when_the_loop_fails(tmp_path: Path) -> None:
-    told = Told()
-    with pytest.raises(ZeroDivisionError), track([told], tmp_path, run_of()) as tracking:
+    reported = Told()
+    with pytest.raises(ZeroDivisionError), track([reported], tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": 0})
         1 / 0  # noqa: B018
-    assert told.said[1:] == [("log", 1, {"loss": 0.0}), ("end",)]
+    assert reported.said[1:] == [("log", 1, {"loss": 0.0}), ("end",)]
 
 
 # ---- names
@@ -253,14 +253,14 @@ def history(folder: Path) -> list[tuple[int, float]]:
     """Steps and losses in the offline files, in the order in which they would be sent."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = []
+    result = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in stored(path):
             record = Record.FromString(data)
             items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
             if "loss" in items:
-                found.append((record.history.step.num, float(items["loss"])))
-    return found
+                result.append((record.history.step.num, float(items["loss"])))
+    return result
 
 
 TRACK = """
@@ -300,5 +300,5 @@ def test_an_offline_run_is_one_run_without_steps_twice(tmp_path: Path) -> None:
 
 def test_no_network_and_no_key_end_the_tracker_and_not_the_run(tmp_path: Path) -> None:
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_MODE": "online"}
-    told = tracked(tmp_path, 0, 0, 3, WANDB_API_KEY="", **nowhere)
-    assert told.count("WARNED tracker 'wandb' failed and is disabled: ") == 1
+    reported = tracked(tmp_path, 0, 0, 3, WANDB_API_KEY="", **nowhere)
+    assert reported.count("WARNED tracker 'wandb' failed and is disabled: ") == 1

@@ -36,20 +36,20 @@ def tiny(activation: Any = jnp.tanh, width: int = 16, *, owns_step: bool = False
 
     batch = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
     step: dict[str, Any] = {"train_step": train_step} if owns_step else {"loss": loss}
-    made = spanax.Workload(
+    workload = spanax.Workload(
         build=build,
         batch=batch,
         optimizer=lambda rate, steps: optax.adam(optax.cosine_decay_schedule(rate, steps)),
         source=[{name: np.full((16, 8), 0.1 * index, "float32") for name in ("x", "y")} for index in range(20)],
         **step,
     )
-    return lambda **sizes: made
+    return lambda **sizes: workload
 
 
 def run(out: Path, load: Callable[..., spanax.Workload], **settings: Any) -> list[Event]:
-    given = {"steps": 2, "mesh": "fsdp=2", "eval_every": 0} | settings
+    inputs = {"steps": 2, "mesh": "fsdp=2", "eval_every": 0} | settings
     events: list[Event] = []
-    train(load, TrainConfig(workload="own", out=str(out), **given), jax.devices()[:2], events.append)
+    train(load, TrainConfig(workload="own", out=str(out), **inputs), jax.devices()[:2], events.append)
     return events
 
 
@@ -72,10 +72,10 @@ def test_another_model_is_refused_unless_accepted(started: Path) -> None:
     before = sorted(path.name for path in (started / "checkpoints").iterdir())
     with pytest.raises(
         ConfigError, match="differs from the one that saved step 2: the loss; the gradients; operations: "
-    ) as one:
+    ) as item:
         run(started, tiny(jnp.sin), resume=True, steps=4)
-    assert "tanh 1, now 0" in str(one.value) and "--accept-changed-model" in str(one.value)
-    assert one.value.exit_code == 78
+    assert "tanh 1, now 0" in str(item.value) and "--accept-changed-model" in str(item.value)
+    assert item.value.exit_code == 78
     assert sorted(path.name for path in (started / "checkpoints").iterdir()) == before
     events = run(started, tiny(jnp.sin), resume=True, steps=4, accept_changed_model=True)
     assert events[-1]["steps"] == 4

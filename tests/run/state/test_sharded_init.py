@@ -50,9 +50,9 @@ def host(array: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
-def unequal(found: dict[str, Any], expected: dict[str, np.ndarray]) -> list[str]:
-    assert found.keys() == expected.keys()
-    return [path for path, array in found.items() if not np.array_equal(host(array), expected[path])]
+def unequal(result: dict[str, Any], expected: dict[str, np.ndarray]) -> list[str]:
+    assert result.keys() == expected.keys()
+    return [path for path, array in result.items() if not np.array_equal(host(array), expected[path])]
 
 
 @pytest.mark.parametrize(("name", "layout", "mesh"), LAYOUTS)
@@ -76,9 +76,9 @@ def test_the_numbers_are_those_of_rngs_with_that_seed(name: str) -> None:
     """Compiled as one program they are the same to the last bit but for how XLA fuses a product into a sum."""
     state = nnx.state(jax.jit(lambda: nnx.split(zoo.ZOO[name].build(nnx.Rngs(3)))[1])())
     built = dict(zip([leaf.path for leaf in program(name).leaves], jax.tree.leaves(state), strict=False))
-    found = on_one_device(name, seed=3)
+    result = on_one_device(name, seed=3)
     for path, array in built.items():
-        np.testing.assert_allclose(found[path], host(array), rtol=1e-6, atol=1e-9, err_msg=path)
+        np.testing.assert_allclose(result[path], host(array), rtol=1e-6, atol=1e-9, err_msg=path)
 
 
 def test_plain_draws_are_those_of_rngs_bit_for_bit() -> None:
@@ -89,10 +89,10 @@ def test_plain_draws_are_those_of_rngs_bit_for_bit() -> None:
             self.rngs = rngs
 
     batch = jax.ShapeDtypeStruct((8, 8), "float32")
-    made = spanax.trace(
+    program = spanax.trace(
         build=Plain, optimizer=optax.sgd(0.1), batch=batch, loss=lambda model, x: jnp.mean(x @ model.a) + model.b.sum()
     )
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"), seed=7)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), seed=7)
     built = jax.tree.leaves(nnx.state(Plain(nnx.Rngs(7))))
     for array, leaf in zip(run.state, built, strict=False):
         np.testing.assert_array_equal(host(array), host(leaf))
@@ -137,9 +137,9 @@ def wide() -> Program:
 
 def test_no_device_holds_more_than_its_shard_and_bounded_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = 512 * 1024 * 4 // 8
-    made = wide()
+    wide_program = wide()
     watched = Watched(monkeypatch)
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"))
+    run = spanax.start(wide_program, spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="fsdp"))
     assert watched.programs
     assert watched.largest_bytes <= 4.5 * shard  # the shard, and beside it its random bits, counters and signs
     held: dict[Any, int] = dict.fromkeys(run.mesh.devices.flat, 0)
@@ -150,32 +150,32 @@ def test_no_device_holds_more_than_its_shard_and_bounded_temporaries(monkeypatch
 
 
 def test_a_birth_on_one_device_is_seen_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = wide()
+    wide_program = wide()
     watched = Watched(monkeypatch)
-    spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="data"))
+    spanax.start(wide_program, spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="data"))
     assert watched.largest_bytes >= 512 * 1024 * 4
 
 
 def test_nothing_else_stays_alive() -> None:
-    made = wide()
-    planned = spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp")
-    spanax.start(made, planned)  # constants and keys that JAX keeps
+    wide_program = wide()
+    planned = spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="fsdp")
+    spanax.start(wide_program, planned)  # constants and keys that JAX keeps
     before = {id(array) for array in jax.live_arrays()}
-    run = spanax.start(made, planned)
+    run = spanax.start(wide_program, planned)
     mine = {id(array) for array in run.state}
     left = [array for array in jax.live_arrays() if id(array) not in before | mine and array.nbytes > 1024]
     assert left == []
 
 
 def test_arrays_made_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = program("gpt-unrolled")
+    built = program("gpt-unrolled")
     compiled = []
     original = jax.jit
     monkeypatch.setattr(jax, "jit", lambda f, **options: compiled.append(f) or original(f, **options))
-    spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"))
-    blocks = sum(leaf.path.startswith("blocks.0.") for leaf in made.leaves)
+    spanax.start(built, spanax.plan(built, spanax.cluster("cpu:8"), layout="fsdp"))
+    blocks = sum(leaf.path.startswith("blocks.0.") for leaf in built.leaves)
     assert blocks > 10 and len(compiled) < blocks + 10
-    assert len(compiled) < sum(bool(leaf.shape) for leaf in made.leaves) / 3
+    assert len(compiled) < sum(bool(leaf.shape) for leaf in built.leaves) / 3
 
 
 class Filled(nnx.Module):
@@ -187,14 +187,14 @@ class Filled(nnx.Module):
 
 
 def test_small_arrays_of_one_number_take_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = spanax.trace(
+    built = spanax.trace(
         build=Filled,
         optimizer=optax.sgd(0.1, momentum=0.9),
         batch=jax.ShapeDtypeStruct((8, 16), "float32"),
         loss=lambda model, x: jnp.mean((x @ model.kernel @ model.ones_88 * model.half_8) ** 2) + model.large.sum(),
     )
     watched = Watched(monkeypatch)
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"))
+    run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:8"), layout="fsdp"))
     # The kernel, what is converted once it was filled, and the large parameter and its momentum, which are made alike.
     assert len(watched.programs) == 3, [program.output_size_in_bytes for program in watched.programs]
     params = run.params()
@@ -216,31 +216,31 @@ def test_births_that_take_more_than_draws(kind: str) -> None:
             return jax.lax.cond(drawn[0, 0] > 0, lambda: drawn, lambda: -drawn)
         return jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(shape[1:], dtype), drawn)[1]
 
-    made = spanax.trace(
+    program = spanax.trace(
         build=lambda rngs: nnx.Linear(16, 16, kernel_init=kernel, rngs=rngs),
         optimizer=optax.sgd(0.1),
         batch=jax.ShapeDtypeStruct((8, 16), "float32"),
         loss=lambda model, x: jnp.mean(model(x) ** 2),
     )
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"), seed=5)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), seed=5)
     built = nnx.Linear(16, 16, kernel_init=kernel, rngs=nnx.Rngs(5)).kernel[...]
     np.testing.assert_allclose(host(run.params()["kernel"]), host(built), rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_that_are_given_as_arrays() -> None:
-    given = np.arange(64, dtype=np.float32).reshape(8, 8)
+    inputs = np.arange(64, dtype=np.float32).reshape(8, 8)
 
     class Given(nnx.Module):
         def __init__(self) -> None:
-            self.a = nnx.Param(jnp.asarray(given))
-            self.b = nnx.Param(jnp.asarray(given[::-1].copy()))
+            self.a = nnx.Param(jnp.asarray(inputs))
+            self.b = nnx.Param(jnp.asarray(inputs[::-1].copy()))
 
-    made = spanax.trace(
+    program = spanax.trace(
         build=Given,
         optimizer=optax.sgd(0.1),
         batch=jax.ShapeDtypeStruct((8, 8), "float32"),
         loss=lambda model, x: jnp.mean(x @ model.a @ model.b),
     )
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"))
-    np.testing.assert_array_equal(host(run.params()["a"]), given)
-    np.testing.assert_array_equal(host(run.params()["b"]), given[::-1])
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+    np.testing.assert_array_equal(host(run.params()["a"]), inputs)
+    np.testing.assert_array_equal(host(run.params()["b"]), inputs[::-1])

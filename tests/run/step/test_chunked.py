@@ -105,10 +105,10 @@ def compiled(plan: Plan) -> Any:
     ],
 )
 def test_the_numbers_are_those_of_one_device_with_logits_whole(layout: str, mesh: str, microbatches: int) -> None:
-    found, wanted = trained(planned(layout, mesh, 8, microbatches)), whole_on_one_device(microbatches)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-5 * abs(array).max(), err_msg=name)
+    result, expected = trained(planned(layout, mesh, 8, microbatches)), whole_on_one_device(microbatches)
+    assert result.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(result[name], array, rtol=0, atol=1e-5 * abs(array).max(), err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,17 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
     moved = [hlo_bytes.by_axis(step.as_text(), dict(plans[0].mesh.axes)) for step in steps]
     assert sum(moved[1].values()) <= sum(moved[0].values()) + 256
     foreseen = [evaluate(program(), plan, spanax.cluster("a100:4")).prediction for plan in plans]
-    for whole, chunked in zip(*(one.moved[mesh.split("=")[0]].values() for one in foreseen if one), strict=True):
+    for whole, chunked in zip(
+        *(prediction.moved[mesh.split("=")[0]].values() for prediction in foreseen if prediction), strict=True
+    ):
         assert chunked <= whole + 256
     machine = spanax.cluster("cpu", 4)
-    told = [evaluate(program(), plan, machine).peak_bytes for plan in plans]
+    reported = [evaluate(program(), plan, machine).peak_bytes for plan in plans]
     held = [step.memory_analysis().temp_size_in_bytes for step in steps]
     weight_bytes = 4 * VOCAB * WIDTH  # the gradient of the head is added up, and of each chunk there is one more
     least = LOGIT_BYTES // 4 * 7 // 8 - 2 * weight_bytes
-    assert told[0] - told[1] >= least and held[0] - held[1] >= least
-    assert saved_bytes(program(), plans[1], machine) == round(told[0] - told[1])
+    assert reported[0] - reported[1] >= least and held[0] - held[1] >= least
+    assert saved_bytes(program(), plans[1], machine) == round(reported[0] - reported[1])
 
 
 def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
@@ -143,13 +145,13 @@ def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
     assert count > 1 and "logits in" in plan.why
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
-    made = {many: spanax.plan(traced, machine, layout="data", loss_chunks=many) for many in (1, count, 2 * count)}
-    priced_as = {many: evaluate(traced.with_loss_chunks(many), plan, machine).candidate for many, plan in made.items()}
-    first, then, twice = (priced_as[many].step_seconds for many in made)
+    built = {many: spanax.plan(traced, machine, layout="data", loss_chunks=many) for many in (1, count, 2 * count)}
+    priced_as = {many: evaluate(traced.with_loss_chunks(many), plan, machine).candidate for many, plan in built.items()}
+    first, then, twice = (priced_as[many].step_seconds for many in built)
     assert then <= 1.05 * first < twice
     # What does not fit so is taken in more, whatever it takes.
     tight = dataclasses.replace(machine, memory_bytes=0.9 * priced_as[count].peak_bytes)
-    assert suiting_chunks(traced, made[1], tight)[0] > count
+    assert suiting_chunks(traced, built[1], tight)[0] > count
 
 
 def test_auto_leaves_logits_whole_where_chunks_have_few_tokens() -> None:
@@ -164,12 +166,12 @@ def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
     traced = spanax.trace(build=lambda rngs: Net(rngs), optimizer=optax.sgd(0.3), batch=batch, loss=loss)
     roomy = dataclasses.replace(spanax.cluster("cpu:4"), memory_bytes=1 << 40)
     find = functools.partial(spanax.search, pipeline=False, mesh="data=4")
-    found = find(traced, roomy)
-    assert found.best is not None and chunks_to_try(found) == (1, 0)
+    result = find(traced, roomy)
+    assert result.best is not None and chunks_to_try(result) == (1, 0)
     tight = dataclasses.replace(roomy, memory_bytes=4 * 512 * VOCAB)
-    found = find(traced, tight)
-    assert found.best is None and chunks_to_try(found)[0] > 1 and chunks_to_try(found)[1] > 0
-    assert "it fits with --loss-chunks" in search_text(summarize(found), 5)
+    result = find(traced, tight)
+    assert result.best is None and chunks_to_try(result)[0] > 1 and chunks_to_try(result)[1] > 0
+    assert "it fits with --loss-chunks" in search_text(summarize(result), 5)
     assert chunks_to_try(find(traced.with_loss_chunks(4), tight)) == (1, 0)
     with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+"):
         spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))

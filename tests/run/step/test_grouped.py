@@ -66,8 +66,8 @@ def test_what_moves_is_what_is_priced(layout: str, mesh: str) -> None:
     program, machine = traced(8, 1), spanax.cluster("cpu:8")
     plan = spanax.plan(program, machine, layout=layout, mesh=mesh)
     report = spanax.check(program, plan, machine, level=2, cache=False)
-    said, found = (
-        sum(size for kinds in (one.collectives or {}).values() for size in kinds.values())
-        for one in (report.predicted, report.compiled)
+    output, result = (
+        sum(size for kinds in (item.collectives or {}).values() for size in kinds.values())
+        for item in (report.predicted, report.compiled)
     )
-    assert said == pytest.approx(found, rel=0.1, abs=256)
+    assert output == pytest.approx(result, rel=0.1, abs=256)

@@ -28,13 +28,13 @@ NAN = math.nan
 
 def bad_steps(guard: spanax.Guard, values: Sequence[float], name: str = "loss") -> dict[int, str]:
     """The bad steps among those that returned these values, and why."""
-    history, found = History(), {}
+    history, result = History(), {}
     for step, value in enumerate(values, 1):
         reason = guard.reason(history, step, {name: value})
         history = guard.seen(history, step, {name: value})
         if reason is not None:
-            found[step] = reason
-    return found
+            result[step] = reason
+    return result
 
 
 WAVERING = [0.1 * math.sin(1.7 * step) for step in range(40)]
@@ -143,9 +143,9 @@ def layers(num_layers: int) -> Program:
 
 def spoilt(batch: dict[str, np.ndarray], value: float = NAN) -> dict[str, np.ndarray]:
     """A batch with one other number in it."""
-    found = {key: of.copy() for key, of in batch.items()}
-    next(iter(found.values())).flat[0] = value
-    return found
+    result = {key: of.copy() for key, of in batch.items()}
+    next(iter(result.values())).flat[0] = value
+    return result
 
 
 def bits(run: Run) -> dict[str, bytes]:
@@ -179,13 +179,13 @@ def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
     expected = bits(run)
     run.go_back(begin)
     assert run.history == History() and run.num_steps == 0
-    found = [run.step(rows(index)) for index in range(2)]
+    results = [run.step(rows(index)) for index in range(2)]
     before = bits(run)
     bad = run.step(spoilt(rows(3)))
     assert not bool(bad["step_ok"]) and math.isnan(float(bad["loss"]))
     assert bits(run) == before
-    found.append(run.step(rows(2)))
-    assert [float(one["loss"]) for one in found] == losses and all(bool(one["step_ok"]) for one in found)
+    results.append(run.step(rows(2)))
+    assert [float(item["loss"]) for item in results] == losses and all(bool(item["step_ok"]) for item in results)
     assert bits(run) == expected and run.num_steps == 4
     assert run.unsound() == []
     assert run.judge(5, {"loss": NAN}) == "loss is nan" and [step for step, _ in run.history.good] == [1, 2, 4]
@@ -239,8 +239,8 @@ def test_a_state_may_be_infinite_where_that_is_meant() -> None:
     program = spanax.trace(build=Masked, optimizer=optax.sgd(0.1), batch=rows(0), loss=mean_square)
     run = spanax.start(program, on(program, "data=1"))
     assert run.unsound() == []
-    at = [leaf.path for leaf in program.leaves].index("mask")
-    run.state[at] = run.state[at].at[0].set(NAN)
+    index = [leaf.path for leaf in program.leaves].index("mask")
+    run.state[index] = run.state[index].at[0].set(NAN)
     assert run.unsound() == ["mask"]
 
 

@@ -60,9 +60,9 @@ def slow(*case: str, quick: set[Any]) -> Any:
 
 @functools.cache
 def program(name: str) -> Program:
-    made = CASES[name]
+    built = CASES[name]
     return spanax.trace(
-        build=made.build, optimizer=made.optimizer, batch=made.batch(SIZE), loss=made.loss, clip_norm=0.5
+        build=built.build, optimizer=built.optimizer, batch=built.batch(SIZE), loss=built.loss, clip_norm=0.5
     )
 
 
@@ -73,12 +73,12 @@ def numbers(array: Any) -> np.ndarray:
 
 def trained(name: str, policy: str | None, layout: str = "data", mesh: str = "") -> dict[str, np.ndarray]:
     """Loss and gradient norm of every step, and all of the state after the last."""
-    made = program(name).with_remat(policy)
+    built = program(name).with_remat(policy)
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
-    run = spanax.start(made, spanax.plan(made, cluster, layout=layout, **({"mesh": mesh} if mesh else {})), seed=3)
+    run = spanax.start(built, spanax.plan(built, cluster, layout=layout, **({"mesh": mesh} if mesh else {})), seed=3)
     rows = CASES[name].batch(STEPS * SIZE)
-    told = [run.step({key: value[at * SIZE :][:SIZE] for key, value in rows.items()}) for at in range(STEPS)]
-    metrics = {key: np.array([float(each[key]) for each in told]) for key in told[0]}
+    reported = [run.step({key: value[index * SIZE :][:SIZE] for key, value in rows.items()}) for index in range(STEPS)]
+    metrics = {key: np.array([float(each[key]) for each in reported]) for key in reported[0]}
     return metrics | {path: numbers(array) for path, array in run.arrays().items()}
 
 
@@ -87,17 +87,17 @@ def as_written(name: str) -> dict[str, np.ndarray]:
     return trained(name, None)
 
 
-def furthest(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> dict[str, float]:
-    assert expected.keys() == found.keys()
+def furthest(expected: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> dict[str, float]:
+    assert expected.keys() == result.keys()
     scale = {path: max(np.abs(value).max(initial=0), 1e-3) for path, value in expected.items()}
-    return {path: float(np.abs(value - found[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
+    return {path: float(np.abs(value - result[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
 
 
 @pytest.mark.parametrize(("name", "policy"), [slow(*case, quick=QUICK) for case in TRIED])
 def test_the_same_numbers(name: str, policy: str) -> None:
-    found = furthest(as_written(name), trained(name, policy))
-    assert {"loss", "grad_norm"} <= found.keys()
-    assert {path: much for path, much in found.items() if not much <= TOLERANCE} == {}
+    result = furthest(as_written(name), trained(name, policy))
+    assert {"loss", "grad_norm"} <= result.keys()
+    assert {path: much for path, much in result.items() if not much <= TOLERANCE} == {}
 
 
 SPLIT = [
@@ -111,8 +111,8 @@ SPLIT = [
     ("policy", "layout", "mesh"), [slow(*case, quick={SPLIT[0], SPLIT[3], SPLIT[5]}) for case in SPLIT]
 )
 def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh: str) -> None:
-    found = furthest(as_written("scanned"), trained("scanned", policy, layout, mesh))
-    assert {path: much for path, much in found.items() if not much <= 10 * TOLERANCE} == {}
+    result = furthest(as_written("scanned"), trained("scanned", policy, layout, mesh))
+    assert {path: much for path, much in result.items() if not much <= 10 * TOLERANCE} == {}
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh
 def test_what_the_forward_pass_changes_is_changed_once(name: str, policy: str, moves: str) -> None:
     """Counts of random numbers and running averages: though the forward pass ran twice."""
     after = []
-    for made in (program(name), program(name).with_remat(policy)):
-        run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1")))
+    for built in (program(name), program(name).with_remat(policy)):
+        run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:1")))
         before = {path: numbers(array) for path, array in run.arrays("other").items() if path.endswith(moves)}
         run.step(CASES[name].batch(SIZE))
         after.append({path: numbers(run.arrays()[path]) for path in before})
@@ -151,9 +151,9 @@ def test_a_derivative_of_ones_own_survives(policy: str) -> None:
 
     w, x = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((3, 8, 8), (4, 8)))
     expected = jax.jit(jax.value_and_grad(loss))(w, x)
-    found = jax.jit(jax.value_and_grad(rematerialized(loss, policy)))(w, x)
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(one).max()))
+    result = jax.jit(jax.value_and_grad(rematerialized(loss, policy)))(w, x)
+    for item, other in zip(expected, result, strict=True):
+        np.testing.assert_allclose(other, item, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(item).max()))
 
 
 def test_a_checkpoint_goes_on_under_another_policy(tmp_path: Any) -> None:

@@ -81,9 +81,9 @@ def first_rows() -> dict[str, np.ndarray]:
 @functools.cache
 def six_in_four() -> tuple[Program, Run, dict[str, np.ndarray]]:
     """Six layers in four stages, and what training them gave."""
-    made = program("gpt-6", 4)
-    run = spanax.start(made, planned(made, "pipe=4", "1f1b"), seed=3)
-    return made, run, trained(run, "gpt-6")
+    built = program("gpt-6", 4)
+    run = spanax.start(built, planned(built, "pipe=4", "1f1b"), seed=3)
+    return built, run, trained(run, "gpt-6")
 
 
 def test_uneven_stages_give_the_numbers_of_one_device() -> None:
@@ -109,8 +109,8 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, count: int, remat: str | None) -> None:
-    made = program(name, count, remat)
-    run = spanax.start(made, planned(made, mesh, schedule), seed=3)
+    built = program(name, count, remat)
+    run = spanax.start(built, planned(built, mesh, schedule), seed=3)
     assert_same(reference(name, count, remat), trained(run, name))
 
 
@@ -121,41 +121,41 @@ def test_so_does_a_stage_that_skips_its_padding(monkeypatch: pytest.MonkeyPatch,
     pipelined_loop = pipeline.pipelined_loop
     run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
     monkeypatch.setattr(pipeline, "pipelined_loop", run_alone)
-    made = program("gpt-5", 4)
-    run = spanax.start(made, planned(made, "pipe=2,data=2", schedule), seed=3)
+    built = program("gpt-5", 4)
+    run = spanax.start(built, planned(built, "pipe=2,data=2", schedule), seed=3)
     assert_same(reference("gpt-5", 4, None), trained(run, "gpt-5"))
 
 
 def test_padding_is_kept_and_never_shown(tmp_path: Path) -> None:
     """Arrays, the model, the evaluation and a checkpoint have six layers; what is kept has eight rows."""
-    made, run, found = six_in_four()
-    at = [leaf.path for leaf in made.leaves].index("blocks.up.kernel")
+    built, run, result = six_in_four()
+    index = [leaf.path for leaf in built.leaves].index("blocks.up.kernel")
     place = run.plan["blocks.up.kernel"]
     assert place.shape == (6, 16, 64) and place.local_shape == (2, 16, 64) and place.spec[0] == (AXIS,)
-    kept, shown = np.asarray(run.state[at]), np.asarray(run.params()["blocks.up.kernel"])
-    assert kept.shape == (8, 16, 64) and not kept[[5, 7]].any()
-    np.testing.assert_array_equal(kept[[0, 1, 2, 3, 4, 6]], shown)
+    retained, shown = np.asarray(run.state[index]), np.asarray(run.params()["blocks.up.kernel"])
+    assert retained.shape == (8, 16, 64) and not retained[[5, 7]].any()
+    np.testing.assert_array_equal(retained[[0, 1, 2, 3, 4, 6]], shown)
     np.testing.assert_array_equal(np.asarray(run.model().blocks.up.kernel[...]), shown)
     run.save(tmp_path).wait()
-    alone = spanax.restore(made, spanax.plan(made, spanax.cluster("cpu:4"), layout="fsdp"), tmp_path)
+    alone = spanax.restore(built, spanax.plan(built, spanax.cluster("cpu:4"), layout="fsdp"), tmp_path)
     assert float(run.evaluate(first_rows())["loss"]) == pytest.approx(
         float(alone.evaluate(first_rows())["loss"]), rel=1e-6
     )
     alone.save(tmp_path / "alone").wait()
     for mesh, schedule in (("pipe=4", "gpipe"), ("pipe=2,data=2", "interleaved"), ("pipe=4,model=2", "1f1b")):
-        again = spanax.restore(made, planned(made, mesh, schedule), tmp_path / "alone")
+        again = spanax.restore(built, planned(built, mesh, schedule), tmp_path / "alone")
         for path, array in again.arrays().items():
-            np.testing.assert_array_equal(numbers(array), found[path], path)
+            np.testing.assert_array_equal(numbers(array), result[path], path)
 
 
 def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
-    made = program("gpt-5", 4)
-    plan = planned(made, "pipe=2", "interleaved")
-    run = spanax.start(made, plan, seed=3)
-    alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
+    built = program("gpt-5", 4)
+    plan = planned(built, "pipe=2", "interleaved")
+    run = spanax.start(built, plan, seed=3)
+    alone = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:1"), layout="data"), seed=3)
     for path, array in alone.arrays().items():
         np.testing.assert_array_equal(numbers(array), numbers(run.arrays()[path]), path)
-    rows = layer_order(made, plan)
+    rows = layer_order(built, plan)
     assert rows is not None and rows.layers == (0, 1, 3, PADDING, 2, PADDING, 4, PADDING)
     for leaf, array, shape in zip(plan.leaves, run.state, rows.shapes, strict=True):
         assert array.shape == shape and array.sharding.shard_shape(shape) == leaf.local_shape
@@ -169,7 +169,9 @@ def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
         lengths = [parts.first_layer(part + 1) - parts.first_layer(part) for part in range(parts.num_parts)]
         assert sum(lengths) == num_layers and parts.first_layer(0) == 0
         assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
-        assert [parts.is_full(part) for part in range(parts.num_parts)] == [one == parts.num_rows for one in lengths]
+        assert [parts.is_full(part) for part in range(parts.num_parts)] == [
+            length == parts.num_rows for length in lengths
+        ]
         held = [sum(lengths[stage::stages]) for stage in range(stages)]
         assert max(held) - min(held) <= 1 and held[-1] == min(held)
         rows = layers_by_stage(parts)
@@ -186,50 +188,55 @@ def test_what_is_made_of_all_layers_at_once_has_no_padding_in_it(
     num_layers: int, stages: int, schedule: str, dtype: Any
 ) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    made = spanax.trace(
+    built = spanax.trace(
         build=lambda rngs: Watched(rngs, num_layers, is_scaled=True), optimizer=optax.sgd(0.1), batch=rows,
         loss=lambda model, x: model(x), microbatches=4,
         compute_dtype=dtype,
     ).with_gradients()  # fmt: skip
-    found = []
-    for plan in (planned(made, f"pipe={stages}", schedule), spanax.plan(made, spanax.cluster("cpu:1"), layout="data")):
-        run = spanax.start(made, plan)
+    result = []
+    for plan in (
+        planned(built, f"pipe={stages}", schedule),
+        spanax.plan(built, spanax.cluster("cpu:1"), layout="data"),
+    ):
+        run = spanax.start(built, plan)
         metrics = [run.step(rows) for _ in range(2)]
-        steps = {name: np.array([numbers(one[name]) for one in metrics]) for name in ("loss", "sizes", "grad_norm")}
-        found.append(steps | {path: numbers(array) for path, array in run.arrays().items()})
-    assert_same(found[1], found[0], 1e-5 if dtype is None else 2e-2)
+        steps = {
+            name: np.array([numbers(metric[name]) for metric in metrics]) for name in ("loss", "sizes", "grad_norm")
+        }
+        result.append(steps | {path: numbers(array) for path, array in run.arrays().items()})
+    assert_same(result[1], result[0], 1e-5 if dtype is None else 2e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipe=4", "pipe=4,data=2"])
 def test_a_step_moves_computes_and_holds_what_the_plan_says(mesh: str) -> None:
-    made = program("gpt-6", 4)
-    plan = planned(made, mesh, "1f1b")
-    report = spanax.check(made, plan, spanax.cluster("cpu", plan.mesh.size), level=2)
-    told, found = report.predicted, report.compiled
-    assert told.collectives and found is not None and found.collectives
-    assert found.flops == pytest.approx(told.flops)
-    assert found.state_bytes == told.state_bytes == plan.state_bytes()
-    assert told.collectives[AXIS] == {"collective-permute": found.collectives[AXIS]["collective-permute"]}
+    built = program("gpt-6", 4)
+    plan = planned(built, mesh, "1f1b")
+    report = spanax.check(built, plan, spanax.cluster("cpu", plan.mesh.size), level=2)
+    reported, result = report.predicted, report.compiled
+    assert reported.collectives and result is not None and result.collectives
+    assert result.flops == pytest.approx(reported.flops)
+    assert result.state_bytes == reported.state_bytes == plan.state_bytes()
+    assert reported.collectives[AXIS] == {"collective-permute": result.collectives[AXIS]["collective-permute"]}
 
 
 def test_padding_takes_memory_and_time() -> None:
     """Six layers in four stages are priced as the eight rows that they are, and not as a stage and a half."""
-    made = spanax.trace(
+    program = spanax.trace(
         build=lambda rngs: gpt.GPT(dataclasses.replace(gpt.SIZES["nano"], num_layers=6), rngs),
         optimizer=optax.adamw(1e-3), batch=gpt.example_batch(32, 32), loss=gpt.loss,
     )  # fmt: skip
     cluster = spanax.cluster("h100:4")
-    found = spanax.search(made, cluster, remat=("none",), microbatches=8, top=100)
+    search_result = spanax.search(program, cluster, remat=("none",), microbatches=8, top=100)
     by_stages = {
-        one.num_stages: one
-        for one in found.candidates
-        if one.schedule == "1f1b" and one.mesh.size * one.num_stages == 4
+        candidate.num_stages: candidate
+        for candidate in search_result.candidates
+        if candidate.schedule == "1f1b" and candidate.mesh.size * candidate.num_stages == 4
     }
-    plan = spanax.plan(made, cluster, mesh="pipe=4", schedule=Schedule(microbatches=8))
+    plan = spanax.plan(program, cluster, mesh="pipe=4", schedule=Schedule(microbatches=8))
     assert by_stages[4].state_bytes == plan.state_bytes()
-    layers = sum(leaf.num_bytes for leaf in made.leaves if "layers" in leaf.axes)
-    rest = sum(leaf.num_bytes for leaf in made.leaves if "layers" not in leaf.axes)
+    layers = sum(leaf.num_bytes for leaf in program.leaves if "layers" in leaf.axes)
+    rest = sum(leaf.num_bytes for leaf in program.leaves if "layers" not in leaf.axes)
     assert plan.state_bytes() == rest + layers * 2 // 6
 
 
@@ -249,14 +256,14 @@ def watched(optimizer: Any = None, **how: Any) -> Program:
     )  # fmt: skip
 
 
-def compiled(made: Program, mesh: str) -> Callable[[], Any]:
-    return lambda: spanax.start(made, planned(made, mesh, "1f1b")).compile()
+def compiled(program: Program, mesh: str) -> Callable[[], Any]:
+    return lambda: spanax.start(program, planned(program, mesh, "1f1b")).compile()
 
 
 def asked(mesh: str, schedule: Schedule) -> Callable[[], Any]:
-    made = program("gpt-5", 4)
+    built = program("gpt-5", 4)
     return lambda: spanax.plan(
-        made, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), mesh=mesh, schedule=schedule
+        built, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), mesh=mesh, schedule=schedule
     )
 
 
@@ -278,10 +285,10 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def test_what_cannot_be_is_refused_in_these_words() -> None:
-    found = "".join(f"[{name}]\n{message(call())}\n\n" for name, call in REFUSED.items())
+    text = "".join(f"[{name}]\n{message(call())}\n\n" for name, call in REFUSED.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(found, newline="")
-    assert found.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
+        GOLDEN.write_text(text, newline="")
+    assert text.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
 
 
 def by_all_layers(updates: Any) -> Any:
@@ -301,12 +308,12 @@ def test_what_adds_layers_up_outside_of_them_has_no_padding_in_it() -> None:
     """Rows of padding are noughts, and would count for ones."""
     change = optax.stateless(lambda updates, params: by_all_layers(updates))
     steps = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)), 2)
-    made = watched(steps)
+    built = watched(steps)
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    run = spanax.start(made, planned(made, "pipe=2", "1f1b"))
-    alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
-    for one in (run, alone):
-        one.step(rows)
-    found, expected = (np.asarray(one.params()["blocks.bias"]) for one in (run, alone))
+    run = spanax.start(built, planned(built, "pipe=2", "1f1b"))
+    alone = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:1"), layout="data"))
+    for item in (run, alone):
+        item.step(rows)
+    result, expected = (np.asarray(entry.params()["blocks.bias"]) for entry in (run, alone))
     assert expected.all()  # they began as noughts
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

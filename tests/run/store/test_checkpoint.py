@@ -70,9 +70,9 @@ def placed(arrays: dict[str, jax.Array], on: jax.sharding.Mesh) -> dict[str, jax
 
 def targets(on: jax.sharding.Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """The same leaves without values, on a mesh or on one device."""
-    one = SingleDeviceSharding(jax.devices()[0])
+    item = SingleDeviceSharding(jax.devices()[0])
     return {
-        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, SPECS[key]) if on else one)
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, SPECS[key]) if on else item)
         for key, leaf in jax.eval_shape(values).items()
     }
 
@@ -82,11 +82,11 @@ def bits(array: jax.Array) -> bytes:
     return np.asarray(data).tobytes()
 
 
-def assert_same(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, array in wanted.items():
-        assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape), key
-        assert bits(found[key]) == bits(array), key
+def assert_same(result: dict[str, jax.Array], expected: dict[str, jax.Array]) -> None:
+    assert result.keys() == expected.keys()
+    for key, array in expected.items():
+        assert (result[key].dtype, result[key].shape) == (array.dtype, array.shape), key
+        assert bits(result[key]) == bits(array), key
 
 
 def saved(root: Path, step: int, seed: int | None = None, **options: Any) -> dict[str, jax.Array]:
@@ -117,13 +117,13 @@ def from_4x2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1), None])
 def test_arrays_are_bit_equal_on_any_devices(from_4x2: Path, shape: tuple[int, int] | None) -> None:
-    wanted = targets(mesh(*shape) if shape else None)
-    found = checkpoint.restore(from_4x2, wanted, warn=no_warning)
-    assert_same(found.arrays, values(7))
-    for key, array in found.arrays.items():
-        assert array.sharding.is_equivalent_to(wanted[key].sharding, array.ndim), key
-    assert (found.step, found.meta) == (30, {"loss": 2.5, "data": [1, {"x": None}]})
-    assert found.plan_json == '{"layout": "fsdp", "é": "\\r\\n"}\n'
+    expected = targets(mesh(*shape) if shape else None)
+    restored = checkpoint.restore(from_4x2, expected, warn=no_warning)
+    assert_same(restored.arrays, values(7))
+    for key, array in restored.arrays.items():
+        assert array.sharding.is_equivalent_to(expected[key].sharding, array.ndim), key
+    assert (restored.step, restored.meta) == (30, {"loss": 2.5, "data": [1, {"x": None}]})
+    assert restored.plan_json == '{"layout": "fsdp", "é": "\\r\\n"}\n'
 
 
 def test_no_key_names_a_file(from_4x2: Path) -> None:
@@ -181,8 +181,8 @@ def test_every_flip_and_truncation_is_found(tmp_path: Path) -> None:
         place = rng.randrange(len(whole))
         flipped = bytes([*whole[:place], whole[place] ^ (1 << rng.randrange(8)), *whole[place + 1 :]])
         path.write_bytes(flipped if trial % 2 else whole[:place])
-        found = checkpoint.verify(tmp_path)
-        assert len(found) == 1 and path.name in found[0], (path, place, trial % 2)
+        result = checkpoint.verify(tmp_path)
+        assert len(result) == 1 and path.name in result[0], (path, place, trial % 2)
         path.write_bytes(whole)
     assert checkpoint.verify(tmp_path) == []
 
@@ -201,9 +201,9 @@ def test_a_damaged_step_is_passed_over_loudly(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     flipped = flip(tmp_path / "3")
     lines: list[str] = []
-    found = checkpoint.restore(tmp_path, targets(), warn=lines.append)
-    assert found.step == 2 and len(lines) == 1
-    assert_same(found.arrays, second)
+    restored = checkpoint.restore(tmp_path, targets(), warn=lines.append)
+    assert restored.step == 2 and len(lines) == 1
+    assert_same(restored.arrays, second)
     assert f"step 3: {flipped}: checksum differs" in lines[0] and "Restoring step 2" in lines[0]
     with pytest.raises(DataError, match=f"step 3 is damaged.\n.*{flipped}(.|\n)*other steps here: 1, 2") as error:
         checkpoint.restore(tmp_path, targets(), step=3)
@@ -242,12 +242,12 @@ def test_nothing_to_restore_says_where_it_looked(tmp_path: Path) -> None:
 
 
 def test_another_model_is_told_by_its_paths(from_4x2: Path) -> None:
-    wanted = targets()
-    wanted["step"] = jax.ShapeDtypeStruct((), jnp.int16, sharding=wanted["step"].sharding)
-    wanted["head.bias"] = wanted.pop("mask")
-    wanted["none"] = jax.ShapeDtypeStruct((4, 0), jnp.float32, sharding=wanted["none"].sharding)
+    expected = targets()
+    expected["step"] = jax.ShapeDtypeStruct((), jnp.int16, sharding=expected["step"].sharding)
+    expected["head.bias"] = expected.pop("mask")
+    expected["none"] = jax.ShapeDtypeStruct((4, 0), jnp.float32, sharding=expected["none"].sharding)
     with pytest.raises(DataError) as error:
-        checkpoint.restore(from_4x2, wanted)
+        checkpoint.restore(from_4x2, expected)
     for part in (
         "4 of 11 arrays differ",
         "step: expected int16[], saved int32[]",
@@ -260,14 +260,14 @@ def test_another_model_is_told_by_its_paths(from_4x2: Path) -> None:
 
 
 def test_a_sharding_that_does_not_divide_is_one_error(from_4x2: Path) -> None:
-    wanted = targets(mesh(2, 4))
+    expected = targets(mesh(2, 4))
     odd = NamedSharding(mesh(8, 1), PartitionSpec("a"))
-    wanted["tokens"] = jax.ShapeDtypeStruct(wanted["tokens"].shape, jnp.int8, sharding=odd)
+    expected["tokens"] = jax.ShapeDtypeStruct(expected["tokens"].shape, jnp.int8, sharding=odd)
     with pytest.raises(SpanaxError, match="the sharding of tokens does not fit its shape.\n.*8 times"):
-        checkpoint.restore(from_4x2, wanted)
-    wanted["tokens"] = jax.ShapeDtypeStruct(wanted["tokens"].shape, jnp.int8)
+        checkpoint.restore(from_4x2, expected)
+    expected["tokens"] = jax.ShapeDtypeStruct(expected["tokens"].shape, jnp.int8)
     with pytest.raises(SpanaxError, match="tokens has no sharding"):
-        checkpoint.restore(from_4x2, wanted)
+        checkpoint.restore(from_4x2, expected)
 
 
 def test_what_orbax_cannot_load_is_one_error(tmp_path: Path) -> None:
@@ -491,7 +491,7 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
     root, left = graves / where, values(2 if DEATHS[where] else 1)
     assert names(root) != ["1"]
-    assert {one.state for one in checkpoint.describe(root)} <= {"good", "unfinished"}, "nobody saves any more"
+    assert {step.state for step in checkpoint.describe(root)} <= {"good", "unfinished"}, "nobody saves any more"
     assert_same(checkpoint.restore(root, targets(), warn=no_warning).arrays, left)
     saved(root, 3)
     assert names(root) == ["1", "3"] and checkpoint.verify(root) == []
@@ -500,8 +500,8 @@ def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
 
 def test_a_program_that_ends_without_waiting_loses_nothing_older(graves: Path) -> None:
     root = graves / "not waited for"
-    found = checkpoint.restore(root, targets(), warn=no_warning)
-    assert_same(found.arrays, values(found.step))
+    restored = checkpoint.restore(root, targets(), warn=no_warning)
+    assert_same(restored.arrays, values(restored.step))
     saved(root, 3)
     assert names(root) in (["1", "3"], ["1", "2", "3"]) and checkpoint.verify(root) == []
 

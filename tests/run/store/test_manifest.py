@@ -36,8 +36,8 @@ def step(tmp_path: Path) -> Path:
 
 
 def test_examples() -> None:
-    found = [doctest.testmod(module) for module in (manifest, view)]
-    assert not any(one.failed for one in found) and sum(one.attempted for one in found) >= 6
+    results = [doctest.testmod(module) for module in (manifest, view)]
+    assert not any(item.failed for item in results) and sum(item.attempted for item in results) >= 6
 
 
 def test_a_finished_step_has_no_problems(step: Path) -> None:

@@ -59,14 +59,14 @@ def host(array: jax.Array) -> np.ndarray:
 
 def by_layer(run: spanax.Run) -> dict[str, np.ndarray]:
     """The state as arrays of single layers."""
-    found = {}
+    result = {}
     for path, array in run.arrays().items():
         before, is_block, rest = path.rpartition("blocks.")
         if not is_block or rest.split(".")[0].isdigit():
-            found[path] = host(array)
+            result[path] = host(array)
         else:
-            found |= {f"{before}blocks.{layer}.{rest}": host(array)[layer] for layer in range(CONFIG.num_layers)}
-    return found
+            result |= {f"{before}blocks.{layer}.{rest}": host(array)[layer] for layer in range(CONFIG.num_layers)}
+    return result
 
 
 def assert_same_bits(first: spanax.Run, second: spanax.Run) -> None:

@@ -147,8 +147,8 @@ CHANGED: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("how", CHANGED)
 def test_what_changes_the_computation_is_listed(before: Computation, how: str) -> None:
     asked, expected = CHANGED[how]
-    found = computed(**asked).differences(before)
-    assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+    problems = computed(**asked).differences(before)
+    assert len(problems) == len(expected) and all(map(str.startswith, problems, expected)), problems
 
 
 def scanned(step: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -216,11 +216,11 @@ def test_a_train_step_counts_with_its_optimizer() -> None:
         optimizer.update(model, grads)
         return {"loss": value} | metrics
 
-    def own(rate: float) -> Computation:
+    def local(rate: float) -> Computation:
         return spanax.trace(build=Net, train_step=train_step, optimizer=optax.sgd(rate), batch=BATCH).computation
 
-    assert own(0.1) == own(0.1)
-    assert own(0.1).differences(own(0.2))[0] == "the state after a step"
+    assert local(0.1) == local(0.1)
+    assert local(0.1).differences(local(0.2))[0] == "the state after a step"
 
 
 def test_the_record_is_plain_and_complete(before: Computation) -> None:

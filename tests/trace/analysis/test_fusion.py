@@ -11,7 +11,7 @@ from spanax.trace.analysis.fusion import Kept, accesses, memory_plan
 from spanax.trace.jaxpr.graph import Graph
 
 
-def kept(function: Any, *shapes: Any) -> tuple[Graph, Kept]:
+def memory_traffic(function: Any, *shapes: Any) -> tuple[Graph, Kept]:
     graph = graph_of(function, *shapes)
     return graph, Kept(graph, graph.body)
 
@@ -23,8 +23,8 @@ def made_by(graph: Graph, name: str, which: int = 0) -> int:
 
 def traffic(graph: Graph) -> tuple[dict[int, tuple[int, int]], int]:
     """Value -> (writes, reads) of the outermost body, and its kernels."""
-    found, num_kernels = accesses(graph, graph.body)
-    return {access.value: (access.writes, access.reads) for access in found}, num_kernels
+    result, num_kernels = accesses(graph, graph.body)
+    return {access.value: (access.writes, access.reads) for access in result}, num_kernels
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
@@ -34,83 +34,83 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def test_a_chain_is_one_kernel_and_keeps_only_its_ends() -> None:
-    graph, found = kept(lambda x: jnp.exp(x) * 2 + 1, (8, 4))
+    graph, result = memory_traffic(lambda x: jnp.exp(x) * 2 + 1, (8, 4))
     (x,), (out,) = graph.body.inputs, graph.body.outputs
-    assert found.kept == {x, out} and found.written == {out}
+    assert result.kept == {x, out} and result.written == {out}
     assert traffic(graph) == ({x: (0, 1), out: (1, 0)}, 1)
 
 
 def test_softmax_between_matmuls_reads_its_scores_once() -> None:
-    graph, found = kept(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (8, 4), (16, 4), (16, 4))
+    graph, result = memory_traffic(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, (8, 4), (16, 4), (16, 4))
     scores, weights = made_by(graph, "dot_general"), made_by(graph, "div")
-    assert found.kept == {*graph.body.inputs, scores, weights, *graph.body.outputs}
+    assert result.kept == {*graph.body.inputs, scores, weights, *graph.body.outputs}
     assert traffic(graph) == ({scores: (0, 1), weights: (1, 0)}, 1)
 
 
 def test_a_norm_along_the_last_dim_is_one_kernel() -> None:
-    graph, found = kept(layer_norm, (8, 16), (16,), (16,))
+    graph, result = memory_traffic(layer_norm, (8, 16), (16,), (16,))
     (out,) = graph.body.outputs
-    assert found.kept == {*graph.body.inputs, out}
+    assert result.kept == {*graph.body.inputs, out}
     assert traffic(graph) == ({**dict.fromkeys(graph.body.inputs, (0, 1)), out: (1, 0)}, 1)
 
 
 def test_bias_and_gelu_between_matmuls_are_one_kernel() -> None:
-    graph, found = kept(lambda x, w, b, u: jax.nn.gelu(x @ w + b) @ u, (8, 4), (4, 16), (16,), (16, 4))
+    graph, result = memory_traffic(lambda x, w, b, u: jax.nn.gelu(x @ w + b) @ u, (8, 4), (4, 16), (16,), (16, 4))
     before, after = made_by(graph, "dot_general"), made_by(graph, "mul", -1)
-    assert found.kept == {*graph.body.inputs, before, after, *graph.body.outputs}
+    assert result.kept == {*graph.body.inputs, before, after, *graph.body.outputs}
     assert traffic(graph) == ({graph.body.inputs[2]: (0, 1), before: (0, 1), after: (1, 0)}, 1)
 
 
 def test_a_matmul_that_reads_a_value_another_kernel_made_is_not_fused_with_it() -> None:
-    graph, found = kept(lambda x, w: jnp.exp(jnp.exp(x) @ w), (8, 4), (4, 4))
+    graph, result = memory_traffic(lambda x, w: jnp.exp(jnp.exp(x) @ w), (8, 4), (4, 4))
     first, second = (made_by(graph, "exp", at) for at in (0, 1))
-    assert {first, second} <= found.written
-    assert found.level[first] < found.level[made_by(graph, "dot_general")] == found.level[second]
+    assert {first, second} <= result.written
+    assert result.level[first] < result.level[made_by(graph, "dot_general")] == result.level[second]
     assert traffic(graph)[1] == 2
 
 
 @pytest.mark.parametrize(("axis", "ends"), [(0, True), (1, False), ((0, 1), True), (None, True)])
 def test_a_reduction_ends_a_kernel_unless_it_runs_along_the_last_dims(axis: Any, ends: bool) -> None:
-    graph, found = kept(lambda x: jnp.exp(x - x.sum(axis, keepdims=True)), (8, 4))
+    graph, result = memory_traffic(lambda x: jnp.exp(x - x.sum(axis, keepdims=True)), (8, 4))
     total = made_by(graph, "reduce_sum")
-    assert (total in found.kept) == ends
-    assert found.level[made_by(graph, "exp")] == ends
+    assert (total in result.kept) == ends
+    assert result.level[made_by(graph, "exp")] == ends
 
 
 def test_what_two_kernels_read_is_kept_where_that_is_smaller_than_what_it_is_made_of() -> None:
     def twice(make: Any) -> Any:
         return lambda x, y, w: (lambda both: (jnp.sin(both), jnp.sin(jnp.cos(both) @ w) * both))(make(x, y))
 
-    graph, found = kept(twice(lambda x, y: x + y), (8, 4), (8, 4), (4, 4))
+    graph, result = memory_traffic(twice(lambda x, y: x + y), (8, 4), (8, 4), (4, 4))
     both = made_by(graph, "add")
-    assert both in found.written and found.sources(both) == set(graph.body.inputs[:2])
+    assert both in result.written and result.sources(both) == set(graph.body.inputs[:2])
     assert traffic(graph)[0][both] == (1, 1)
-    graph, found = kept(twice(lambda x, y: x + 1), (8, 4), (8, 4), (4, 4))
-    assert made_by(graph, "add") not in found.kept
+    graph, result = memory_traffic(twice(lambda x, y: x + 1), (8, 4), (8, 4), (4, 4))
+    assert made_by(graph, "add") not in result.kept
 
 
 def test_views_are_the_value_they_show() -> None:
-    graph, found = kept(lambda x, w: x.reshape(4, 2, 4).transpose(1, 0, 2).reshape(8, 4) @ w, (8, 4), (4, 4))
+    graph, result = memory_traffic(lambda x, w: x.reshape(4, 2, 4).transpose(1, 0, 2).reshape(8, 4) @ w, (8, 4), (4, 4))
     x, w = graph.body.inputs
     for op in graph.body.ops[:-1]:
-        assert found.of(op.outputs[0]) == x
-    assert found.kept == {x, w, *graph.body.outputs} and traffic(graph) == ({}, 0)
-    assert found.of(graph.body.outputs[0]) == graph.body.outputs[0]
+        assert result.of(op.outputs[0]) == x
+    assert result.kept == {x, w, *graph.body.outputs} and traffic(graph) == ({}, 0)
+    assert result.of(graph.body.outputs[0]) == graph.body.outputs[0]
 
 
 def test_a_view_of_what_is_only_in_a_kernel_keeps_it_for_the_matmul() -> None:
-    graph, found = kept(lambda x, w: jnp.exp(x).T @ w, (4, 8), (4, 4))
-    made = made_by(graph, "exp")
-    assert made in found.written and found.of(made_by(graph, "transpose")) == made
+    graph, result = memory_traffic(lambda x, w: jnp.exp(x).T @ w, (4, 8), (4, 4))
+    built = made_by(graph, "exp")
+    assert built in result.written and result.of(made_by(graph, "transpose")) == built
 
 
 def test_last_reads() -> None:
-    graph, found = kept(lambda x, w: jnp.exp(jnp.sin(x @ w)) @ w, (8, 4), (4, 4))
+    graph, result = memory_traffic(lambda x, w: jnp.exp(jnp.sin(x @ w)) @ w, (8, 4), (4, 4))
     x, w = graph.body.inputs
     first, second = (made_by(graph, "dot_general", at) for at in (0, 1))
     names = [op.name for op in graph.body.ops]
     assert names == ["dot_general", "sin", "exp", "dot_general"]
-    last = found.last_reads(graph.body.ops)
+    last = result.last_reads(graph.body.ops)
     assert (last[x], last[w]) == (0, 3)
     # Read by `sin`, but needed until the kernel that ends with `exp` is through.
     assert last[first] == 2
@@ -119,26 +119,26 @@ def test_last_reads() -> None:
 
 
 def test_a_view_holds_what_it_shows() -> None:
-    graph, found = kept(lambda x, w: (lambda v: (jnp.sin(x), v @ w))(x.T), (4, 8), (4, 4))
+    graph, result = memory_traffic(lambda x, w: (lambda v: (jnp.sin(x), v @ w))(x.T), (4, 8), (4, 4))
     names = [op.name for op in graph.body.ops]
-    assert found.last_reads(graph.body.ops)[graph.body.inputs[0]] == len(names) - 1 == names.index("dot_general")
+    assert result.last_reads(graph.body.ops)[graph.body.inputs[0]] == len(names) - 1 == names.index("dot_general")
 
 
 def test_every_body_has_a_plan_and_what_it_keeps_is_there() -> None:
     traced = small_gpt().step
     bodies = memory_plan(traced.graph)
     assert traced.graph.body in bodies and len(bodies) == 1 + sum(len(op.bodies) for op in traced.graph.ops())
-    for body, found in bodies.items():
+    for body, result in bodies.items():
         inside = {*body.inputs, *(value for op in body.ops for value in op.outputs), *traced.graph.constants}
-        assert {*body.inputs, *map(found.of, body.outputs)} <= found.kept <= inside
+        assert {*body.inputs, *map(result.of, body.outputs)} <= result.kept <= inside
         # A kernel can be run: all it reads was kept before it.
-        for value in found.written:
-            assert found.sources(value) <= found.kept
-            assert all(found.level[source] <= found.level[value] for source in found.sources(value))
+        for value in result.written:
+            assert result.sources(value) <= result.kept
+            assert all(result.level[source] <= result.level[value] for source in result.sources(value))
 
 
 def test_a_sum_that_must_be_whole_first_ends_a_kernel() -> None:
-    graph, found = kept(lambda x: jnp.exp(x - x.sum(0)), (8, 4))
+    graph, result = memory_traffic(lambda x: jnp.exp(x - x.sum(0)), (8, 4))
     (x,), (out,), total = graph.body.inputs, graph.body.outputs, made_by(graph, "reduce_sum")
-    assert found.kept == {x, total, out}
+    assert result.kept == {x, total, out}
     assert traffic(graph) == ({x: (0, 2), total: (1, 1), out: (1, 0)}, 2)

@@ -27,10 +27,10 @@ def moved(program: Program, layout: str, mesh: str, **how: bool) -> dict[tuple[s
 def test_sums_that_meet_are_summed_once() -> None:
     """Of query, key and value two are saved in each layer, of gate and up one; half of the batch at a time."""
     program, config = zoo_program("llama"), zoo.LLAMA
-    one = 16 // 2 * config.seq_len * config.embed_dim * 4
+    item = 16 // 2 * config.seq_len * config.embed_dim * 4
     apart = moved(program, "tensor", "data=2,model=4")
     joined = moved(program, "tensor", "data=2,model=4", adds_first=True)
-    assert apart["all-reduce", "model"] - joined["all-reduce", "model"] == config.num_layers * (2 + 1) * one
+    assert apart["all-reduce", "model"] - joined["all-reduce", "model"] == config.num_layers * (2 + 1) * item
     assert {key: size for key, size in apart.items() if key != ("all-reduce", "model")} == {
         key: size for key, size in joined.items() if key != ("all-reduce", "model")
     }
@@ -81,7 +81,7 @@ def test_of_one_leaf_alone() -> None:
     )
     assert apart - joined == size
     for leaf, saved in (("embed.kernel", size), ("body.kernel", 0)):
-        only = program.step.leaf_aliases([one.path for one in program.leaves].index(leaf))
+        only = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(leaf))
         of_leaf = [
             count_terms(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"]
             for adds in (False, True)

@@ -43,14 +43,14 @@ def program(name: str) -> Program:
     return spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
 
 
-def named(found: Program, routing: Routing) -> tuple[list[list[str]], list[list[str]]]:
+def named(program: Program, routing: Routing) -> tuple[list[list[str]], list[list[str]]]:
     """The names of what experts compute, and of the weights that choose them."""
-    names = found.step.axes.names
+    names = program.step.axes.names
     inside, scoring = (
         sorted({tuple(sorted(names.get(label, "?") for label in key)) for key in keys})
         for keys in (routing.inside, routing.scoring)
     )
-    return [list(one) for one in inside], [list(one) for one in scoring]
+    return [list(item) for item in inside], [list(item) for item in scoring]
 
 
 ROUTER = ["embed", "experts"]
@@ -66,14 +66,14 @@ ROUTER = ["embed", "experts"]
     ],
 )
 def test_what_experts_compute(name: str, inside: list[list[str]], scoring: list[list[str]]) -> None:
-    found = program(name)
-    (first, *_) = [one for one in found.step.routings.values() if one.inside]
-    assert named(found, first) == (inside, scoring)
+    result = program(name)
+    (first, *_) = [routing for routing in result.step.routings.values() if routing.inside]
+    assert named(result, first) == (inside, scoring)
 
 
 @pytest.mark.parametrize(("name", "counts"), [("moe", True), ("mixtral", True), ("dropless", False), ("pooled", True)])
 def test_of_each_number_of_a_token_there_are_as_many_as_it_has_places(name: str, counts: bool) -> None:
-    (routing, *_) = [one for one in program(name).step.routings.values() if one.inside]
+    (routing, *_) = [routing for routing in program(name).step.routings.values() if routing.inside]
     sent = routing.num_sent + routing.num_pooled
     assert (sent > 0) == (routing.num_tokens > 0) == counts
     assert (routing.num_pooled > 0) == (name == "pooled")
@@ -81,8 +81,8 @@ def test_of_each_number_of_a_token_there_are_as_many_as_it_has_places(name: str,
 
 def test_scores_alone_are_left_where_the_tokens_are() -> None:
     routings = program("moe").step.routings.values()  # the router's classes are not those of the experts
-    of_scores = [one for one in routings if not one.has_experts]
-    assert len(of_scores) == 2 and all(one.scoring and one.is_sent(2, 1) for one in of_scores)
+    of_scores = [routing for routing in routings if not routing.has_experts]
+    assert len(of_scores) == 2 and all(score.scoring and score.is_sent(2, 1) for score in of_scores)
 
 
 def test_experts_that_no_matmul_shows_are_not_sent_to() -> None:

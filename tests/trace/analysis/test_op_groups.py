@@ -48,12 +48,12 @@ def counted(graph: Graph) -> Counter[str]:
     """How often each operation runs, by going through the loops."""
 
     def of(body: Body, times: int) -> Counter[str]:
-        found = Counter[str]()
+        counts = Counter[str]()
         for op in body.ops:
-            found[op.name] += times
+            counts[op.name] += times
             for inner in op.bodies:
-                found += of(inner, times * (op.params["length"] if op.name == "scan" else 1))
-        return found
+                counts += of(inner, times * (op.params["length"] if op.name == "scan" else 1))
+        return counts
 
     return of(graph.body, 1)
 
@@ -88,10 +88,10 @@ def test_full_remat_adds_the_forward_pass_of_a_layer_but_for_its_last_matmul(sca
 @pytest.mark.parametrize("remat", [True, False])
 def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) -> None:
     program = small_gpt(scan_layers=scan, remat=remat)
-    found = Counter[str]()
+    counts = Counter[str]()
     for kind in program.step.op_groups:
-        found[kind.op.name] += kind.runs
-    assert found == counted(program.step.graph)
+        counts[kind.op.name] += kind.runs
+    assert counts == counted(program.step.graph)
 
 
 def test_what_is_alike_is_one_kind() -> None:
@@ -156,7 +156,7 @@ def test_nothing_ever_moves_for_an_inert_operation(name: str, layout: str, mesh:
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
     resolver = resolver_of(program, plan)
     constraints, graph = resolver.constraints(program.step), program.step.graph
-    bits = {axis: 1 << at for at, axis in enumerate(plan.mesh.names)}
+    bits = {axis: 1 << index for index, axis in enumerate(plan.mesh.names)}
 
     def masks(value: int) -> tuple[int, ...]:
         constraint = constraints[value]
@@ -210,10 +210,10 @@ def test_a_convolution_and_its_gradients_have_the_same_flops(
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.square(convolve(x, w, strides=strides, groups=groups)).sum()
 
-    found = all_flops(jax.grad(loss, (0, 1)), (4, 8, 8, channels), (window, window, channels // groups, features))
+    result = all_flops(jax.grad(loss, (0, 1)), (4, 8, 8, channels), (window, window, channels // groups, features))
     # The first and the last of 8 places miss one of 3 numbers; of every second place only the last does.
     met = {(3, 1): 8 * 3 - 2, (3, 2): 4 * 3 - 1, (1, 1): 8}[window, strides]
-    assert found == 3 * [2 * 4 * met**2 * (channels // groups) * features]
+    assert result == 3 * [2 * 4 * met**2 * (channels // groups) * features]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,8 @@ def test_flops_of_a_ragged_matmul_and_its_gradients() -> None:
         return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
 
     M, K, N, G = 24, 5, 7, 4
-    found = all_flops(jax.grad(loss, (0, 1)), (M, K), (G, K, N), array(G, dtype="int32"))
-    assert found == 3 * [2 * M * K * N]
+    result = all_flops(jax.grad(loss, (0, 1)), (M, K), (G, K, N), array(G, dtype="int32"))
+    assert result == 3 * [2 * M * K * N]
 
 
 def test_dims_of_the_gradient_of_ragged_weights_follow_its_groups() -> None:
@@ -258,9 +258,9 @@ def test_an_moe_computes_its_slots_and_not_every_expert_for_every_token() -> Non
     graph, E = program.step.graph, config.num_experts
     slots = math.ceil(config.capacity_factor * config.experts_per_token * config.seq_len / E)
     weights = (E, config.embed_dim, config.mlp_dim), (E, config.mlp_dim, config.embed_dim)
-    found = sum(
+    result = sum(
         kind.runs * contraction_flops(graph, kind.op)
         for kind in matmuls(program)
         if kind.phase == Phase.FORWARD and any(graph.shape(value) in weights for value in kind.op.inputs[:2])
     )
-    assert found == config.num_layers * 3 * 2 * B * E * slots * config.embed_dim * config.mlp_dim
+    assert result == config.num_layers * 3 * 2 * B * E * slots * config.embed_dim * config.mlp_dim

@@ -21,10 +21,10 @@ def test_everything_runs_once_and_after_what_it_needs(name: str) -> None:
     traced = zoo_program(name).step
     for body, ops in traced.order.items():
         assert sorted(map(id, ops)) == sorted(map(id, body.ops))
-        made = {value for op in body.ops for value in op.outputs}
+        built = {value for op in body.ops for value in op.outputs}
         for op in ops:
-            assert not made.intersection(op.inputs)
-            made.difference_update(op.outputs)
+            assert not built.intersection(op.inputs)
+            built.difference_update(op.outputs)
 
 
 class Tower(nnx.Module):
@@ -51,8 +51,8 @@ def tower(optimizer: optax.GradientTransformation) -> StepAnalysis:
 def made_at(traced: StepAnalysis, body: Body, shape: tuple[int, ...]) -> list[int]:
     """Where matmuls with a result of this shape run."""
     ops: tuple[Op, ...] = traced.order[body]
-    made = [op.name == "dot_general" and traced.graph.shape(op.outputs[0]) == shape for op in ops]
-    return [at for at, is_made in enumerate(made) if is_made]
+    built = [op.name == "dot_general" and traced.graph.shape(op.outputs[0]) == shape for op in ops]
+    return [index for index, is_made in enumerate(built) if is_made]
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))])

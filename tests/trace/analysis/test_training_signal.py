@@ -56,7 +56,7 @@ def step_of(loss: Any) -> Any:
     return train_step
 
 
-def found(loss: Any = None, build: Any = Model, optimizer: Any = None, **options: Any) -> dict[Flaw, list[str]]:
+def flaws_of(loss: Any = None, build: Any = Model, optimizer: Any = None, **options: Any) -> dict[Flaw, list[str]]:
     if "train_step" not in options:
         options["loss"] = loss
     program = spanax.trace(build=build, optimizer=optimizer or optax.adamw(0.1), batch=BATCH, **options)
@@ -93,15 +93,15 @@ CASES: dict[str, tuple[Any, set[Flaw]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_flaw_of_a_loss_is_listed_and_nothing_else(name: str, microbatches: int) -> None:
     loss, expected = CASES[name]
-    result = found(loss, microbatches=microbatches)
+    result = flaws_of(loss, microbatches=microbatches)
     result.pop(Flaw.UNUSED, None)
     assert {*result} == expected
 
 
 def test_paths_are_those_of_the_parameters_concerned() -> None:
     loss = CASES["a gradient cut inside"][0]
-    assert found(loss) == {Flaw.NO_GRADIENT_IN_PART: ["encoder.bias"], **UNUSED}
-    assert found(mean_square) == UNUSED
+    assert flaws_of(loss) == {Flaw.NO_GRADIENT_IN_PART: ["encoder.bias"], **UNUSED}
+    assert flaws_of(mean_square) == UNUSED
 
 
 def test_parameters_outside_wrt_are_not_expected_to_learn() -> None:
@@ -113,20 +113,20 @@ def test_parameters_outside_wrt_are_not_expected_to_learn() -> None:
             return self.layer(x)
 
     lora = lambda model: nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.LoRAParam)  # noqa: E731
-    assert found(mean_square, Tuned, lora) == {}
+    assert flaws_of(mean_square, Tuned, lora) == {}
 
 
 def test_layers_in_a_scan_and_under_remat_learn() -> None:
     build = lambda rngs: spanax.Stack(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 3, rngs=rngs)  # noqa: E731
     for policy in (None, "full"):
-        assert found(mean_square, build, remat=policy) == {}
+        assert flaws_of(mean_square, build, remat=policy) == {}
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_steps_of_ones_own(jit: bool) -> None:
     wrap = nnx.jit if jit else lambda step: step
-    assert found(train_step=wrap(step_of(mean_square))) == {}
+    assert flaws_of(train_step=wrap(step_of(mean_square))) == {}
     constant = lambda model, x: jnp.float32(3.0) + 0 * x.sum()  # noqa: E731
-    assert found(train_step=wrap(step_of(constant))) == {Flaw.NO_BATCH: [""]}
+    assert flaws_of(train_step=wrap(step_of(constant))) == {Flaw.NO_BATCH: [""]}
     masked = step_of(CASES["a mask by nnx.Rngs(0)"][0])
-    assert found(train_step=wrap(masked)) == {Flaw.SAME_NUMBERS: [""]}
+    assert flaws_of(train_step=wrap(masked)) == {Flaw.SAME_NUMBERS: [""]}

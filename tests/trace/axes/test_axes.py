@@ -38,13 +38,13 @@ def program(name: str, size: int) -> Program:
 def misnamed(traced: StepAnalysis, name: str, size: int) -> list[str]:
     """Dims divisible by a size that are not called by this name, and others that are."""
     makers = {value: op.name for op in traced.graph.ops() for value in op.outputs}
-    found = []
+    result = []
     for value in range(len(traced.graph.avals)):
         shape, names = traced.graph.shape(value), traced.axes.of(value)
         for dim, length in enumerate(shape):
             if (length > 0 and length % size == 0) != (names[dim] == name):
-                found.append(f"{makers.get(value, 'input')} {shape}[{dim}] is {names[dim]}")
-    return sorted(set(found))
+                result.append(f"{makers.get(value, 'input')} {shape}[{dim}] is {names[dim]}")
+    return sorted(set(result))
 
 
 # 11 divides nothing in the models; but a scan over 24 steps by halves meets 11, and not 13.
@@ -86,8 +86,8 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
     batch = {"inputs": ids, "targets": ids}
     traced = spanax.trace(build=lambda rngs: gpt.GPT(config, rngs), optimizer=zoo.ADAMW, batch=batch, loss=gpt.loss)
     leaves = [leaf for leaf in traced.leaves for size, axis in zip(leaf.shape, leaf.axes, strict=True) if axis == name]
-    wanted = [leaf for leaf in traced.leaves for size in leaf.shape if size == 11]
-    assert leaves == wanted and wanted
+    expected = [leaf for leaf in traced.leaves for size in leaf.shape if size == 11]
+    assert leaves == expected and expected
 
 
 def test_a_rule_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,11 @@ def table(traced: Program) -> str:
 
 @pytest.mark.parametrize("name", MAIN)
 def test_names_are_the_golden_ones(name: str) -> None:
-    found, golden = table(program(name, 11)), GOLDEN / f"{name}.txt"
+    result, golden = table(program(name, 11)), GOLDEN / f"{name}.txt"
     if os.environ.get("SPANAX_GOLDEN") == "update":
         golden.parent.mkdir(exist_ok=True)
-        golden.write_text(found)
-    assert found == golden.read_text()
+        golden.write_text(result)
+    assert result == golden.read_text()
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -152,10 +152,10 @@ def test_evaluation_numbers_the_classes_of_the_model_like_the_step(name: str) ->
     """The resolver knows classes by number, and the evaluation is another graph."""
     traced = program(name, 13 if name == "ssm" else 11)
     assert traced.evaluation is not None
-    for at, leaf in enumerate((*traced.leaves, *traced.batch)):
+    for index, leaf in enumerate((*traced.leaves, *traced.batch)):
         if leaf.kind != "optimizer":
             step, evaluation = (
-                part.axes.classes[part.graph.body.inputs[at]] for part in (traced.step, traced.evaluation)
+                part.axes.classes[part.graph.body.inputs[index]] for part in (traced.step, traced.evaluation)
             )
             assert step == evaluation, leaf.path
 

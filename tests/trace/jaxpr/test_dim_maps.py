@@ -86,7 +86,7 @@ def clipped(x: Any, y: Any) -> Any:
     return jnp.sin(x) * y
 
 
-clipped.defvjp(lambda x, y: (clipped(x, y), (x, y)), lambda kept, g: (g * jnp.cos(kept[0]) * kept[1], g))
+clipped.defvjp(lambda x, y: (clipped(x, y), (x, y)), lambda retained, g: (g * jnp.cos(retained[0]) * retained[1], g))
 
 X, V, COUNT = f32(4, 4), f32(4), i32(4)
 IMAGE, CUBE = f32(4, 8, 8, 4), f32(4, 4, 4)
@@ -336,13 +336,13 @@ def test_wrappings_are_looked_into() -> None:
     doubled = jax.custom_batching.custom_vmap(lambda x: 2 * x)
     doubled.def_vmap(lambda size, is_batched, x: (2 * x, is_batched[0]))
     named = lax.composite(lambda x: jnp.sin(x), "my.sine")
-    found = dims_of(lambda x: named(doubled(x)), f32(8, 5))
-    assert not found.unknown and joined(found) == "ab->ab"
+    result = dims_of(lambda x: named(doubled(x)), f32(8, 5))
+    assert not result.unknown and joined(result) == "ab->ab"
 
 
 def test_of_a_linear_solve_only_the_solution_is_left() -> None:
-    found = dims_of(jnp.linalg.solve, f32(8, 5, 5), f32(8, 5, 2))
-    assert not found.unknown and joined(found) == "abc,ade->afg"
+    result = dims_of(jnp.linalg.solve, f32(8, 5, 5), f32(8, 5, 2))
+    assert not result.unknown and joined(result) == "abc,ade->afg"
 
 
 def turned(function: Callable[..., Any], *args: Any) -> Dims:
@@ -368,14 +368,14 @@ def test_a_loop_over_parts_of_anything_else_leaves_the_parts_to_be_split() -> No
     assert joined(turned(lambda _, x: in_parts(x), f32(5), f32(48, 3))) == "a,bc->bdc"
 
 
-@pytest.mark.parametrize(("size", "found"), [(48, "ab->ab"), (12, "ab->ab")])
-def test_examples_drawn_from_the_batch_are_examples(size: int, found: str) -> None:
+@pytest.mark.parametrize(("size", "result"), [(48, "ab->ab"), (12, "ab->ab")])
+def test_examples_drawn_from_the_batch_are_examples(size: int, result: str) -> None:
     def draw(x: Any) -> Any:
         if size == 12:
             return lax.dynamic_slice_in_dim(x, jnp.argmax(x[0]), 12)
         return x[jax.random.permutation(jax.random.key(0), 48)]
 
-    assert joined(turned(draw, f32(48, 3))) == found
+    assert joined(turned(draw, f32(48, 3))) == result
 
 
 def test_what_is_drawn_into_known_places_is_not_an_example() -> None:

@@ -29,23 +29,23 @@ def by_own_step() -> Program:
 def test_every_parameter_has_its_gradient(name: str) -> None:
     program = zoo_program(name)
     recorded = program.with_gradients()
-    kept = {leaf.path.removeprefix(PREFIX): leaf for leaf in recorded.leaves if leaf.path.startswith(PREFIX)}
-    assert kept.keys() == {leaf.path for leaf in program.leaves if leaf.kind == "param"}
+    retained = {leaf.path.removeprefix(PREFIX): leaf for leaf in recorded.leaves if leaf.path.startswith(PREFIX)}
+    assert retained.keys() == {leaf.path for leaf in program.leaves if leaf.kind == "param"}
     axes = {leaf.path: leaf.axes for leaf in program.leaves}
-    assert all(leaf.axes == axes[path] and leaf.kind == "optimizer" for path, leaf in kept.items())
+    assert all(leaf.axes == axes[path] and leaf.kind == "optimizer" for path, leaf in retained.items())
 
 
-@pytest.mark.parametrize("made", [lambda: zoo_program("mlp"), by_own_step], ids=["loss", "train_step"])
-def test_they_are_the_gradients(made, devices: list[jax.Device]) -> None:
-    recorded = made().with_gradients()
+@pytest.mark.parametrize("built", [lambda: zoo_program("mlp"), by_own_step], ids=["loss", "train_step"])
+def test_they_are_the_gradients(built, devices: list[jax.Device]) -> None:
+    recorded = built().with_gradients()
     run = spanax.start(recorded, spanax.plan(recorded, spanax.cluster("cpu:1"), layout="data"))
     model, batch = run.model(), zoo.ZOO["mlp"].batch(16)
     run.step(batch)
-    found = run.arrays("optimizer")
-    _, wanted = nnx.value_and_grad(zoo.squared_error)(model, batch)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(wanted)))[0]:
+    result = run.arrays("optimizer")
+    _, expected = nnx.value_and_grad(zoo.squared_error)(model, batch)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(expected)))[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        np.testing.assert_allclose(found[PREFIX + name], leaf, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(result[PREFIX + name], leaf, rtol=1e-5, atol=1e-7)
 
 
 def test_policy_and_parts_and_names_are_kept() -> None:

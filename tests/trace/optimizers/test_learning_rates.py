@@ -93,11 +93,11 @@ def test_a_skipped_step_does_not_move_the_rate_of_a_workload(tmp_path: Path) -> 
         build=build, batch={"x": jax.ShapeDtypeStruct((16, 8), "float32")},
         loss=lambda model, batch: mean_square(model, batch["x"]), optimizer=adamw, source=batches,
     )  # fmt: skip
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
     config = TrainConfig(
         workload="mine", layout="data", steps=4, lr=1e-2, on_bad_step="skip", out=str(tmp_path / "run")
     )
-    train(lambda **_: workload, config, jax.devices()[:2], told.append)
-    rates = [event["learning_rate"] for event in told if event["event"] == "step"]
+    train(lambda **_: workload, config, jax.devices()[:2], reported.append)
+    rates = [event["learning_rate"] for event in reported if event["event"] == "step"]
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 1, 4, end_value=1e-3)
     np.testing.assert_allclose(rates, [schedule(count) for count in (0, 1, 1, 2)], rtol=1e-6)

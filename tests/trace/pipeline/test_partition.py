@@ -46,10 +46,10 @@ def test_lookups_are_in_front_the_loss_is_in_the_head_and_their_gradient_is_the_
 def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pieces: PipelinePartition) -> None:
     shapes = {}
     graph = traced().step.graph
-    for one in pieces.sums:
-        shape = graph.shape(pieces.loop.body.inputs[pieces.loop.num_consts + one.index])
-        shapes.setdefault(tuple(sorted(one.parts)), []).append(shape)
-        assert one.is_rows == (shape[0] == 4 and set(one.parts) == {"layers"})
+    for item in pieces.sums:
+        shape = graph.shape(pieces.loop.body.inputs[pieces.loop.num_consts + item.index])
+        shapes.setdefault(tuple(sorted(item.parts)), []).append(shape)
+        assert item.is_rows == (shape[0] == 4 and set(item.parts) == {"layers"})
     assert shapes["end", "head"] == [(32, 16)]
     assert shapes["end",] == [(8, 16)]
     assert len(shapes["layers",]) == 12 and len(shapes["head",]) == 2
@@ -67,15 +67,15 @@ def test_counts_move_on_with_their_layers_or_in_front() -> None:
 
 
 def test_what_is_cast_for_all_layers_is_cast_before_the_loop() -> None:
-    found = pipeline_partition(traced("bfloat16", "full").step, 4)
-    assert set(names(found.prepared_ops)) == {"convert_element_type"} and len(found.rows) >= 12
-    assert {tuple(sorted(one.parts)) for one in found.sums} == {("layers",), ("end", "head"), ("end",), ("head",)}
+    partition = pipeline_partition(traced("bfloat16", "full").step, 4)
+    assert set(names(partition.prepared_ops)) == {"convert_element_type"} and len(partition.rows) >= 12
+    assert {tuple(sorted(item.parts)) for item in partition.sums} == {("layers",), ("end", "head"), ("end",), ("head",)}
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_half_a_way_back_is_half_the_matmuls(remat: str | None) -> None:
-    found = pipeline_partition(traced(remat=remat).step, 4)
-    two = split_backward(found.backward)
+    partition = pipeline_partition(traced(remat=remat).step, 4)
+    two = split_backward(partition.backward)
     again = 5 if remat else 0  # qkv, scores, weighted values, the projection of heads, up
     first, second = (names(ops).count("dot_general") for ops in (two.first, two.second))
     assert second == 4, "the gradients of four weights"
@@ -108,6 +108,6 @@ def test_what_reads_all_layers_weights_at_once_is_computed_before_the_loop() -> 
         accumulate="mean",
         loss=lambda model, x: (model(x) ** 2).mean() + 1e-2 * jnp.square(model.blocks.kernel[...]).sum(),
     )  # fmt: skip
-    found = pipeline_partition(program.step, 4)
-    assert "reduce_sum" in names(found.prepared_ops) and found.prepared
-    assert any("always" in one.parts for one in found.sums)
+    partition = pipeline_partition(program.step, 4)
+    assert "reduce_sum" in names(partition.prepared_ops) and partition.prepared
+    assert any("always" in item.parts for item in partition.sums)

@@ -60,7 +60,7 @@ def remats(graph: Graph) -> int:
     return sum(op.name in ("remat2", "checkpoint") for op in graph.ops())
 
 
-def kept(program: Program) -> list[tuple[int, ...]]:
+def stored_shapes(program: Program) -> list[tuple[int, ...]]:
     """The shapes that the forward loop over the layers stacks up for the way back."""
     graph = program.step.graph
     scan = next(op for op in graph.body.ops if op.name == "scan" and op.bodies)
@@ -69,7 +69,7 @@ def kept(program: Program) -> list[tuple[int, ...]]:
 
 
 def kept_bytes(program: Program) -> int:
-    return sum(4 * math.prod(shape) for shape in kept(program))
+    return sum(4 * math.prod(shape) for shape in stored_shapes(program))
 
 
 # What is kept, and what it costs
@@ -80,19 +80,21 @@ def test_a_policy_says_what_a_scanned_layer_keeps(remat: bool) -> None:
     """Also where the model has a remat of its own, which each policy takes the place of."""
     full, dots, none = (scanned(remat).with_remat(policy) for policy in ("full", "dots", "none"))
     carried = (L, B, T, D)
-    assert kept(full) == [carried]
+    assert stored_shapes(full) == [carried]
     qkv, up = (L, B, T, 3, zoo.GPT_SCAN.num_heads, D // zoo.GPT_SCAN.num_heads), (L, B, T, F)
-    assert sorted(kept(dots)) == sorted([carried, qkv, carried, up])  # what enters, and three of the four dense layers
+    assert sorted(stored_shapes(dots)) == sorted(
+        [carried, qkv, carried, up]
+    )  # what enters, and three of the four dense layers
     assert kept_bytes(none) > 3 * kept_bytes(dots) > 20 * kept_bytes(full)
-    assert kept(scanned(remat)) == kept(full if remat else none)
+    assert stored_shapes(scanned(remat)) == stored_shapes(full if remat else none)
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_what_is_not_kept_is_computed_again_and_only_that(remat: bool) -> None:
-    found = {name: count(scanned(remat).with_remat(name).step.graph, "dot_general") for name in POLICIES}
+    result = {name: count(scanned(remat).with_remat(name).step.graph, "dot_general") for name in POLICIES}
     once = 3 * (L * FORWARD + HEAD)  # a matmul forward has two on the way back
     # The last of a block, `down`, is only added to what enters the next one: no gradient asks for it.
-    assert found == {
+    assert result == {
         "none": once,
         "dots": once + L * 2,  # scores and mixture, which have batch dims
         "full": once + L * (FORWARD - 1),
@@ -164,7 +166,7 @@ def tripled(w: Any, x: Any) -> Any:
     return run(w, x)
 
 
-tripled.defvjp(lambda w, x: (tripled(w, x), (w, x)), lambda kept, g: (3 * g * kept[0], g * kept[1]))
+tripled.defvjp(lambda w, x: (tripled(w, x), (w, x)), lambda retained, g: (3 * g * retained[0], g * retained[1]))
 
 PLACES: dict[str, tuple[Callable[..., Any], int]] = {
     "in a call": (jax.jit(jax.jit(run)), 1),
@@ -193,9 +195,9 @@ def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
 
     for policy, expected in (("none", []), ("full", [2, 1]), ("dots", [2, 1])):
         graph = from_jaxpr(jax.make_jaxpr(rematerialized(chunked, policy))(W, X))
-        found = [op.params["policy"] for op in graph.ops() if op.bodies and op.name != "scan"]
-        assert len(found) == len(expected)
-        assert jax.checkpoint_policies.dots_saveable not in found
+        results = [op.params["policy"] for op in graph.ops() if op.bodies and op.name != "scan"]
+        assert len(results) == len(expected)
+        assert jax.checkpoint_policies.dots_saveable not in results
 
 
 def test_the_way_back_of_a_gradient_inside_the_loss_stays() -> None:
@@ -313,15 +315,15 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_refused_later() -> None:
-    own = traced(zoo.MLP, loss=None, train_step=lambda model, optimizer, batch: {})
+    local = traced(zoo.MLP, loss=None, train_step=lambda model, optimizer, batch: {})
     for program, policy, message in (
-        (own, "dots", "`remat` requires `loss`"),
+        (local, "dots", "`remat` requires `loss`"),
         (traced(zoo.MLP), "full", "no layer to rematerialize"),
         (traced(zoo.MLP), "ful", "did you mean 'full'"),
     ):
         with pytest.raises(spanax.SpanaxError, match=message):
             program.with_remat(policy)
-    assert own.remat == "as written" and own.with_remat(None) is own
+    assert local.remat == "as written" and local.with_remat(None) is local
 
 
 def test_a_workload_passes_the_policy_on() -> None:

@@ -38,7 +38,7 @@ WRITTEN: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 def gradients(function: Callable[..., Any], operands: Any) -> Any:
     weigh = jax.random.normal(jax.random.key(9), (B, T, H, K))
-    return jax.value_and_grad(lambda *given: (function(*given) * weigh).sum(), argnums=(0, 1, 2))(*operands)
+    return jax.value_and_grad(lambda *inputs: (function(*inputs) * weigh).sum(), argnums=(0, 1, 2))(*operands)
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_splash_has_the_numbers_of_the_model(name: str, interpreted: list[str]) 
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = ((B, T, H, K), (B, num_keys, heads, K), (B, num_keys, heads, K))
     operands = [jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=True)]
-    told: list[FusedAttention] = []
-    found = gradients(fuse_attention(function, "splash", told), operands)
-    assert interpreted == [FORWARD, BACKWARD] and str(told[0]).startswith("splash for 256 x")
-    for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(function, operands)), strict=True):
-        assert float(jnp.abs(one - wanted).max()) <= TOLERANCE * float(jnp.abs(wanted).max())
+    reported: list[FusedAttention] = []
+    actual = gradients(fuse_attention(function, "splash", reported), operands)
+    assert interpreted == [FORWARD, BACKWARD] and str(reported[0]).startswith("splash for 256 x")
+    for leaf, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(gradients(function, operands)), strict=True):
+        assert float(jnp.abs(leaf - expected).max()) <= TOLERANCE * float(jnp.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_a_step_by_a_kernel_is_that_of_the_model_on_every_mesh() -> None:
     def numbers(context: str, **asked: Any) -> list[float]:
         run = spanax.start(program, spanax.plan(program.with_context(context), spanax.cluster("cpu:8"), **asked))
         assert run.plan.schedule.context == context
-        told = run.step(batch)
-        return [float(told["loss"]), float(told["grad_norm"])]
+        metrics = run.step(batch)
+        return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
-    wanted = pytest.approx(numbers("gathered", layout="data"), rel=1e-5)
+    expected = pytest.approx(numbers("gathered", layout="data"), rel=1e-5)
     # Heads are split over model, the batch over fsdp; of a split sequence a kernel has all on every device.
-    assert numbers("splash", layout="fsdp+tensor", mesh="fsdp=4,model=2") == wanted
-    assert numbers("splash", layout="context", mesh="data=4,context=2") == wanted
+    assert numbers("splash", layout="fsdp+tensor", mesh="fsdp=4,model=2") == expected
+    assert numbers("splash", layout="context", mesh="data=4,context=2") == expected

@@ -29,60 +29,61 @@ NOUGHT = 1e-6
 Given = dict[str, Any]
 
 
-def plain(q: Any, k: Any, v: Any, given: Given) -> Any:
+def plain(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / q.shape[-1] ** 0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores.astype(jnp.float32), -jnp.inf))
     return jnp.einsum("bhqs,bshk->bqhk", weights.astype(q.dtype), v)
 
 
-def not_causal(q: Any, k: Any, v: Any, given: Given) -> Any:
+def not_causal(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     return jax.nn.dot_product_attention(q, k, v)
 
 
-def causal(q: Any, k: Any, v: Any, given: Given) -> Any:
+def causal(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def grouped(q: Any, k: Any, v: Any, given: Given) -> Any:
+def grouped(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], is_causal=True)
 
 
-def padded(q: Any, k: Any, v: Any, given: Given) -> Any:
+def padded(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     # Rows of the padding are masked altogether: their softmax is that of equal logits.
-    mask = nnx.combine_masks(nnx.make_causal_mask(given["x"]), nnx.make_attention_mask(given["real"], given["real"]))
+    mask = nnx.combine_masks(nnx.make_causal_mask(inputs["x"]), nnx.make_attention_mask(inputs["real"], inputs["real"]))
     return nnx.dot_product_attention(q, k, v, mask=mask)
 
 
-def masked(q: Any, k: Any, v: Any, given: Given) -> Any:
-    return nnx.dot_product_attention(q, k, v, mask=given["mask"])
+def masked(q: Any, k: Any, v: Any, inputs: Given) -> Any:
+    return nnx.dot_product_attention(q, k, v, mask=inputs["mask"])
 
 
-def biased(q: Any, k: Any, v: Any, given: Given) -> Any:
-    return nnx.dot_product_attention(q, k, v, bias=given["bias"])
+def biased(q: Any, k: Any, v: Any, inputs: Given) -> Any:
+    return nnx.dot_product_attention(q, k, v, bias=inputs["bias"])
 
 
-def sloped(q: Any, k: Any, v: Any, given: Given) -> Any:
+def sloped(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     at, slopes = jnp.arange(q.shape[1]), 2.0 ** -(jnp.arange(q.shape[2]) + 1.0)
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) - slopes[:, None, None] * (at[:, None] - at)
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(at[:, None] >= at, scores, -1e9)), v)
 
 
-def windowed(q: Any, k: Any, v: Any, given: Given) -> Any:
+def windowed(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     at = jnp.arange(q.shape[1])
     seen = (at[:, None] >= at) & (at[:, None] - at < 6)
     scores = jnp.tanh(jnp.einsum("bqhk,bshk->bhqs", q, k) / 5) * 5
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
 
 
-def pooled(q: Any, k: Any, v: Any, given: Given) -> Any:
+def pooled(q: Any, k: Any, v: Any, inputs: Given) -> Any:
     # Half as many keys as queries.
-    k, v = (one.reshape(one.shape[0], -1, 2, *one.shape[2:]).mean(2) for one in (k, v))
+    k, v = (item.reshape(item.shape[0], -1, 2, *item.shape[2:]).mean(2) for item in (k, v))
     return jax.nn.dot_product_attention(q, k, v)
 
 
 ATTENTIONS = {
-    one.__name__: one for one in (plain, not_causal, causal, grouped, padded, masked, biased, sloped, windowed, pooled)
+    item.__name__: item
+    for item in (plain, not_causal, causal, grouped, padded, masked, biased, sloped, windowed, pooled)
 }
 
 
@@ -96,10 +97,10 @@ class Block(nnx.Module):
         if attend is biased:
             self.bias = nnx.Param(jax.random.normal(rngs.params(), (1, HEADS, LENGTH, LENGTH)))
 
-    def __call__(self, x: Any, given: Given) -> Any:
+    def __call__(self, x: Any, inputs: Given) -> Any:
         h = self.norm(x)
-        given = given | ({"bias": self.bias[...]} if self.attend is biased else {})
-        x = x + self.out(self.attend(self.q(h), self.k(h), self.v(h), given))
+        inputs = inputs | ({"bias": self.bias[...]} if self.attend is biased else {})
+        x = x + self.out(self.attend(self.q(h), self.k(h), self.v(h), inputs))
         return x + self.down(jax.nn.gelu(self.up(x)))
 
 
@@ -108,8 +109,8 @@ class Model(nnx.Module):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.block, self.head = Block(attend, rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
-    def __call__(self, given: Given) -> Any:
-        return self.head(self.block(self.embed(given["x"]), given))
+    def __call__(self, inputs: Given) -> Any:
+        return self.head(self.block(self.embed(inputs["x"]), inputs))
 
 
 class Scanned(nnx.Module):
@@ -117,8 +118,8 @@ class Scanned(nnx.Module):
         self.embed, self.head = nnx.Embed(VOCAB, WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
         self.blocks = Stack(functools.partial(_Causal), 2, rngs=rngs, remat=remat)
 
-    def __call__(self, given: Given) -> Any:
-        return self.head(self.blocks(self.embed(given["x"])))
+    def __call__(self, inputs: Given) -> Any:
+        return self.head(self.blocks(self.embed(inputs["x"])))
 
 
 class _Causal(nnx.Module):
@@ -134,9 +135,9 @@ class Heads(nnx.Module):
         self.embed, self.head = nnx.Embed(VOCAB, WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
         self.attend = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
 
-    def __call__(self, given: Given) -> Any:
-        x = self.embed(given["x"])
-        return self.head(x + self.attend(x, mask=nnx.make_causal_mask(given["x"])))
+    def __call__(self, inputs: Given) -> Any:
+        x = self.embed(inputs["x"])
+        return self.head(x + self.attend(x, mask=nnx.make_causal_mask(inputs["x"])))
 
 
 def loss(model: Any, batch: Given) -> Any:
@@ -173,9 +174,9 @@ def ring_plan(name: str, mesh: str, **schedule: Any) -> Plan:
 
 def numbers(run: Run) -> dict[str, np.ndarray]:
     """The loss of a step, the loss of an evaluation and every gradient of the step."""
-    found = {"evaluated": run.evaluate(batch())["loss"], "loss": run.step(batch())["loss"]}
-    found |= {path: array for path, array in run.arrays().items() if path.startswith(PREFIX)}
-    return {path: np.asarray(array, np.float64) for path, array in found.items()}
+    result = {"evaluated": run.evaluate(batch())["loss"], "loss": run.step(batch())["loss"]}
+    result |= {path: array for path, array in run.arrays().items() if path.startswith(PREFIX)}
+    return {path: np.asarray(array, np.float64) for path, array in result.items()}
 
 
 @functools.cache
@@ -183,14 +184,14 @@ def on_one_device(name: str) -> dict[str, np.ndarray]:
     return numbers(spanax.start(program(name), spanax.plan(program(name), spanax.cluster("cpu:1"), layout="data")))
 
 
-def differences(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> dict[str, float]:
-    assert found.keys() == wanted.keys() and len(found) > 4
-    sizes = {path: float(abs(array).max()) for path, array in wanted.items()}
+def differences(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    assert result.keys() == expected.keys() and len(result) > 4
+    sizes = {path: float(abs(array).max()) for path, array in expected.items()}
     return {
-        path: float(abs(found[path] - array).max()) / sizes[path]
+        path: float(abs(result[path] - array).max()) / sizes[path]
         if sizes[path] > NOUGHT
-        else float(abs(found[path]).max() > NOUGHT)
-        for path, array in wanted.items()
+        else float(abs(result[path]).max() > NOUGHT)
+        for path, array in expected.items()
     }
 
 
@@ -207,15 +208,15 @@ CASES = [
 @pytest.mark.parametrize("name, mesh", CASES)
 def test_a_ring_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
     run = spanax.start(program(name), ring_plan(name, mesh))
-    found = differences(numbers(run), on_one_device(name))
-    assert max(found.values()) < TOLERANCE, {path: one for path, one in found.items() if one >= TOLERANCE}
+    problems = differences(numbers(run), on_one_device(name))
+    assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
 
 @pytest.mark.parametrize("schedule", [{"remat": "full"}, pytest.param({"remat": "dots"}, marks=pytest.mark.slow)])
 def test_under_remat_and_in_microbatches(schedule: Any) -> None:
     plan = ring_plan("scan", "data=2,context=4", microbatches=2, **schedule)
-    found = differences(numbers(spanax.start(program("scan"), plan)), on_one_device("scan"))
-    assert max(found.values()) < TOLERANCE, {path: one for path, one in found.items() if one >= TOLERANCE}
+    problems = differences(numbers(spanax.start(program("scan"), plan)), on_one_device("scan"))
+    assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
 
 def test_only_keys_go_around() -> None:
@@ -256,7 +257,7 @@ def long_program(length: int, width: int = 8) -> Program:
 
         def __call__(self, tokens: Any) -> Any:
             x = self.embed(tokens)
-            q, k, v = (one[:, :, None] for one in jnp.split(self.qkv(x), 3, -1))
+            q, k, v = (item[:, :, None] for item in jnp.split(self.qkv(x), 3, -1))
             return self.head(x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0])
 
     def loss(model: Any, batch: Given) -> Any:
@@ -302,14 +303,16 @@ def chunked_loss(params: dict[str, Any], tokens: Given, width: int = 8, size: in
 def test_a_sequence_of_32k_tokens() -> None:
     random = np.random.default_rng(0)
     tokens = {key: random.integers(0, 8, (1, 32768)).astype("int32") for key in "xy"}
-    made = long_program(32768)
-    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="ring", mesh="context=8"))
+    built = long_program(32768)
+    run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:8"), layout="ring", mesh="context=8"))
     params = {path: jnp.asarray(np.asarray(array)) for path, array in run.params().items()}
     loss, gradients = jax.jit(jax.value_and_grad(chunked_loss))(params, tokens)
-    wanted = {"loss": np.asarray(loss)} | {PREFIX + path: np.asarray(one) for path, one in gradients.items()}
-    found = {"loss": np.asarray(run.step(tokens)["loss"])}
-    found |= {path: np.asarray(array) for path, array in run.arrays().items() if path.startswith(PREFIX)}
-    off = differences(found, wanted)
+    expected = {"loss": np.asarray(loss)} | {
+        PREFIX + path: np.asarray(gradient) for path, gradient in gradients.items()
+    }
+    result = {"loss": np.asarray(run.step(tokens)["loss"])}
+    result |= {path: np.asarray(array) for path, array in run.arrays().items() if path.startswith(PREFIX)}
+    off = differences(result, expected)
     assert max(off.values()) < TOLERANCE, off
 
 
@@ -325,23 +328,28 @@ def test_what_was_priced_is_what_runs(name: str, mesh: str) -> None:
 
 
 def test_a_ring_has_a_name_on_any_mesh() -> None:
-    machine, made = spanax.cluster("cpu:8"), program("causal")
-    plan = spanax.plan(made, machine, layout="ring", mesh="fsdp=2,context=4")
+    machine, built = spanax.cluster("cpu:8"), program("causal")
+    plan = spanax.plan(built, machine, layout="ring", mesh="fsdp=2,context=4")
     assert (plan.layout.name, plan.schedule.context, plan.layout.stored_params) == ("fsdp+ring", "ring", ("fsdp",))
-    assert spanax.plan(made, machine, layout="ring").mesh == spanax.plan(made, machine, layout="context").mesh
+    assert spanax.plan(built, machine, layout="ring").mesh == spanax.plan(built, machine, layout="context").mesh
     for asked in ({"layout": "ring", "mesh": "data=8"}, {"mesh": "data=8", "schedule": Schedule(context="ring")}):
         with pytest.raises(SpanaxError, match="context|shards sequences"):
-            spanax.plan(made, machine, **asked)
+            spanax.plan(built, machine, **asked)
     with pytest.raises(SpanaxError, match="unknown context form 'rings'"):
-        spanax.plan(made, machine, mesh="context=8", schedule=Schedule(context="rings"))
+        spanax.plan(built, machine, mesh="context=8", schedule=Schedule(context="rings"))
 
 
 def test_a_search_prices_a_ring() -> None:
-    found = spanax.search(long_program(16384), spanax.cluster("h100:8"), layout="ring", microbatches=1, remat=("none",))
+    search_result = spanax.search(
+        long_program(16384), spanax.cluster("h100:8"), layout="ring", microbatches=1, remat=("none",)
+    )
     gathered = spanax.search(
         long_program(16384), spanax.cluster("h100:8"), layout="context", microbatches=1, remat=("none",)
     )
-    assert found.best is not None and gathered.best is not None
-    assert found.best.layout == "ring" and found.best.mesh == gathered.best.mesh
-    assert found.model_flops == gathered.model_flops
-    assert found.best.flops < 0.75 * gathered.best.flops and found.best.peak_bytes < 0.1 * gathered.best.peak_bytes
+    assert search_result.best is not None and gathered.best is not None
+    assert search_result.best.layout == "ring" and search_result.best.mesh == gathered.best.mesh
+    assert search_result.model_flops == gathered.model_flops
+    assert (
+        search_result.best.flops < 0.75 * gathered.best.flops
+        and search_result.best.peak_bytes < 0.1 * gathered.best.peak_bytes
+    )

@@ -42,7 +42,7 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    found = []
+    result = []
     for name in ("gpt", "vit"):
         for schedule in SCHEDULES:
             for mesh in ("pipe=2", "pipe=4", "pipe=2,data=2", "pipe=4,data=2", "pipe=2,model=2", "pipe=4,model=2",
@@ -51,14 +51,14 @@ def cases() -> list[Any]:
                     continue  # four layers are too few for two chunks on each of four stages
                 for count in (4, 8) if "fsdp=4" not in mesh else (4,):
                     marks = () if (name, schedule, mesh, count) in QUICK else pytest.mark.slow
-                    found.append(pytest.param(name, schedule, mesh, count, marks=marks))
-    return found
+                    result.append(pytest.param(name, schedule, mesh, count, marks=marks))
+    return result
 
 
 @pytest.mark.parametrize(("name", "schedule", "mesh", "count"), cases())
 def test_a_pipeline_gives_the_numbers_of_one_device(name: str, schedule: str, mesh: str, count: int) -> None:
-    made = program(name, count)
-    run = spanax.start(made, planned(made, mesh, schedule), seed=3)
+    built = program(name, count)
+    run = spanax.start(built, planned(built, mesh, schedule), seed=3)
     assert_same(reference(name, count), trained(run, name))
 
 
@@ -69,15 +69,15 @@ def test_every_preset_with_stages_is_tried() -> None:
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b"), pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_so_does_one_that_computes_layers_again(schedule: str) -> None:
-    made = program("gpt", 4, "full")
-    run = spanax.start(made, planned(made, "pipe=2", schedule), seed=3)
+    built = program("gpt", 4, "full")
+    run = spanax.start(built, planned(built, "pipe=2", schedule), seed=3)
     assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 def test_what_layers_leave_for_the_head_goes_with_them() -> None:
     """The experts' balance is a result of every layer, and part of the loss."""
-    made = program("mixtral", 4)
-    run = spanax.start(made, planned(made, "pipe=2,expert=2", "1f1b"), seed=3)
+    built = program("mixtral", 4)
+    run = spanax.start(built, planned(built, "pipe=2,expert=2", "1f1b"), seed=3)
     assert_same(reference("mixtral", 4), trained(run, "mixtral"))
 
 
@@ -86,16 +86,16 @@ def test_every_stage_takes_only_its_own_tasks_where_devices_can(monkeypatch: pyt
     pipelined_loop = pipeline.pipelined_loop
     run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
     monkeypatch.setattr(pipeline, "pipelined_loop", run_alone)
-    made = program("gpt", 4)
-    run = spanax.start(made, planned(made, "pipe=2,data=2", "1f1b"), seed=3)
+    built = program("gpt", 4)
+    run = spanax.start(built, planned(built, "pipe=2,data=2", "1f1b"), seed=3)
     assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 def test_only_permutations_go_from_stage_to_stage() -> None:
-    made = program("gpt", 4)
+    built = program("gpt", 4)
     cluster = spanax.cluster("cpu:8")
-    plan = planned(made, "pipe=2,fsdp=2,model=2", "1f1b")
-    report = spanax.check(made, plan, cluster, level=2)
+    plan = planned(built, "pipe=2,fsdp=2,model=2", "1f1b")
+    report = spanax.check(built, plan, cluster, level=2)
     assert report.compiled is not None
     across = {axes: kinds for axes, kinds in report.compiled.collectives.items() if AXIS in axes.split("+")}
     assert across[AXIS]["collective-permute"] > 0
@@ -110,16 +110,16 @@ def test_only_permutations_go_from_stage_to_stage() -> None:
     [("pipe=2,data=2,model=2", "1f1b", 0.0), pytest.param("pipe=4,fsdp=2", "gpipe", 0.05, marks=pytest.mark.slow)],
 )
 def test_a_step_moves_and_computes_what_the_plan_says(mesh: str, schedule: str, within: float) -> None:
-    made = program("gpt", 4)
-    report = spanax.check(made, planned(made, mesh, schedule), spanax.cluster("cpu:8"), level=2)
-    told, found = report.predicted, report.compiled
-    assert told.collectives and found is not None and found.collectives
-    assert found.flops == pytest.approx(told.flops)
-    assert found.state_bytes == told.state_bytes
-    assert told.collectives[AXIS] == {"collective-permute": found.collectives[AXIS]["collective-permute"]}
-    for axes, kinds in told.collectives.items():
+    built = program("gpt", 4)
+    report = spanax.check(built, planned(built, mesh, schedule), spanax.cluster("cpu:8"), level=2)
+    reported, result = report.predicted, report.compiled
+    assert reported.collectives and result is not None and result.collectives
+    assert result.flops == pytest.approx(reported.flops)
+    assert result.state_bytes == reported.state_bytes
+    assert reported.collectives[AXIS] == {"collective-permute": result.collectives[AXIS]["collective-permute"]}
+    for axes, kinds in reported.collectives.items():
         for kind, size in kinds.items():
-            assert found.collectives[axes][kind] == pytest.approx(size, rel=within, abs=64), (axes, kind)
+            assert result.collectives[axes][kind] == pytest.approx(size, rel=within, abs=64), (axes, kind)
 
 
 class Deep(nnx.Module):
@@ -140,11 +140,11 @@ def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
     temporaries = {}
     for schedule in ("gpipe", "1f1b"):
         for count in (4, 16):
-            made = spanax.trace(
+            program = spanax.trace(
                 build=Deep, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((256 * count, 1), "float32"),
                 loss=lambda model, x: model(x), microbatches=count,
             )  # fmt: skip
-            run = spanax.start(made, planned(made, "pipe=4", schedule))
+            run = spanax.start(program, planned(program, "pipe=4", schedule))
             temporaries[schedule, count] = run.compile().memory_analysis().temp_size_in_bytes
     assert ticks("gpipe", 4, 16).num_in_flight == 16 and ticks("1f1b", 4, 16).num_in_flight == 4
     assert temporaries["1f1b", 16] < 1.2 * temporaries["1f1b", 4]
@@ -152,25 +152,28 @@ def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
 
 
 def test_a_state_is_born_in_stages() -> None:
-    made = program("gpt", 4)
-    plan = planned(made, "pipe=4,model=2", "1f1b")
+    built = program("gpt", 4)
+    plan = planned(built, "pipe=4,model=2", "1f1b")
     place = plan["blocks.up.kernel"]
     assert place.spec == ((AXIS,), (), ("model",)) and place.local_shape == (1, 16, 32)
     mesh = plan.mesh.build()
-    for leaf, array in zip(plan.leaves, init_sharded_state(made, plan.leaves, mesh, 0), strict=True):
+    for leaf, array in zip(plan.leaves, init_sharded_state(built, plan.leaves, mesh, 0), strict=True):
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
 
 
 def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
     """What is kept stage by stage is shown in the layers' order, and evaluated in it."""
-    made = program("gpt", 4)
+    built = program("gpt", 4)
     first, second = (
-        spanax.start(made, plan, seed=3)
-        for plan in (planned(made, "pipe=2", "interleaved"), spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
+        spanax.start(built, plan, seed=3)
+        for plan in (
+            planned(built, "pipe=2", "interleaved"),
+            spanax.plan(built, spanax.cluster("cpu:1"), layout="data"),
+        )
     )
-    at = [leaf.path for leaf in made.leaves].index("blocks.up.kernel")
-    kept, shown = np.asarray(first.state[at]), np.asarray(first.params()["blocks.up.kernel"])
-    np.testing.assert_array_equal(kept, shown[[0, 2, 1, 3]])
+    index = [leaf.path for leaf in built.leaves].index("blocks.up.kernel")
+    retained, shown = np.asarray(first.state[index]), np.asarray(first.params()["blocks.up.kernel"])
+    np.testing.assert_array_equal(retained, shown[[0, 2, 1, 3]])
     np.testing.assert_array_equal(shown, np.asarray(second.params()["blocks.up.kernel"]))
     rows = {key: of[:SIZE] for key, of in tokens().items()}
     assert float(first.evaluate(rows)["loss"]) == pytest.approx(float(second.evaluate(rows)["loss"]), rel=1e-6)
@@ -178,35 +181,35 @@ def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
 
 
 def test_a_check_holds_stages_against_one_device() -> None:
-    made = spanax.trace(
+    program = spanax.trace(
         build=Watched, optimizer=optax.sgd(0.1), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
-    assert parity(made, planned(made, "pipe=2", "interleaved"), steps=1).passes
+    assert parity(program, planned(program, "pipe=2", "interleaved"), steps=1).passes
 
 
 def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:
-    made = spanax.trace(
+    program = spanax.trace(
         build=Watched, optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
-    run = spanax.start(made, planned(made, "pipe=2", "interleaved"))
+    run = spanax.start(program, planned(program, "pipe=2", "interleaved"))
     with pytest.raises(SpanaxError, match="depends on the order of the layers"):
         run.compile()
 
 
 def test_a_pipeline_can_be_resumed_on_another_mesh(tmp_path: Any) -> None:
-    made = program("gpt", 4)
-    run = spanax.start(made, planned(made, "pipe=2,data=2", "interleaved"), seed=3)
+    built = program("gpt", 4)
+    run = spanax.start(built, planned(built, "pipe=2,data=2", "interleaved"), seed=3)
     rows = {key: of[:SIZE] for key, of in tokens().items()}
     run.step(rows)
     run.save(tmp_path).wait()
     for plan in (
-        planned(made, "pipe=2,model=2", "interleaved"),
-        planned(made, "pipe=4,model=2", "gpipe"),
-        spanax.plan(made, spanax.cluster("cpu:4"), layout="fsdp"),
+        planned(built, "pipe=2,model=2", "interleaved"),
+        planned(built, "pipe=4,model=2", "gpipe"),
+        spanax.plan(built, spanax.cluster("cpu:4"), layout="fsdp"),
     ):
-        again = spanax.restore(made, plan, tmp_path)
+        again = spanax.restore(built, plan, tmp_path)
         for path, array in run.arrays().items():
             np.testing.assert_array_equal(numbers(array), numbers(again.arrays()[path]), path)
 
@@ -231,7 +234,7 @@ class Watched(nnx.Module):
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (4, "zero-bubble"), (2, "interleaved")])
 def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: str) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    made = spanax.trace(
+    built = spanax.trace(
         build=Watched,
         optimizer=optax.sgd(0.1),
         batch=rows,
@@ -239,12 +242,15 @@ def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: s
         microbatches=4,
         accumulate="mean",
     ).with_gradients()
-    found = []
-    for plan in (planned(made, f"pipe={stages}", schedule), spanax.plan(made, spanax.cluster("cpu:1"), layout="data")):
-        run = spanax.start(made, plan)
+    result = []
+    for plan in (
+        planned(built, f"pipe={stages}", schedule),
+        spanax.plan(built, spanax.cluster("cpu:1"), layout="data"),
+    ):
+        run = spanax.start(built, plan)
         losses = np.array([float(run.step(rows)["loss"]) for _ in range(2)])
-        found.append({"loss": losses} | {path: numbers(array) for path, array in run.arrays().items()})
-    assert_same(found[1], found[0])
+        result.append({"loss": losses} | {path: numbers(array) for path, array in run.arrays().items()})
+    assert_same(result[1], result[0])
 
 
 class Chained(nnx.Module):
@@ -276,9 +282,9 @@ REFUSED: dict[str, tuple[Any, str, Schedule, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused(name: str) -> None:
-    made, mesh, schedule, told = REFUSED[name]
-    with pytest.raises(SpanaxError, match=told.replace("(", r"\(").replace(")", r"\)")):
-        spanax.plan(made(), spanax.cluster("cpu:8"), mesh=mesh, schedule=schedule)
+    built, mesh, schedule, reported = REFUSED[name]
+    with pytest.raises(SpanaxError, match=reported.replace("(", r"\(").replace(")", r"\)")):
+        spanax.plan(built(), spanax.cluster("cpu:8"), mesh=mesh, schedule=schedule)
 
 
 def traced_chain() -> Program:
@@ -289,7 +295,7 @@ def traced_chain() -> Program:
 
 
 def test_a_model_that_goes_round_in_circles_is_refused() -> None:
-    made = traced_chain()
-    run = spanax.start(made, planned(made, "pipe=2", "1f1b"))
+    built = traced_chain()
+    run = spanax.start(built, planned(built, "pipe=2", "1f1b"))
     with pytest.raises(SpanaxError, match="from the head of one microbatch to the front of the next"):
         run.compile()

@@ -34,10 +34,10 @@ def test_numbers_stay(name: str, devices: Any) -> None:
     x, y = jax.random.normal(jax.random.key(0), (2, 4, 4, 4))
     graph = product(NUMBERS[name], x, y)
     expected = lax.dot_general(x, y, NUMBERS[name])
-    found = single_contraction(graph.body.ops[0], [x, y], [WHOLE, WHOLE])
-    assert (found is not None) == (name in MERGED)
-    if found is not None:
-        np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+    result = single_contraction(graph.body.ops[0], [x, y], [WHOLE, WHOLE])
+    assert (result is not None) == (name in MERGED)
+    if result is not None:
+        np.testing.assert_allclose(result[0], expected, rtol=1e-6)
     mesh = jax.sharding.Mesh(np.array(devices[:1]), ("data",))
     replayed = Replay(graph, [None] * 3, {}, mesh).body(graph.body, [x, y])
     np.testing.assert_allclose(replayed[0], expected, rtol=1e-6)

@@ -79,9 +79,9 @@ def test_gradients_are_summed_once_a_step(layout: str, mesh: str) -> None:
     ],
 )
 def test_the_numbers_are_those_of_one_device(name: str, layout: str, mesh: str) -> None:
-    expected, found = on_one_device(name), trained(name, layout, mesh)
+    expected, result = on_one_device(name), trained(name, layout, mesh)
     apart = {
-        path: np.abs(found[path] - value).max() / max(np.abs(value).max(), 1e-3) for path, value in expected.items()
+        path: np.abs(result[path] - value).max() / max(np.abs(value).max(), 1e-3) for path, value in expected.items()
     }
     assert {path: much for path, much in apart.items() if much > 1e-5} == {}
 

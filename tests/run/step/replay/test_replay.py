@@ -118,8 +118,8 @@ def test_the_same_numbers(name: str, constrained: bool) -> None:
             if 0 < len(shape) < 3 and all(size % 4 == 0 for size in shape):
                 constraints[value] = by_rank[len(shape)]
     replayed = jax.jit(replay(graph, constraints, MESH.build()))(x)
-    for expected, found in zip(jax.tree.leaves(function(x)), replayed, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for expected, result in zip(jax.tree.leaves(function(x)), replayed, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_remat_stays_a_remat_and_a_scan_a_scan() -> None:
@@ -160,8 +160,8 @@ def test_a_constraint_is_where_the_value_lies(spec: tuple[tuple[str, ...], ...])
     graph = from_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(jax.ShapeDtypeStruct((8, 8), "float32")))
     (out,) = graph.body.outputs
     constraints = [Constraint(spec) if value == out else None for value in range(len(graph.avals))]
-    (found,) = jax.jit(replay(graph, constraints, MESH.build()))(np.ones((8, 8), np.float32))
-    assert found.sharding.is_equivalent_to(sharding(spec), 2)
+    (result,) = jax.jit(replay(graph, constraints, MESH.build()))(np.ones((8, 8), np.float32))
+    assert result.sharding.is_equivalent_to(sharding(spec), 2)
     (left,) = jax.jit(replay(graph, [None] * len(graph.avals), MESH.build()))(np.ones((8, 8), np.float32))
     assert not left.sharding.is_equivalent_to(sharding(spec), 2)
 
@@ -173,8 +173,8 @@ def test_a_result_is_constrained_though_an_operand_looks_alike(function: Callabl
     graph = from_jaxpr(jax.make_jaxpr(function)(square, square))
     (_, w), (out,) = graph.body.inputs, graph.body.outputs
     constraints = [Constraint(spec) if value in (w, out) else None for value in range(len(graph.avals))]
-    (found,) = jax.jit(replay(graph, constraints, MESH.build()))(*[np.ones((8, 8), np.float32)] * 2)
-    assert found.sharding.is_equivalent_to(sharding(spec), 2)
+    (result,) = jax.jit(replay(graph, constraints, MESH.build()))(*[np.ones((8, 8), np.float32)] * 2)
+    assert result.sharding.is_equivalent_to(sharding(spec), 2)
 
 
 def test_constraints_reach_the_carry_of_a_scan() -> None:
@@ -185,15 +185,15 @@ def test_constraints_reach_the_carry_of_a_scan() -> None:
     (scan,) = (op for op in graph.ops() if op.name == "scan")
     inner = scan.bodies[0].outputs[0]
     constraints = [Constraint((("data",), ("model",))) if value == inner else None for value in range(len(graph.avals))]
-    (found,) = jax.jit(replay(graph, constraints, MESH.build()))(np.ones((8, 8), np.float32))
-    assert found.sharding.is_equivalent_to(sharding((("data",), ("model",))), 2)
+    (result,) = jax.jit(replay(graph, constraints, MESH.build()))(np.ones((8, 8), np.float32))
+    assert result.sharding.is_equivalent_to(sharding((("data",), ("model",))), 2)
 
 
 def test_one_device_has_no_constraints() -> None:
     graph = from_jaxpr(jax.make_jaxpr(jnp.sin)(jax.ShapeDtypeStruct((8, 8), "float32")))
     constraints = [Constraint((("data",), ()))] * len(graph.avals)
-    one = spanax.MeshShape.of("data=1").build()
-    text = jax.jit(replay(graph, constraints, one)).lower(np.ones((8, 8), np.float32)).as_text()
+    item = spanax.MeshShape.of("data=1").build()
+    text = jax.jit(replay(graph, constraints, item)).lower(np.ones((8, 8), np.float32)).as_text()
     assert "sharding_constraint" not in text
 
 
@@ -225,16 +225,16 @@ def gradients(plan: spanax.Plan, *, constrained: bool = True) -> dict[str, jax.A
     batch = [jax.device_put(leaf, place.sharding(run.mesh)) for leaf, place in zip(
         jax.tree.leaves(zoo.VECTORS(16)), plan.batch, strict=True)]  # fmt: skip
     outputs = function(*run.state, *batch)[len(program().leaves) :]
-    found = jax.tree.unflatten(step.result, outputs)["grads"]
-    return {f"{layer}.{name}": array for layer, arrays in found.items() for name, array in arrays.items()}
+    result = jax.tree.unflatten(step.result, outputs)["grads"]
+    return {f"{layer}.{name}": array for layer, arrays in result.items() for name, array in arrays.items()}
 
 
-def misplaced(found: dict[str, jax.Array], wanted: spanax.Plan) -> list[str]:
-    mesh = wanted.mesh.build()
+def misplaced(result: dict[str, jax.Array], plan: spanax.Plan) -> list[str]:
+    mesh = plan.mesh.build()
     return [
         path
-        for path, array in found.items()
-        if not array.sharding.is_equivalent_to(wanted[path].sharding(mesh), array.ndim)
+        for path, array in result.items()
+        if not array.sharding.is_equivalent_to(plan[path].sharding(mesh), array.ndim)
     ]
 
 
@@ -252,19 +252,19 @@ def misplaced(found: dict[str, jax.Array], wanted: spanax.Plan) -> list[str]:
 )
 def test_gradients_lie_where_the_layout_stores_them(layout: str, mesh: str, stored_like: str) -> None:
     """As the parameters lie under the layout that stores both alike; in zero1 and zero2 the two differ."""
-    plan, wanted = (
+    plan, expected = (
         spanax.plan(program(), spanax.cluster("cpu:8"), layout=name, mesh=mesh) for name in (layout, stored_like)
     )
-    found = gradients(plan)
-    assert len(found) == 6
-    assert misplaced(found, wanted) == []
+    actual = gradients(plan)
+    assert len(actual) == 6
+    assert misplaced(actual, expected) == []
 
 
 def test_gradients_left_to_the_compiler_are_seen() -> None:
     """The compiler would split them like the optimizer's moments, which zero1 does not ask for."""
     plan = spanax.plan(program(), spanax.cluster("cpu:8"), layout="zero1", mesh="fsdp=8")
-    wanted = spanax.plan(program(), spanax.cluster("cpu:8"), layout="data", mesh="fsdp=8")
-    assert misplaced(gradients(plan, constrained=False), wanted)
+    expected = spanax.plan(program(), spanax.cluster("cpu:8"), layout="data", mesh="fsdp=8")
+    assert misplaced(gradients(plan, constrained=False), expected)
 
 
 def test_operations_keep_the_line_and_the_name_they_were_traced_with() -> None:

@@ -69,8 +69,8 @@ def padding(q: Any, k: Any, v: Any, real: Any) -> Any:
     return nnx.dot_product_attention(q, k, v, mask=mask)
 
 
-def library(**given: Any) -> Callable[..., Any]:
-    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **given)
+def library(**inputs: Any) -> Callable[..., Any]:
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **inputs)
 
 
 def with_bias(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
@@ -127,17 +127,20 @@ def test_it_computes_the_same(name: str) -> None:
     function, operands, _, _ = WRITTEN[name]
     random = np.random.default_rng(0)
     values = [
-        jnp.asarray(random.random(one.shape) > 0.3 if one.dtype == bool else random.normal(size=one.shape), one.dtype)
-        for one in operands
+        jnp.asarray(
+            random.random(operand.shape) > 0.3 if operand.dtype == bool else random.normal(size=operand.shape),
+            operand.dtype,
+        )
+        for operand in operands
     ]
-    floats = tuple(at for at, one in enumerate(operands) if one.dtype == np.float32)
+    floats = tuple(index for index, operand in enumerate(operands) if operand.dtype == np.float32)
 
     def squared(*args: Any) -> Any:
         return (function(*args) ** 2).sum()
 
-    wanted = jax.value_and_grad(squared, floats)(*values)
-    found = jax.jit(jax.value_and_grad(fuse_attention(squared), floats))(*values)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    expected = jax.value_and_grad(squared, floats)(*values)
+    result = jax.jit(jax.value_and_grad(fuse_attention(squared), floats))(*values)
+    for mine, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
 
 
@@ -157,8 +160,8 @@ def test_it_is_found_in_layers(wrap: str) -> None:
 def test_dropout_on_weights_is_refused() -> None:
     def dropped(q: Any, k: Any, v: Any) -> Any:
         weights = jax.nn.softmax(dots(q, k))
-        kept = jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
-        return jnp.einsum("bhqs,bshk->bqhk", jnp.where(kept, weights / 0.9, 0), v)
+        retained = jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
+        return jnp.einsum("bhqs,bshk->bqhk", jnp.where(retained, weights / 0.9, 0), v)
 
     with pytest.raises(SpanaxError, match="dropout on its weights") as raised:
         jax.make_jaxpr(fuse_attention(dropped))(Q, ROWS, ROWS)
@@ -179,23 +182,23 @@ def test_what_is_no_softmax_over_keys_is_left_alone() -> None:
 
 
 def test_weights_that_are_read_elsewhere_stay() -> None:
-    def told(q: Any, k: Any, v: Any) -> Any:
+    def reported(q: Any, k: Any, v: Any) -> Any:
         weights = jax.nn.softmax(dots(q, k))
         return jnp.einsum("bhqs,bshk->bqhk", weights, v).sum() + weights.max()
 
-    found = names(graph_of(fuse_attention(told), Q, ROWS, ROWS))
-    assert found.count(FORWARD) == 1 and found.count("dot_general") == 1
+    result = names(graph_of(fuse_attention(reported), Q, ROWS, ROWS))
+    assert result.count(FORWARD) == 1 and result.count("dot_general") == 1
 
 
 def test_gradients_that_nobody_reads_are_not_made() -> None:
     def loss(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
         return with_bias(q, k, v, mask, bias).sum()
 
-    def wanted(argnums: tuple[int, ...]) -> tuple[bool, ...]:
+    def expected(argnums: tuple[int, ...]) -> tuple[bool, ...]:
         graph = graph_of(jax.grad(fuse_attention(loss), argnums), Q, ROWS, ROWS, MASK, BIAS)
         return next(op.params["grads"] for op in graph.ops() if op.name == BACKWARD)
 
-    assert sum(wanted((0, 1, 2))) == 0 and sum(wanted((0, 4))) == 1
+    assert sum(expected((0, 1, 2))) == 0 and sum(expected((0, 4))) == 1
 
 
 def test_devices_of_a_causal_ring_do_the_same() -> None:
@@ -203,7 +206,7 @@ def test_devices_of_a_causal_ring_do_the_same() -> None:
     for num_devices in (2, 4, 8):
         share = shares(form, num_devices)
         assert share.is_moved and (share.work == share.work[:, :1]).all()
-        assert sorted(part for own in share.owned for part in own) == list(range(2 * num_devices))
+        assert sorted(part for local in share.owned for part in local) == list(range(2 * num_devices))
         assert share.share == (2 * num_devices + 1) / (4 * num_devices)
     assert not shares(form_of(library(), (Q, ROWS, ROWS)), 4).is_moved
     assert shares(form, 16).owned[0] == (0,)  # 16 places in 16 devices have no halves
@@ -227,14 +230,17 @@ KERNELS: dict[str, tuple[float, bool] | str] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
     function, operands, *_ = WRITTEN[name]
-    half = [shape(*one.shape, dtype="bfloat16" if one.dtype == jnp.float32 else str(one.dtype)) for one in operands]
+    half = [
+        shape(*operand.shape, dtype="bfloat16" if operand.dtype == jnp.float32 else str(operand.dtype))
+        for operand in operands
+    ]
     outcomes: list[FusedAttention] = []
     jaxpr = jax.make_jaxpr(fuse_attention(function, "cudnn", outcomes))(*half)
-    found = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
+    results = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
     expected = KERNELS[name]
     if isinstance(expected, str):
-        assert not found and expected in str(outcomes[0]) and str(outcomes[0]).startswith("plain at ")
+        assert not results and expected in str(outcomes[0]) and str(outcomes[0]).startswith("plain at ")
     else:
-        (kernel,) = found
+        (kernel,) = results
         assert (kernel.name, kernel.is_causal) == ("cudnn", expected[1])
         assert kernel.scale == pytest.approx(expected[0], rel=5e-3)  # the model rounds it to 16 bits, too

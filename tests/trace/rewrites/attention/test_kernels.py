@@ -62,14 +62,14 @@ def exact(q: Any, k: Any, v: Any) -> Any:
 def test_limits_of_the_kernels(
     function: Any, kernel: str, length: int, width: int, dtype: str, why: str | None
 ) -> None:
-    found, outcomes = kernels_in(function, [shape(2, length, 2, width, dtype=dtype)] * 3, kernel)
-    assert len(found) == (why is None)
+    result, outcomes = kernels_in(function, [shape(2, length, 2, width, dtype=dtype)] * 3, kernel)
+    assert len(result) == (why is None)
     assert (why or kernel) in outcomes[0]
 
 
 def test_a_long_mask_is_known_at_once() -> None:
-    found, _ = kernels_in(causal, [shape(1, 131_072, 1, 128, dtype="bfloat16")] * 3, "splash")
-    assert found[0].is_causal
+    result, _ = kernels_in(causal, [shape(1, 131_072, 1, 128, dtype="bfloat16")] * 3, "splash")
+    assert result[0].is_causal
 
 
 def test_an_unknown_kernel_is_told() -> None:

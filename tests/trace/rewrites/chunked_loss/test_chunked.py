@@ -41,7 +41,7 @@ def library_of(logits: Any, batch: Batch) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def own(params: Params, batch: Batch) -> Any:
+def handwritten_loss(params: Params, batch: Batch) -> Any:
     log_p = jax.nn.log_softmax(logits_of(params, batch).reshape(-1, VOCAB))
     return -jnp.take_along_axis(log_p, batch["y"].reshape(-1, 1), axis=-1).mean()
 
@@ -54,8 +54,8 @@ def flat(params: Params, batch: Batch) -> Any:
 
 
 def smoothed(params: Params, batch: Batch) -> Any:
-    wanted = optax.smooth_labels(jax.nn.one_hot(batch["y"], VOCAB), 0.1)
-    return optax.softmax_cross_entropy(logits_of(params, batch), wanted).mean()
+    expected = optax.smooth_labels(jax.nn.one_hot(batch["y"], VOCAB), 0.1)
+    return optax.softmax_cross_entropy(logits_of(params, batch), expected).mean()
 
 
 def summed_at_once(params: Params, batch: Batch) -> Any:
@@ -111,8 +111,8 @@ def multiplied(params: Params, batch: Batch) -> Any:
 
 
 LOSSES: list[Callable[..., Any]] = [
-    library, tied, own, flat, smoothed, summed_at_once, masked, weighted, focal, shifted, taught, two_heads, preferred,
-    multiplied,
+    library, tied, handwritten_loss, flat, smoothed, summed_at_once, masked, weighted, focal, shifted, taught,
+    two_heads, preferred, multiplied,
 ]  # fmt: skip
 
 
@@ -134,9 +134,9 @@ def largest(function: Callable[..., Any], *args: Any) -> int:
     return max(int(np.prod(graph.shape(value))) for op in graph.ops() for value in op.outputs)
 
 
-def same(found: Any, wanted: Any, tolerance: float) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * float(jnp.abs(other).max() + 1e-30))
+def same(result: Any, expected: Any, tolerance: float) -> None:
+    for leaf, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=tolerance * float(jnp.abs(other).max() + 1e-30))
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
@@ -144,18 +144,19 @@ def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> N
     in_chunks = jax.value_and_grad(chunked_loss(loss, 2))
     assert largest(jax.value_and_grad(loss), params(), batch()) >= LOGITS * 7 // 8
     assert largest(in_chunks, params(), batch()) <= LOGITS // 2
-    (value, grads), (wanted, of_wanted) = (
-        jax.jit(one)(params(), batch()) for one in (in_chunks, jax.value_and_grad(loss))
+    (value, grads), (expected, of_wanted) = (
+        jax.jit(item)(params(), batch()) for item in (in_chunks, jax.value_and_grad(loss))
     )
-    same(value, wanted, 1e-6)
+    same(value, expected, 1e-6)
     same(grads, of_wanted, 1e-5)
 
 
 def test_what_becomes_of_the_loss_is_in_the_gradients() -> None:
-    found, wanted = (
-        jax.grad(lambda p, b, f=one: f(p, b) ** 3)(params(), batch()) for one in (chunked_loss(own, 4), own)
+    result, expected = (
+        jax.grad(lambda p, b, f=item: f(p, b) ** 3)(params(), batch())
+        for item in (chunked_loss(handwritten_loss, 4), handwritten_loss)
     )
-    same(found, wanted, 1e-5)
+    same(result, expected, 1e-5)
 
 
 def test_nothing_is_computed_twice() -> None:
@@ -180,8 +181,8 @@ def test_low_precision_adds_up_in_32_bits() -> None:
         return library_of(logits, batch)
 
     losses = (chunked_loss(low, 8), low, library)
-    found, wanted, exact = (jax.jit(jax.grad(loss))(params(), batch())["head"] for loss in losses)
-    assert jnp.abs(found - exact).mean() <= 1.2 * jnp.abs(wanted - exact).mean()
+    result, expected, exact = (jax.jit(jax.grad(loss))(params(), batch())["head"] for loss in losses)
+    assert jnp.abs(result - exact).mean() <= 1.2 * jnp.abs(expected - exact).mean()
 
 
 def test_what_a_loss_gives_beside_its_value_stays() -> None:
@@ -191,9 +192,11 @@ def test_what_a_loss_gives_beside_its_value_stays() -> None:
         lost = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return lost.mean(), {"accuracy": right.mean(), "of each": lost, "right": right}
 
-    found, wanted = (jax.value_and_grad(one, has_aux=True)(params(), batch()) for one in (chunked_loss(loss, 4), loss))
-    same(found, wanted, 1e-5)
-    assert found[0][1]["of each"].shape == (ROWS, LENGTH)
+    result, expected = (
+        jax.value_and_grad(item, has_aux=True)(params(), batch()) for item in (chunked_loss(loss, 4), loss)
+    )
+    same(result, expected, 1e-5)
+    assert result[0][1]["of each"].shape == (ROWS, LENGTH)
 
 
 def test_without_a_gradient_only_values_are_computed() -> None:
@@ -217,15 +220,15 @@ def no_logits(params: Params, batch: Batch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss", "count", "told"),
+    ("loss", "count", "reported"),
     [
         (across_tokens, 2, "uses all of the logits, or combines tokens"),
         (no_logits, 2, "no logits to compute in chunks"),
         (library, 3, "3 chunks do not divide the 8 tokens of a row"),
     ],
 )
-def test_what_cannot_be_taken_in_chunks_is_told(loss: Callable[..., Any], count: int, told: str) -> None:
-    with pytest.raises(SpanaxError, match=told):
+def test_what_cannot_be_taken_in_chunks_is_told(loss: Callable[..., Any], count: int, reported: str) -> None:
+    with pytest.raises(SpanaxError, match=reported):
         chunked_loss(loss, count)(params(), batch())
 
 

@@ -22,7 +22,7 @@ def batch() -> dict[str, jax.Array]:
     return {"ids": jnp.arange(SIZE * 6).reshape(SIZE, 6) % 7, "mask": mask.astype(jnp.float32), "x": x}
 
 
-def kept(shape: tuple[int, ...]) -> jax.Array:
+def dropout_mask(shape: tuple[int, ...]) -> jax.Array:
     return jax.random.bernoulli(jax.random.fold_in(KEY, 3), 0.5, shape)
 
 
@@ -34,17 +34,17 @@ def noise_in_a_loop(w: Any, batch: Any) -> Any:
 
 
 def noise_in_a_remat(w: Any, batch: Any) -> Any:
-    layer = jax.checkpoint(lambda x: jnp.tanh(x @ w) * kept((*x.shape[:-1], 7)) / x.shape[0])
+    layer = jax.checkpoint(lambda x: jnp.tanh(x @ w) * dropout_mask((*x.shape[:-1], 7)) / x.shape[0])
     return jnp.square(layer(batch["x"])).sum()
 
 
 def noise_in_a_branch(w: Any, batch: Any) -> Any:
-    branches = (lambda x: x * kept(x.shape), lambda x: x / x.shape[0])
+    branches = (lambda x: x * dropout_mask(x.shape), lambda x: x / x.shape[0])
     return jnp.square(jax.lax.switch(jnp.int32(w[0, 0] > 9), branches, batch["x"] @ w)).mean()
 
 
 def noise_in_a_while(w: Any, batch: Any) -> Any:
-    turn = lambda carry: (carry[0] + 1, carry[1] * kept(carry[1].shape))  # noqa: E731
+    turn = lambda carry: (carry[0] + 1, carry[1] * dropout_mask(carry[1].shape))  # noqa: E731
     _, noisy = jax.lax.while_loop(lambda carry: carry[0] < 3, turn, (0, batch["x"]))
     return jnp.square(noisy @ w).mean()
 
