@@ -90,7 +90,7 @@ REFUSED = {
     "a pin of an axis that is not there": (
         ("gpt2", 64), "a100:8", {"layout": "fsdp", "pin": {"mpl": "fsdp"}}, "cannot pin axis 'mpl'",
     ),
-    "a mesh of too few devices": (("gpt2", 64), "a100:8", {"mesh": "fsdp=4"}, "takes 4 devices"),
+    "a mesh of too few devices": (("gpt2", 64), "a100:8", {"mesh": "fsdp=4"}, "needs 4 devices"),
 }  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_an_array_in_a_closure_is_refused_where_build_is_traced() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.scaled(self.linear(x))
 
-    with pytest.raises(SpanaxError, match="the train step uses an array that `build` made and NNX does not carry"):
+    with pytest.raises(SpanaxError, match="the train step uses an array that `build` created and NNX does not track"):
         program(build=Closed, eager_build=False)
     traced = program(build=Closed)
     run = spanax.start(traced, planned(traced))

@@ -129,7 +129,7 @@ def test_a_run_needs_its_records(name: str, tmp_path: Path) -> None:
 
 def test_a_record_of_another_format_is_refused() -> None:
     assert opened("lr = 1\n").is_sealed is False
-    with pytest.raises(DamagedError, match=f"format {FORMAT + 1}, and this version reads format {FORMAT}"):
+    with pytest.raises(DamagedError, match=f"format {FORMAT + 1}, but this version reads format {FORMAT}"):
         opened(sealed("lr = 1\n").replace(f"format = {FORMAT}", f"format = {FORMAT + 1}"))
 
 
