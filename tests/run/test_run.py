@@ -211,6 +211,20 @@ def test_an_evaluation_changes_nothing() -> None:
         np.testing.assert_array_equal(array, before[path])
 
 
+def test_an_evaluation_before_the_first_step_is_compiled_before_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo connects the devices at the first collective, which may be that of an evaluation."""
+    compiled: list[int] = []
+
+    def record(function: Any, arguments: Any, platform: str | None) -> Any:
+        compiled.append(len(jax.tree.leaves(function.lower(*arguments).out_info)))
+        return function
+
+    monkeypatch.setattr("spanax.run.run.compiled_with_barrier", record)
+    run = start()
+    metrics = run.evaluate(batch())
+    assert compiled == [len(jax.tree.leaves(metrics))]
+
+
 def test_an_evaluation_is_in_evaluation_mode() -> None:
     """Running statistics, and no dropout: not the loss of the step."""
     run = start("cnn")
