@@ -11,7 +11,7 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.run.run import Run
-from spanax.run.step.replay.partial_sums import divided
+from spanax.run.step.replay.partial_sums import split_contracted_dims
 from spanax.trace.program import Program
 
 GPT = gpt.GPTConfig(32, seq_len=8, num_layers=2, num_heads=2, embed_dim=16, dropout=0.1, remat=True)
@@ -91,5 +91,7 @@ def test_a_sum_put_off_is_summed_further() -> None:
     parts = np.arange(4 * 6.0).reshape(4, 6)
     split, ways = ((0, ("expert",)),), {"data": 4, "expert": 2}
     expected = parts.reshape(4, 2, 3)
-    np.testing.assert_array_equal(divided(parts, ("data",), split, ("data", "expert"), ways), expected)
-    np.testing.assert_array_equal(divided(parts, ("data",), split, ("expert", "data"), ways), expected.swapaxes(0, 1))
+    np.testing.assert_array_equal(split_contracted_dims(parts, ("data",), split, ("data", "expert"), ways), expected)
+    np.testing.assert_array_equal(
+        split_contracted_dims(parts, ("data",), split, ("expert", "data"), ways), expected.swapaxes(0, 1)
+    )

@@ -14,7 +14,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import COLUMNS, Ticks, share_name
 from spanax.run.step.pipeline.broadcast_from_stage import broadcast_carries, broadcast_results
 from spanax.run.step.pipeline.residual_buffers import Buffers, BufferSpec, read_slot, write_slots
-from spanax.run.step.replay.partial_sums import leading_before_stacked, lifted
+from spanax.run.step.replay.partial_sums import add_partial_sum_dims, leading_before_stacked
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.loops import Loop
 from spanax.trace.pipeline.partition import Part, PipelinePartition, State, Sum
@@ -81,7 +81,7 @@ class Stage:
 
     def _partial(self, index: int, array: Any) -> Any:
         """Returns the initial value of a carry, as a partial sum if its reduction is deferred."""
-        return lifted(array, (), self.spec.deferred_axes(index), self.replay.mesh.shape)
+        return add_partial_sum_dims(array, (), self.spec.deferred_axes(index), self.replay.mesh.shape)
 
     def _reduced(self, index: int, array: Any) -> Any:
         return self.replay.reduced(
@@ -330,7 +330,9 @@ class Stage:
     def _summand(self, carried_sum: Sum, part: Part, array: Any) -> Any:
         """Returns a summand in the dtype and the partial-sum form of its sum."""
         axes = self.spec.deferred_axes(carried_sum.index)
-        return lifted(converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape)
+        return add_partial_sum_dims(
+            converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape
+        )
 
     def _with_gradients(self, by_layer: Values, task: Task, stacked: Sequence[Any]) -> Values:
         """Returns the sums with the weight gradients of one chunk and microbatch added."""

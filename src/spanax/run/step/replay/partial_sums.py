@@ -33,9 +33,9 @@ def evaluate_partial_sums(
     for index, (value, array) in enumerate(zip(op.inputs, ins, strict=True)):
         split_dims = None if dims is None else dims[index]
         if split_dims is not None:
-            mapped.append(divided(array, deferred.of(value), split_dims, axes, ways))
+            mapped.append(split_contracted_dims(array, deferred.of(value), split_dims, axes, ways))
         elif dims is not None or deferred.of(value) or _joins(graph, op, index):
-            mapped.append(lifted(array, deferred.of(value), axes, ways))
+            mapped.append(add_partial_sum_dims(array, deferred.of(value), axes, ways))
         else:
             mapped.append(None)
     in_axes = [None if array is None else 0 for array in mapped]
@@ -75,7 +75,7 @@ def _device_by_device(
     ]
 
 
-def divided(array: Any, has: Sequence[str], dims: Dims, axes: Sequence[str], ways: Ways) -> Any:
+def split_contracted_dims(array: Any, has: Sequence[str], dims: Dims, axes: Sequence[str], ways: Ways) -> Any:
     """Splits the dims of an array that are contracted into parts for `axes`; `has` are the axes of its leading dims."""
     axes_of_dim, sizes = dict(dims), list(array.shape[len(has) :])
     split_shape = [ways[axis] for axis in has]
@@ -89,7 +89,7 @@ def divided(array: Any, has: Sequence[str], dims: Dims, axes: Sequence[str], way
     return array.reshape(*(ways[axis] for axis in axes), *sizes)
 
 
-def lifted(array: Any, has: Sequence[str], axes: Sequence[str], ways: Ways) -> Any:
+def add_partial_sum_dims(array: Any, has: Sequence[str], axes: Sequence[str], ways: Ways) -> Any:
     """Adds leading dims for further axes to a value: the first device has the value, the others zeros."""
     for index, axis in enumerate(axes):
         if axis not in has:

@@ -23,10 +23,10 @@ from spanax.run.step.attention.ring import per_device_attention
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.partial_sums import (
+    add_partial_sum_dims,
     evaluate_partial_sums,
     leading_after_stacked,
     leading_before_stacked,
-    lifted,
     merged_leading,
 )
 from spanax.run.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
@@ -172,7 +172,7 @@ class Replay:
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
         operands = [
-            lifted(array, deferred(value), deferred(inner), axis_sizes)
+            add_partial_sum_dims(array, deferred(value), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
         operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
@@ -180,7 +180,7 @@ class Replay:
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
             outs = zip(body.outputs, self.body(body, args), pending, strict=True)
-            return [lifted(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
+            return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
 
         outs = [*with_bodies(op, operands, iteration, self._leading)]
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
