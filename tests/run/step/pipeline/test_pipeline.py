@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Any, str, Schedule, str]] = {
     "no such microbatches": (lambda: program("gpt", 1), "pipe=2,data=4", Schedule(microbatches=3), "are 1, 2, 4"),
     "too few": (
         lambda: program("gpt", 1), "pipe=4,data=2", Schedule(microbatches=2, pipeline="interleaved", num_chunks=2),
-        "no multiple of 4 stages",
+        "not a multiple of 4 stages",
     ),
 }  # fmt: skip
 
