@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import golden_messages
 from requested import flag_names
 from spanax import cli
 from spanax.commands import train
@@ -233,16 +234,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def messages() -> dict[str, str]:
-    """What each bad input was answered, for the golden file."""
-    return {}
-
-
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_four_lines(
-    name: str, folder: Path, messages: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_told_in_four_lines(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args, code, says = BAD[name]
     result, out, err = run(capsys, *args)
     lines = err.strip().splitlines()
@@ -250,16 +243,11 @@ def test_bad_input_is_told_in_four_lines(
     assert lines[0].startswith("spanax: ") and len(lines) <= 4 and "Traceback" not in err and not out
     assert not (folder / "new").exists(), "something was left behind"
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "something was left behind"
-    messages[name] = err.replace(str(folder), "FOLDER")
+    golden_messages.compare(GOLDEN, BAD, name, f"spanax {' '.join(args)}\n{err.replace(str(folder), 'FOLDER')}")
 
 
-def test_the_answers_are_the_golden_ones(messages: dict[str, str]) -> None:
-    if messages.keys() != BAD.keys():
-        pytest.skip(f"{len(messages)} of {len(BAD)} answers: run the whole file to compare them")
-    text = "".join(f"[{name}] spanax {' '.join(BAD[name][0])}\n{messages[name]}\n" for name in BAD)
-    if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
+def test_the_golden_messages_are_those_of_the_bad_input() -> None:
+    assert list(golden_messages.sections(GOLDEN)) == list(BAD)
 
 
 def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:

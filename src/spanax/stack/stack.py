@@ -218,7 +218,7 @@ def _passed_on(x: Any, result: Any) -> tuple[Any, ...]:
         return result
     raise SpanaxError(
         "the output of a layer does not match its input.",
-        where=f"it takes {_summary(x)} and returns {_summary(result)}",
+        where=f"input {_summary(x)}, output {_summary(result)}",
         fix="return x with the shape and dtype of the input, or (x, y)",
     )
 

@@ -39,8 +39,8 @@ DEATH_SECONDS = 15
 STDERR = 2
 
 THREADS_PER_DEVICE = 2
-"""XLA's CPU collectives wait for each other on one thread pool. With its default of one thread a device, a step that is
-dispatched while another runs can deadlock; with two none did. More threads make each step slower.
+"""XLA's CPU collectives wait for each other on one thread pool. With its default of one thread per device, a step that
+is dispatched while another runs can deadlock; with two none did. More threads make each step slower.
 
 Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
 """

@@ -22,7 +22,7 @@ def traffic(sides: Mapping[str, Moved]) -> Node:
     ]
     if not any(bar.total for bar in bars):
         return el("p", "Nothing moves between devices.", class_="note")
-    return stacked("bytes that a device receives in a step, by mesh axes", bars, bytes_text)
+    return stacked("bytes received per device and step, by mesh axes", bars, bytes_text)
 
 
 def _largest(sides: Mapping[str, Moved], axes: str) -> int:
