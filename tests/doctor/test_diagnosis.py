@@ -16,7 +16,7 @@ from spanax.doctor import jax_probe
 from spanax.doctor.jax_probe import Outcome
 from spanax.doctor.verdict import Verdict
 from spanax.show.doctor import is_well, verdicts_text
-from spanax.usage import wants_colours
+from spanax.usage import wants_colors
 
 NAMES = {
     "python", "packages", "plugins", "settings", "devices", "simulated", "disk", "shared memory", "limits", "loopback",
@@ -119,9 +119,9 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert wants_colours(Terminal()) and not wants_colours(io.StringIO())
+    assert wants_colors(Terminal()) and not wants_colors(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colours(Terminal())
+    assert not wants_colors(Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not wants_colours(Terminal())
+    assert not wants_colors(Terminal())
