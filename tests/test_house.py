@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "check": DECIDE | RUN,
     "doctor": FOUNDATION,
     "show": OBEY,
+    "jit": OBEY,
     "commands": OBEY | PUBLIC | {"interop", "launch"},
     "stack": FOUNDATION | {"trace"},
     "models": PUBLIC | {"stack"},
@@ -58,7 +59,7 @@ MAY_IMPORT = {
     "launch": FOUNDATION | RUN,
     "cli": OBEY | PUBLIC | {"commands", "interop", "launch"},
     "__main__": {"cli"},
-    "spanax": OBEY | PUBLIC | {"stack", "interop", "launch"},
+    "spanax": OBEY | PUBLIC | {"stack", "interop", "launch", "jit"},
 }
 
 # The order inside a package, from the bottom up: a module imports from its own layer and those below. The longest

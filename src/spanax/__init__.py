@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spanax.hardware.cluster import cluster as cluster
     from spanax.hardware.cluster import local as local
     from spanax.hardware.mesh import MeshShape as MeshShape
+    from spanax.jit.jit import jit as jit
     from spanax.plan.candidate import Search as Search
     from spanax.plan.choose import plan as plan
     from spanax.plan.layout import Layout as Layout
@@ -53,6 +54,7 @@ _NAMES = {
     "errors": "CompilerError DataError NumbersError SpanaxError WriteError",
     "hardware.cluster": "Cluster cluster local",
     "hardware.mesh": "MeshShape",
+    "jit.jit": "jit",
     "plan.candidate": "Search",
     "plan.choose": "plan",
     "plan.layout": "Layout",

@@ -66,7 +66,14 @@ class NoLayoutError(SpanaxError):
 
 
 class IdleAxisError(SpanaxError):
-    """A mesh axis shards no weight and saves no work in a program; exit code 2."""
+    """A mesh axis shards no weight and saves no work in a program; exit code 2.
+
+    `axis` is the name of the mesh axis.
+    """
+
+    def __init__(self, what: str, *, axis: str, where: str = "", fix: str = ""):
+        super().__init__(what, where=where, fix=fix)
+        self.axis = axis
 
 
 class ResizeError(SpanaxError):

@@ -177,9 +177,9 @@ class Search:
     @property
     def tokens_per_step(self) -> int | None:
         """Tokens in a batch of rows of integers; None for any other batch."""
-        first = next(iter(self.programs.values())).batch[0]
-        is_rows = len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
-        return self.batch_size * first.shape[1] if is_rows else None
+        first = next(iter(next(iter(self.programs.values())).batch), None)
+        is_rows = first is not None and len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
+        return self.batch_size * first.shape[1] if first is not None and is_rows else None
 
     @property
     def setting(self) -> Setting:

@@ -198,7 +198,7 @@ def searched(
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]
-    check_divides(program.batch[0].shape[0], counts[0] if counts else 1)
+    check_divides(program.batch_size, counts[0] if counts else 1)
     remat = schedule.remat if schedule is not None else None
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat

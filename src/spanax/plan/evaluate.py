@@ -266,7 +266,7 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
     moved = count_terms(sharded, values, adds_first=search.cluster.adds_first).moved_bytes(
         mesh,
-        scale=search.batch_size / program.batch[0].shape[0] / candidate.microbatches,
+        scale=search.batch_size / program.batch_size / candidate.microbatches,
         num_microbatches=candidate.microbatches,
         num_stages=float(shares(program.step.layer_carry[1], candidate.num_stages, candidate.num_chunks)),
     )

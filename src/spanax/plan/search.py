@@ -81,7 +81,7 @@ def search(
       >>> result.best.mesh, result.layouts_priced > 0
       (fsdp=4, True)
     """
-    batch_size = program.batch[0].shape[0] if batch_size is None else batch_size
+    batch_size = program.batch_size if batch_size is None else batch_size
     if batch_size < 1:
         raise SpanaxError(f"the batch size is {batch_size}; it must be at least 1.")
     mesh = None if mesh is None else MeshShape.of(mesh)
@@ -109,7 +109,7 @@ def _search(
     pipeline: bool,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
-    start, traced_batch = time.perf_counter(), program.batch[0].shape[0]
+    start, traced_batch = time.perf_counter(), program.batch_size
     rejected: Rejections = Counter()
     tracing_start = time.perf_counter()
     programs = _programs(program, remat, rejected)

@@ -1,9 +1,9 @@
 """The user's definition of a train step, from which each variant of a program is traced once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 from flax import nnx
@@ -57,7 +57,7 @@ class State:
     """The variables of model and optimizer, how they are initialized, and the mesh of their annotations."""
 
     variables: Variables
-    init: Initial
+    init: Initial | None
     mesh: UserMesh
 
 
@@ -67,6 +67,36 @@ class TracedVariant(NamedTuple):
     step: Traced
     evaluation: Traced | None
     attention: tuple[FusedAttention, ...]
+
+
+class ProgramDefinition(Protocol):
+    """What a program is traced from: a train step with a function that creates its state, or a function of objects."""
+
+    @property
+    def batch_leaves(self) -> tuple[Leaf, ...]:
+        """The arrays of the batch."""
+
+    @property
+    def batch_treedef(self) -> Any:
+        """The structure of the batch."""
+
+    def state(self, variant: Variant) -> State:
+        """Returns the state of a variant."""
+
+    def traced(self, variant: Variant) -> TracedVariant:
+        """Returns the traced step and evaluation of a variant."""
+
+    def microbatches(self, variant: Variant) -> Microbatches:
+        """Returns whether a variant supports microbatches."""
+
+    def computation(self) -> Computation:
+        """Returns the fingerprint of the step as written."""
+
+    def run_loss(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the loss as a function of state and batch of any size; None without one."""
+
+    def resized(self, variant: Variant, shapes: Shapes) -> Graph:
+        """Returns the graph of a variant's step with other shapes for the leaves of the state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,22 +219,38 @@ class Definition:
         return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, self.batch, shapes)
 
     def _traced(self, state: State, function: Callable[..., Results]) -> Traced:
-        function, leaves, values = state.mesh.traced(function), state.variables.leaves, state.variables.abstract()
-        with plain_variables():  # Variables created in the step have the same type as those of the model
-            jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(values, self.batch)
-        graph = from_jaxpr(jaxpr)
-        if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
-            raise SpanaxError(
-                "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
-                fix="self.name = array in a module, or eager_build=True",
-            )
-        axes = discover(graph, leaves, self.batch_leaves)
-        if batch_dims := batch_sized_dims(graph, axes, function, values, self.batch, self.batch_leaves):
-            axes = discover(graph, leaves, self.batch_leaves, batch_dims)
-        num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
-        graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
-        has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
-        return Traced(graph, axes, structure, has_remat)
+        traced = traced_function(state, function, self.batch, self.batch_leaves)
+        num_state = len(traced.graph.body.outputs) - traced.result.num_leaves
+        graph, result = with_logged(traced.graph, num_state, traced.result)
+        return replace(traced, graph=graph, result=result)
+
+
+def traced_function(state: State, function: Callable[..., Any], batch: Any, batch_leaves: Sequence[Leaf]) -> Traced:
+    """Returns the traced function, with its axes.
+
+    Args:
+      state: the structure of the function's first argument.
+      function: a function from the values of the state and a batch to the new values and a pytree of results.
+      batch: shapes and dtypes of the batch.
+      batch_leaves: the same as leaves.
+
+    Raises:
+      SpanaxError: the function uses a traced array that NNX does not track.
+    """
+    function, leaves, values = state.mesh.traced(function), state.variables.leaves, state.variables.abstract()
+    with plain_variables():  # Variables created in the step have the same type as those of the model
+        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(values, batch)
+    graph = from_jaxpr(jaxpr)
+    if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
+        raise SpanaxError(
+            "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
+            fix="self.name = array in a module, or eager_build=True",
+        )
+    axes = discover(graph, leaves, batch_leaves)
+    if batch_dims := batch_sized_dims(graph, axes, function, values, batch, batch_leaves):
+        axes = discover(graph, leaves, batch_leaves, batch_dims)
+    has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
+    return Traced(graph, axes, jax.tree.structure(result), has_remat)
 
 
 def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> Results:
@@ -212,6 +258,7 @@ def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) ->
         with nnx.var_defaults(hijax=variables.is_hijax):
             model, optimizer = variables.merge(values)
             metrics = as_metrics(step(model, optimizer, batch))
+            nnx.pop(model, nnx.Intermediate)  # values of `sow` are not state
             after = variables.split(model, optimizer)
         return after, injected_rate(variables.leaves, after) | metrics
 

@@ -18,7 +18,7 @@ from jax.extend import core
 from spanax.errors import SpanaxError
 from spanax.frames import is_library
 from spanax.trace.user_mesh import UserMesh, off_mesh, outside_meshes
-from spanax.trace.variables import Variables, model_of, optimizer_of, take_apart
+from spanax.trace.variables import OPTIMIZER, Owner, Variables, model_of, optimizer_of, take_apart
 
 READS = (
     jax.errors.ConcretizationTypeError,
@@ -106,7 +106,9 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
 
     def with_optimizer(model: nnx.Module) -> list[Any]:
         with _reading("optimizer", "read it in `build`, with eager_build=True, and store it in the model"):
-            variables, values = take_apart(model, optimizer_of(model, optimizer))
+            variables, values = take_apart(
+                [Owner(model), Owner(optimizer_of(model, optimizer), OPTIMIZER, is_optimizer=True)]
+            )
         structures.append(variables)
         return values
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from spanax.displays import display
+from spanax.errors import SpanaxError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Axis, table
-from spanax.trace.definition import Definition, Results
+from spanax.trace.axes.naming import num_examples
+from spanax.trace.definition import ProgramDefinition, Results
 from spanax.trace.initial_state import Initial
 from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.rewrites.attention.fuse import FusedAttention
@@ -60,7 +62,7 @@ class Program:
     evaluation: StepAnalysis | None
     attention: tuple[FusedAttention, ...]
     form: Variant
-    definition: Definition = field(repr=False)
+    definition: ProgramDefinition = field(repr=False)
     renames: tuple[Mapping[str, str], ...] = ()
     _variants: dict[Variant, "Program"] = field(default_factory=dict, repr=False)
 
@@ -104,8 +106,15 @@ class Program:
 
     @property
     def init(self) -> Initial:
-        """Returns the function that computes the initial state."""
-        return self.definition.state(self.form).init
+        """Returns the function that computes the initial state.
+
+        Raises:
+          SpanaxError: the program is a function of objects, which have their state.
+        """
+        init = self.definition.state(self.form).init
+        if init is None:
+            raise SpanaxError("the program is a function of objects that have their state.", fix="spanax.init")
+        return init
 
     @property
     def batch_treedef(self) -> Any:
@@ -116,6 +125,11 @@ class Program:
     def run_loss(self) -> Callable[[list[Any], Any], Results] | None:
         """Returns the loss as a function of state and batch of any size; None for a user-defined `train_step`."""
         return self.definition.run_loss(self.form)
+
+    @property
+    def batch_size(self) -> int:
+        """Returns the number of examples of the batch; 1 if the step takes none."""
+        return num_examples(self.batch) or 1
 
     @property
     def axes(self) -> list[Axis]:
@@ -216,7 +230,8 @@ class Program:
           >>> program.variant(Variant(remat="dots", microbatches=2)).form.microbatches
           2
         """
-        if self.init.seed is None:  # the seed is an argument of the traced `build`
+        init = self.definition.state(self.form).init
+        if init is None or init.seed is None:  # the seed is an argument of the traced `build`
             variant = replace(variant, seed=self.form.seed)
         if variant == self.form:
             return self
@@ -322,7 +337,7 @@ class Program:
         return replace(self, form=replace(self.form, remat="none"))
 
 
-def program_of(definition: Definition, variant: Variant) -> Program:
+def program_of(definition: ProgramDefinition, variant: Variant) -> Program:
     """Returns a variant of the program that a definition defines.
 
     Raises:

@@ -23,8 +23,13 @@ from spanax.errors import SpanaxError
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
 
+OPTIMIZER = "optimizer"
+"""The first part of the path of an optimizer's arrays."""
+
 OPTIMIZER_STATE = "opt_state"
 """Flax's attribute for Optax state, also inside a module; its Variables may have the type of their parameters."""
+
+MODEL_AND_OPTIMIZER = ("", OPTIMIZER)
 
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
 
@@ -67,6 +72,7 @@ class Variables:
     treedef: Any
     leaves: tuple[Leaf, ...]
     is_hijax: bool = False
+    prefixes: tuple[str, ...] = MODEL_AND_OPTIMIZER
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of every leaf."""
@@ -77,30 +83,29 @@ class Variables:
         pairs = zip(self.leaves, shapes, strict=True)
         return replace(self, leaves=tuple(replace(leaf, shape=shape) for leaf, shape in pairs))
 
-    def merge(self, values: Sequence[Any]) -> tuple[nnx.Module, nnx.Optimizer]:
-        """Returns a new model and optimizer with these values."""
+    def merge(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns new objects, such as a model and its optimizer, with these values."""
         state = jax.tree.unflatten(self.treedef, values)
         if self.is_hijax:
             return nnx.merge(self.graphdef, nnx.with_vars(state, hijax=True))
         # A copy: without it, statistics and RNG counts cannot be written under a trace.
         return nnx.merge(self.graphdef, state, copy=True)
 
-    def split(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
-        """Returns the values of a model and optimizer after a step, in the order of the leaves.
+    def split(self, *nodes: Any, by: str = "the train step") -> list[Any]:
+        """Returns the values of the objects after a step, in the order of the leaves; `by` names it in an error.
 
         Raises:
           SpanaxError: the step changed the set of variables, or the shape or dtype of one.
         """
-        nnx.pop(model, nnx.Intermediate)  # values of `sow` are not state
-        _, state = nnx.split((model, optimizer))
+        _, state = nnx.split(nodes)
         if self.is_hijax:
             state = nnx.with_vars(state, hijax=False)
         before = [leaf.path for leaf in self.leaves]
-        after = [path for path, _, _ in _named_values(state)]
+        after = [path for path, _, _ in _named_values(state, self.prefixes)]
         if before != after:
             moved = [path for path, other in zip_longest(after, before) if path != other]
             odd = sorted(set(before) ^ set(after)) or [path for path in moved if path is not None]
-            raise changed_variables("the train step", odd, f"{len(before)} arrays before the step, {len(after)} after")
+            raise changed_variables(by, odd, f"{len(before)} arrays before the step, {len(after)} after")
         values = jax.tree.leaves(state)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value.shape != leaf.shape or value.dtype != leaf.dtype:
@@ -263,15 +268,33 @@ def _plain(build: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(build.__init__, None) if inspect.isclass(build) else build
 
 
-def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, list[Any]]:
-    """Returns the variables of a model and its optimizer, and their values in order."""
-    graphdef, state = nnx.split((model, optimizer))
+@dataclass(frozen=True)
+class Owner:
+    """An object whose arrays are part of the state.
+
+    `prefix` begins the path of its arrays, if not empty. All arrays of an optimizer have the kind `optimizer`.
+    """
+
+    node: Any
+    prefix: str = ""
+    is_optimizer: bool = False
+
+
+def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
+    """Returns the variables of objects, such as a model and its optimizer, and their values in order.
+
+    Raises:
+      SpanaxError: an array of the state is not numeric.
+    """
+    nodes = tuple(owner.node for owner in owners)
+    graphdef, state = nnx.split(nodes)
     values, treedef = jax.tree.flatten(state)
+    prefixes = [owner.prefix for owner in owners]
     leaves = []
-    trained = _trained_arrays(model, optimizer)
-    for (path, owner, variable), value in zip(_named_values(state), values, strict=True):
+    trained = _trained_arrays(owners)
+    for (path, index, variable), value in zip(_named_values(state, prefixes), values, strict=True):
         is_param = isinstance(variable, nnx.Param) or path in trained
-        is_optimizer = owner == 1 or OPTIMIZER_STATE in path.split(".")
+        is_optimizer = owners[index].is_optimizer or OPTIMIZER_STATE in path.split(".")
         kind = "optimizer" if is_optimizer else "param" if is_param else "other"
         # A NumPy array (a table of indices in int64) has the dtype that JAX converts it to on first use.
         try:
@@ -283,15 +306,18 @@ def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, 
                 fix="a tuple of str, or another static attribute",
             ) from error
         leaves.append(Leaf(path, aval.shape, aval.dtype, kind, (), _annotation(variable)))
-    return Variables(graphdef, treedef, tuple(leaves)), values
+    return Variables(graphdef, treedef, tuple(leaves), prefixes=tuple(prefixes)), values
 
 
-def _trained_arrays(model: nnx.Module, optimizer: Any) -> set[str]:
+def _trained_arrays(owners: Sequence[Owner]) -> set[str]:
     """Returns the paths of the raw arrays that an `nnx.Optimizer` trains, selected by its `wrt`."""
-    if not isinstance(optimizer, nnx.Optimizer):
-        return set()
-    named = _named_values([nnx.state(model, optimizer.wrt)])
-    return {path for path, _, value in named if not isinstance(value, nnx.Variable)}
+    trained: set[str] = set()
+    models = [owner for owner in owners if not owner.is_optimizer]
+    for optimizer in (owner.node for owner in owners if isinstance(owner.node, nnx.Optimizer)):
+        states = [nnx.state(owner.node, optimizer.wrt) for owner in models]
+        named = _named_values(states, [owner.prefix for owner in models])
+        trained |= {path for path, _, value in named if not isinstance(value, nnx.Variable)}
+    return trained
 
 
 def itemsize(dtype: Any) -> int:
@@ -302,14 +328,14 @@ def itemsize(dtype: Any) -> int:
     return dtype.itemsize
 
 
-def _named_values(state: Any) -> list[tuple[str, int, Any]]:
-    """Returns (path, 0 for the model or 1 for the optimizer, Variable) of every array, in tree order."""
+def _named_values(state: Any, prefixes: Sequence[str]) -> list[tuple[str, int, Any]]:
+    """Returns (path, index of the owner, Variable) of every array, in tree order."""
     named = []
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
         owner, *names = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
         value = variable.get_value() if is_variable(variable) else variable
-        prefix = ["optimizer"] if owner == "1" else []
+        prefix = [prefixes[int(owner)]] if prefixes[int(owner)] else []
         for inner, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
             tail = jax.tree_util.keystr(inner, simple=True, separator=".")
             named.append((".".join(prefix + names + ([tail] if tail else [])), int(owner), variable))

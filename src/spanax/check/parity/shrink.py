@@ -147,7 +147,7 @@ def _sizes(program: Program) -> dict[str, int]:
     largest = {axis.name: max(axis.sizes) for axis in program.axes}
     return {
         "num_layers": program.step.layer_carry[1],
-        "batch_size": program.batch[0].shape[0],
+        "batch_size": program.batch_size,
         "seq_len": largest.get("seq", 0),
         "embed_dim": largest.get("embed", 0),
     }

@@ -92,7 +92,7 @@ def inside_stage(plan: Plan) -> Plan:
 def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
     """Returns the numbers of microbatches whose examples the mesh axes divide."""
     num_shards = mesh.ways([axis for axis, names in layout.computed if "batch" in names])
-    size = program.batch[0].shape[0]
+    size = program.batch_size
     return [*divisors(size // num_shards)] if size % num_shards == 0 else [1]
 
 
@@ -135,13 +135,13 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     if count == 1:
         raise SpanaxError(
             f"a pipeline of {stages} stages needs microbatches, and there is one.",
-            where=f"mesh {mesh}, a batch of {program.batch[0].shape[0]}",
+            where=f"mesh {mesh}, a batch of {program.batch_size}",
             fix=f"{_suiting(program, layout, mesh, schedule)} microbatches, or a mesh without '{AXIS}'",
         )
     if count not in possible:
         near = min(enough, key=lambda candidate: (abs(candidate - count), candidate))
         raise SpanaxError(
-            f"{count} microbatches do not divide the batch of {program.batch[0].shape[0]} on mesh {mesh}.",
+            f"{count} microbatches do not divide the batch of {program.batch_size} on mesh {mesh}.",
             where=f"possible are {', '.join(map(str, possible))}",
             fix=f"{near} microbatches",
         )

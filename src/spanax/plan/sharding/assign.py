@@ -234,6 +234,7 @@ def _idle(
     tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
     return IdleAxisError(
         f"mesh axis '{axis}' ({size}) has nothing to shard in this program under layout '{layout.name}'.",
+        axis=axis,
         where="; ".join(tried) or f"it shards {', '.join(names)}; the program has {', '.join(known)}",
         fix=f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
     )

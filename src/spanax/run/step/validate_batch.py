@@ -35,10 +35,10 @@ def validate_batch(program: Program, shardings: Sequence[jax.sharding.NamedShard
                 f"batch leaf '{leaf.path}' is {array.dtype}, but was traced as {leaf.dtype}.",
                 fix=f"batch['{leaf.path}'].astype('{leaf.dtype}')",
             )
-    return [_placed(array, sharding) for array, sharding in zip(leaves, shardings, strict=True)]
+    return [place_argument(array, sharding) for array, sharding in zip(leaves, shardings, strict=True)]
 
 
-def _placed(array: Any, sharding: jax.sharding.NamedSharding) -> Any:
+def place_argument(array: Any, sharding: jax.sharding.NamedSharding) -> Any:
     """Returns the array with the planned sharding; an array on the host is transferred with the step."""
     if not isinstance(array, jax.Array) or array.sharding == sharding:
         return array

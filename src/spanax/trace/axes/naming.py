@@ -98,11 +98,16 @@ def _is_named(claims: Claims, label: int | None, name: str) -> bool:
     return label is not None and name in claims.get(label, ())
 
 
-def with_examples(values: Sequence[int], batch: Sequence[Leaf]) -> list[int]:
-    """Returns the arrays of a batch that have examples along dim 0: those of the most common leading size."""
+def num_examples(batch: Sequence[Leaf]) -> int | None:
+    """Returns the number of examples of a batch, its most common leading size; None if it has scalars only."""
     sizes = Counter(leaf.shape[0] for leaf in batch if leaf.shape)
-    examples = max(sizes, key=lambda size: (sizes[size], size), default=None)
-    return [value for leaf, value in zip(batch, values, strict=True) if leaf.shape and leaf.shape[0] == examples]
+    return max(sizes, key=lambda size: (sizes[size], size), default=None)
+
+
+def with_examples(values: Sequence[int], batch: Sequence[Leaf]) -> list[int]:
+    """Returns the arrays of a batch that have examples along dim 0."""
+    count = num_examples(batch)
+    return [value for leaf, value in zip(batch, values, strict=True) if leaf.shape and leaf.shape[0] == count]
 
 
 def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf]) -> None:

@@ -1,0 +1,112 @@
+"""The arguments of a call: NNX objects, arrays and static values."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.tree_util import keystr
+
+from spanax.errors import SpanaxError
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The arguments of a function without the objects and arrays among them; hashable.
+
+    Attributes:
+      treedef: the structure of `(args, kwargs)`; each NNX object is a leaf, and each static argument is None.
+      is_object: whether each leaf is an NNX object.
+      statics: the static arguments, by position or name.
+    """
+
+    treedef: Any
+    is_object: tuple[bool, ...]
+    statics: tuple[tuple[int | str, Any], ...]
+
+    def arguments(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns `args` and `kwargs` with these objects and arrays."""
+        objects, values = iter(nodes), iter(arrays)
+        leaves = [next(objects) if is_object else next(values) for is_object in self.is_object]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        args = list(args)
+        for key, value in self.statics:
+            if isinstance(key, str):
+                kwargs[key] = value
+            else:
+                args[key] = value
+        return args, kwargs
+
+    def names(self, parameters: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Returns names of the objects and of the arrays: their path in the arguments, such as `batch.image`.
+
+        Args:
+          parameters: the names of the function's positional parameters.
+        """
+        leaves = jax.tree.unflatten(self.treedef, range(len(self.is_object)))
+        names: tuple[list[str], list[str]] = [], []
+        for (_, argument, *path), leaf in jax.tree_util.tree_flatten_with_path(leaves)[0]:
+            is_keyword = isinstance(argument, jax.tree_util.DictKey)
+            index = argument.key if is_keyword else argument.idx
+            name = parameters[index] if not is_keyword and index < len(parameters) else str(index)
+            names[not self.is_object[leaf]].append(
+                ".".join(filter(None, (name, keystr(tuple(path), simple=True, separator="."))))
+            )
+        return names
+
+
+def split_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Collection[int], static_argnames: Collection[str]
+) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
+    """Returns the form of a call, its NNX objects, and its arrays.
+
+    Args:
+      args: the positional arguments.
+      kwargs: the keyword arguments.
+      static_argnums: the positions of static arguments.
+      static_argnames: the names of static arguments.
+
+    Raises:
+      SpanaxError: an argument is neither an object, nor an array, nor a number.
+
+    Example:
+      >>> form, nodes, arrays = split_call((nnx.Rngs(0), {"x": 1.0}), {"steps": 3}, (), ("steps",))
+      >>> form.names(("rngs", "batch")), form.statics, arrays
+      ((['rngs'], ['batch.x']), (('steps', 3),), [1.0])
+    """
+    statics: tuple[tuple[int | str, Any], ...] = ()
+    if static_argnums or static_argnames:
+        statics = tuple((index, args[index]) for index in sorted(static_argnums) if index < len(args))
+        statics += tuple((name, kwargs[name]) for name in sorted(static_argnames) if name in kwargs)
+        args = [None if index in static_argnums else value for index, value in enumerate(args)]
+        kwargs = {name: None if name in static_argnames else value for name, value in kwargs.items()}
+    leaves, treedef = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_object)
+    kinds = tuple(map(is_object, leaves))
+    nodes = tuple(leaf for leaf, is_node in zip(leaves, kinds, strict=True) if is_node)
+    arrays = [as_array(leaf) for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node]
+    return CallForm(treedef, kinds, statics), nodes, arrays
+
+
+def is_object(value: Any) -> bool:
+    """Returns whether a value is an NNX object, whose arrays a function may update."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def as_array(value: Any) -> Any:
+    """Returns an argument as JAX accepts it: arrays of other libraries, such as PyTorch, as NumPy arrays.
+
+    Raises:
+      SpanaxError: the argument is not an array or a number.
+    """
+    if isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex | jax.ShapeDtypeStruct):
+        return value
+    if hasattr(value, "__jax_array__"):
+        return value.__jax_array__()
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    raise SpanaxError(
+        f"an argument is a {type(value).__name__}, neither an NNX object nor an array.",
+        fix="static_argnums or static_argnames for values that are not arrays",
+    )

@@ -1,0 +1,98 @@
+"""`spanax.jit`: compiles a function of NNX objects, sharded over a mesh."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, update_wrapper
+from typing import Any
+
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.jit.placement import SharedPlacement
+from spanax.jit.sharded_function import ShardedFunction
+from spanax.plan.choose import Request
+from spanax.plan.layout import Layout
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.assign import Pins
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    layout: str | Layout | None = None,
+    mesh: Mapping[str, int] | str | MeshShape | None = None,
+    on: Cluster | str | None = None,
+    pin: Pins | None = None,
+    plan: Plan | None = None,
+    like: ShardedFunction | None = None,
+    donate: bool = True,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Any:
+    """Compiles a function of NNX objects and arrays, as `nnx.jit` does, with the objects sharded over a mesh.
+
+    The first call traces the function, plans the sharding of every array, shards the objects in place, compiles, and
+    runs. Later calls run the compiled function. After each call, the objects hold their new arrays, which are global
+    `jax.Array`s: printing, saving, and other functions work with them as before.
+
+    Args:
+      function: a function of NNX objects and arrays, in any pytrees, by position or keyword. Arrays may be NumPy's,
+        PyTorch's or JAX's; those of the most common leading size have examples along dim 0.
+      layout: as in `spanax.plan`.
+      mesh: as in `spanax.plan`. Without layout and mesh, the fastest layout on all devices that fits.
+      on: the devices to plan for; those of this process group by default.
+      pin: as in `spanax.plan`.
+      plan: a plan of this function, instead of a layout.
+      like: another function whose mesh and layout this one shares, whichever runs first.
+      donate: reuse the buffers of arrays that the function updates: copy an array to keep its value from before a call.
+      static_argnums: the positions of arguments that are neither objects nor arrays, as in `nnx.jit`.
+      static_argnames: their names.
+
+    Raises:
+      SpanaxError: the arguments contradict each other. A call raises it where the function cannot be sharded as
+        requested; the objects are then unchanged.
+
+    Example:
+      >>> import numpy as np, optax
+      >>> from flax import nnx
+      >>> model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> @jit(mesh="fsdp=8")
+      ... def train_step(model, optimizer, x):
+      ...     loss, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+      ...     optimizer.update(model, gradients)
+      ...     return loss
+      >>> first, second = (float(train_step(model, optimizer, np.ones((8, 16), "float32"))) for _ in range(2))
+      >>> second < first, model.kernel.sharding.spec
+      (True, PartitionSpec(None, 'fsdp'))
+    """
+    if function is None:
+        return partial(
+            jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, like=like, donate=donate,
+            static_argnums=static_argnums, static_argnames=static_argnames,
+        )  # fmt: skip
+    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}))
+    placed_by = {"layout": layout, "mesh": mesh, "on": on, "pin": pin, "plan": plan, "like": like}
+    set_by = [name for name, value in placed_by.items() if value is not None]
+    if len(set_by) > 1 and not {"plan", "like"}.isdisjoint(set_by):
+        raise SpanaxError(
+            f"{set_by[-1]} decides the placement, without {' or '.join(set_by[:-1])}.", fix=f"leave {set_by[0]} out"
+        )
+    placement = like.placement if like is not None else SharedPlacement(request, on, plan)
+    numbers, names = _static(function, static_argnums, static_argnames)
+    sharded = ShardedFunction(function, placement, donate, numbers, names)
+    return update_wrapper(sharded, function)
+
+
+def _static(
+    function: Callable[..., Any], numbers: int | Iterable[int], names: str | Iterable[str]
+) -> tuple[frozenset[int], frozenset[str]]:
+    """Returns the positions and the names of static arguments; a parameter in one is in both, as in `jax.jit`."""
+    positions = {numbers} if isinstance(numbers, int) else {*numbers}
+    keywords = {names} if isinstance(names, str) else {*names}
+    parameters = [*inspect.signature(function).parameters.values()]
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positions = {number % len(positional) if number < 0 else number for number in positions}
+    by_name = {positional.index(name) for name in keywords if name in positional}
+    by_position = {positional[number] for number in positions if number < len(positional)}
+    return frozenset(positions | by_name), frozenset(keywords | by_position)

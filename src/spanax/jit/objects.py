@@ -1,0 +1,169 @@
+"""The arrays of NNX objects, read and replaced in place."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import is_
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError
+
+# The attribute below the API: `set_raw_value` takes 6 us per Variable, `nnx.update` 36 us, and this 1 us.
+_VALUE: Any = nnx.Variable.__dict__["_raw_value"]
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """The arrays of a tuple of NNX objects, in the order in which NNX flattens them.
+
+    Attributes:
+      nodes: the objects.
+      by_path: the objects and their parts, by path.
+      graphdef: their structure.
+      slots: where each array is stored.
+      is_variable: whether each slot is a Variable.
+      containers: every module, list and dict of the objects, as a function that returns its items, these items, and
+        their ids.
+
+    Example:
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> objects = Objects.of((model,))
+      >>> objects.update([0], [objects.arrays()[0] + 1])
+      >>> float(model.bias[0]), objects.is_current()
+      (1.0, True)
+    """
+
+    nodes: tuple[Any, ...]
+    by_path: dict[tuple[Any, ...], Any]
+    graphdef: Any
+    slots: tuple["Slot", ...]
+    is_variable: tuple[bool, ...]
+    containers: tuple[tuple[Any, list[Any], list[int]], ...]
+
+    @staticmethod
+    def of(nodes: tuple[Any, ...]) -> "Objects":
+        """Returns the arrays of objects."""
+        graphdef, state = nnx.split(nodes)
+        by_path = dict(nnx.iter_graph(nodes))
+        slots: list[Slot] = []
+        for path, _ in nnx.to_flat_state(state):
+            node = by_path[path]
+            if not isinstance(node, nnx.Variable):
+                slots.append(Attribute(by_path[path[:-1]], path[-1]))
+            elif jax.tree_util.all_leaves([node.get_raw_value()]):
+                slots.append(node)
+            else:
+                leaves, treedef = jax.tree.flatten(node.get_raw_value())
+                slots += [Part(node, treedef, index) for index in range(len(leaves))]
+        is_variable = tuple(isinstance(slot, nnx.Variable) for slot in slots)
+        items = [items for items in map(_items, by_path.values()) if items is not None]
+        containers = tuple((read, list(read()), [*map(id, read())]) for read in items)
+        return Objects(nodes, by_path, graphdef, tuple(slots), is_variable, containers)
+
+    @cached_property
+    def is_traced(self) -> bool:
+        """Whether another transformation traces the arrays."""
+        return any(isinstance(array, jax.core.Tracer) for array in self.arrays())
+
+    def has_nodes(self, nodes: tuple[Any, ...]) -> bool:
+        """Returns whether these are the objects."""
+        return len(nodes) == len(self.nodes) and all(map(is_, nodes, self.nodes))
+
+    def is_of(self, nodes: tuple[Any, ...]) -> bool:
+        """Returns whether these are the objects, with the structure that they had when they were flattened."""
+        return self.has_nodes(nodes) and self.is_current()
+
+    def is_current(self) -> bool:
+        """Returns whether every container has the items that it had when the objects were flattened."""
+        return all([*map(id, read())] == ids for read, _, ids in self.containers)
+
+    def arrays(self) -> list[Any]:
+        """Returns the arrays."""
+        read, pairs = _VALUE.__get__, zip(self.slots, self.is_variable, strict=True)
+        return [read(slot) if is_variable else slot.read() for slot, is_variable in pairs]
+
+    def update(self, indices: Iterable[int], arrays: Sequence[Any]) -> None:
+        """Replaces the arrays with these indices."""
+        write, slots, is_variable = _VALUE.__set__, self.slots, self.is_variable
+        for index, array in zip(indices, arrays, strict=True):
+            if is_variable[index]:
+                write(slots[index], array)
+            else:
+                slots[index].write(array)
+        if not all(is_variable):
+            for read, values, ids in self.containers:
+                values[:], ids[:] = read(), map(id, read())
+
+
+class Slot(Protocol):
+    """A place of one array; a Variable with one array is its own slot."""
+
+    def read(self) -> Any:
+        """Returns the array."""
+
+    def write(self, array: Any) -> None:
+        """Replaces the array."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """An array that is not in a Variable, but an item of a module, a list or a dict."""
+
+    container: Any
+    key: Any
+
+    def read(self) -> Any:
+        """Returns the array."""
+        return getattr(self.container, str(self.key)) if self._is_module else self.container[self.key]
+
+    def write(self, array: Any) -> None:
+        """Replaces the array.
+
+        Raises:
+          SpanaxError: the array is an item of a tuple.
+        """
+        if isinstance(self.container, tuple):
+            raise SpanaxError(
+                "an array of the objects is an item of a tuple, which cannot be updated in place.",
+                where=f"item {self.key}",
+                fix="nnx.Variable(array), or a list",
+            )
+        if self._is_module:
+            setattr(self.container, str(self.key), array)
+        else:
+            self.container[self.key] = array
+
+    @property
+    def _is_module(self) -> bool:
+        return isinstance(self.container, nnx.Pytree)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One array of a Variable whose value is a pytree of several."""
+
+    variable: nnx.Variable[Any]
+    treedef: Any
+    index: int
+
+    def read(self) -> Any:
+        """Returns the array."""
+        return jax.tree.leaves(self.variable.get_raw_value())[self.index]
+
+    def write(self, array: Any) -> None:
+        """Replaces the array."""
+        leaves = jax.tree.leaves(self.variable.get_raw_value())
+        leaves[self.index] = array
+        self.variable.set_raw_value(jax.tree.unflatten(self.treedef, leaves))
+
+
+def _items(node: Any) -> Any:
+    """Returns a function that returns the items of a mutable container; None for any other node."""
+    if isinstance(node, nnx.Pytree):
+        return vars(node).values
+    if isinstance(node, dict):
+        return node.values
+    return partial(iter, node) if isinstance(node, list) else None

@@ -1,0 +1,136 @@
+"""The mesh and layout that functions of the same objects share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from spanax.errors import IdleAxisError, SpanaxError
+from spanax.hardware.cluster import Cluster, cluster_of, local
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.choose import Request, decided
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import check_made_for
+from spanax.run.distributed.processes import join_group
+from spanax.run.state.placement import build_mesh
+from spanax.run.state.sharded_init import placed
+from spanax.trace.program import Program
+
+
+@dataclass(eq=False)
+class SharedPlacement:
+    """The mesh and layout that functions share; the first of them to be planned decides both.
+
+    Attributes:
+      request: the requirements of the plan.
+      on: the devices to plan for; those of this process group by default.
+      plan: the plan of the first function.
+      mesh: the devices.
+    """
+
+    request: Request
+    on: Cluster | str | None = None
+    plan: Plan | None = None
+    mesh: jax.sharding.Mesh | None = None
+
+    def plan_for(self, program: Program) -> Plan:
+        """Returns the plan of a program on the shared mesh.
+
+        Raises:
+          SpanaxError: the program cannot be sharded as requested, or there are too few devices.
+        """
+        if self.plan is None:
+            plan = decided(program, self.cluster(), self.request)
+        elif self.plan.fingerprint == program.fingerprint:
+            check_made_for(program, self.plan)
+            plan = self.plan
+        else:
+            plan = _planned_like(program, self.cluster(), self.plan)
+        if plan.schedule.num_stages > 1:
+            raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+        if self.mesh is None:
+            self.mesh = build_mesh(plan, None)
+        self.plan = self.plan or plan
+        return plan
+
+    def cluster(self) -> Cluster:
+        """Returns the devices that functions are planned for."""
+        if self.on is not None:
+            return cluster_of(self.on)
+        mesh = self.request.mesh if self.plan is None else self.plan.mesh
+        join_group()
+        devices = jax.devices()
+        if mesh is not None and MeshShape.of(mesh).size <= len(devices):
+            devices = devices[: MeshShape.of(mesh).size]
+        return local(devices)
+
+
+def _planned_like(program: Program, cluster: Cluster, plan: Plan) -> Plan:
+    """Returns the plan of a program on the mesh of another plan; mesh axes may have nothing to shard in it."""
+    request, layout = Request(mesh=plan.mesh), plan.layout
+    known = {*program.step.axes.names.values()}
+    pins = {axis: pin for axis, pin in plan.pins if axis in known}
+    while True:
+        try:
+            return decided(program, cluster, replace(request, layout=layout, pins=pins))
+        except IdleAxisError as error:  # such as `data` where a function has no batch: it computes replicated there
+            layout = replace(layout, computed=tuple(pair for pair in layout.computed if pair[0] != error.axis))
+
+
+def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> tuple[jax.sharding.Sharding, ...]:
+    """Returns the sharding of every leaf of the state: its own, if it is on the mesh, or else the plan's.
+
+    Raises:
+      SpanaxError: an array is sharded over another mesh.
+    """
+    shardings = []
+    for leaf, array in zip(plan.leaves, arrays, strict=True):
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and isinstance(array, jax.Array):
+            shardings.append(sharding)
+        else:
+            check_mesh(leaf.path, array, mesh)
+            shardings.append(leaf.sharding(mesh))
+    return tuple(shardings)
+
+
+def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
+    """Checks that an array is on one device, on the host, or on the mesh.
+
+    Raises:
+      SpanaxError: it is sharded over another mesh.
+    """
+    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not _is_on(array.sharding, mesh):
+        raise SpanaxError(
+            f"`{path}` is already sharded over another mesh.",
+            where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
+            fix="spanax.jit(like=...) with the function that sharded it, or the same mesh",
+        )
+
+
+def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Returns an array with a sharding, in buffers of its own unless it already has it.
+
+    Raises:
+      SpanaxError: its shape or dtype is not `aval`'s, it has no value, or it is sharded over another mesh.
+    """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        raise SpanaxError(f"`{path}` is a shape without a value.", fix="spanax.init, which creates sharded objects")
+    array = array if isinstance(array, jax.Array) else jnp.asarray(array)
+    if (array.shape, array.dtype) != (aval.shape, aval.dtype):
+        raise SpanaxError(
+            f"`{path}` is {array.dtype}{list(array.shape)}, but the function was traced with "
+            f"{aval.dtype}{list(aval.shape)}.",
+            fix="another function of spanax.jit for objects of another structure",
+        )
+    check_mesh(path, array, mesh)
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.device_put(array, sharding) if _is_on(array.sharding, mesh) else placed(array, sharding)
+
+
+def _is_on(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> bool:
+    return isinstance(sharding, NamedSharding) and sharding.mesh == mesh

@@ -1,0 +1,94 @@
+"""A function of NNX objects and arrays, compiled under a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from spanax.hardware.flags import for_platform
+from spanax.plan.plan import Plan
+from spanax.run.step.platform import platform_of
+from spanax.run.step.replay.sharded_function import sharded_function
+from spanax.trace.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledFunction:
+    """A traced function of a state and a batch, replayed on the mesh of a plan.
+
+    Attributes:
+      program: the traced function.
+      plan: its plan; without a pipeline.
+      mesh: the devices.
+      state: the sharding of every leaf of the state, which may differ from the plan's.
+      donate: whether the buffers of the leaves that the function updates are reused.
+    """
+
+    program: Program
+    plan: Plan
+    mesh: jax.sharding.Mesh
+    state: tuple[jax.sharding.Sharding, ...]
+    donate: bool
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """The indices of the leaves that the function updates."""
+        body = self.program.step.graph.body
+        return tuple(
+            index
+            for index, (before, after) in enumerate(zip(body.inputs[: len(self.state)], body.outputs, strict=False))
+            if before != after
+        )
+
+    @cached_property
+    def constant(self) -> tuple[int, ...]:
+        """The indices of the leaves that the function only reads."""
+        return tuple(sorted({*range(len(self.state))}.difference(self.updated)))
+
+    @cached_property
+    def batch(self) -> list[jax.sharding.NamedSharding]:
+        """The sharding of every leaf of the batch."""
+        return [placement.sharding(self.mesh) for placement in self.plan.batch]
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the mesh has several devices on CPUs, whose collectives require that calls do not overlap."""
+        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The jitted function from (updated leaves, constant leaves, batch) to (updated leaves, results)."""
+        program, updated, constant = self.program, self.updated, self.constant
+        replay = sharded_function(
+            program, self.plan, self.mesh, None, program.step, None, is_step=True, inputs_only=False
+        )
+        num_leaves = len(self.state)
+
+        def function(before: Sequence[Any], read: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            state = dict(zip(updated, before, strict=True)) | dict(zip(constant, read, strict=True))
+            outputs = replay.body(replay.graph.body, [*(state[index] for index in range(num_leaves)), *batch])
+            return [outputs[index] for index in updated], outputs[num_leaves:]
+
+        platform = platform_of(self.mesh)
+        before, read = ([self.state[index] for index in indices] for indices in (updated, constant))
+        return jax.jit(
+            function,
+            in_shardings=(before, read, self.batch),
+            out_shardings=(before, None),
+            donate_argnums=0 if self.donate else (),
+            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
+        )
+
+    def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the abstract arguments of `jitted`."""
+        state = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.program.leaves, self.state, strict=True)
+        ]
+        batch = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.program.batch, self.batch, strict=True)
+        ]
+        return [state[index] for index in self.updated], [state[index] for index in self.constant], batch

@@ -1,0 +1,120 @@
+"""A program of any function of NNX objects and arrays, traced without allocating arrays."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from spanax.errors import SpanaxError
+from spanax.trace.analysis.computation import Computation
+from spanax.trace.axes.axes import warn_of_unknown
+from spanax.trace.definition import State, TracedVariant, traced_function
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.pipeline.retrace import Shapes
+from spanax.trace.program import Program, program_of
+from spanax.trace.rewrites.microbatches.support import Microbatches
+from spanax.trace.user_mesh import UserMesh, outside_meshes
+from spanax.trace.variables import Leaf, Owner, Variables, take_apart
+from spanax.trace.variant import Variant
+
+Function = Callable[[tuple[Any, ...], list[Any]], Any]
+"""A function of a tuple of NNX objects, which it may update in place, and of a list of arrays; returns a pytree."""
+
+
+def trace_function(
+    function: Function, owners: Sequence[Owner], arrays: Sequence[jax.ShapeDtypeStruct], names: Sequence[str]
+) -> Program:
+    """Returns the program of one call of a function on NNX objects and arrays.
+
+    Args:
+      function: the function.
+      owners: the objects, with arrays or with shapes as the values of their Variables.
+      arrays: shapes and dtypes of the arrays; those of the most common leading size have examples along dim 0.
+      names: a name for each.
+
+    Raises:
+      SpanaxError: the function changes the set of the objects' variables, or uses a traced array that NNX does not
+        track.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+      >>> call = lambda nodes, arrays: nodes[0](arrays[0])
+      >>> program = trace_function(call, [Owner(model)], [jax.ShapeDtypeStruct((8, 4), "float32")], ["x"])
+      >>> [(leaf.path, leaf.axes) for leaf in (*program.leaves, *program.batch)]
+      [('bias', ('...',)), ('kernel', ('...', '...')), ('x', ('batch', '...'))]
+    """
+    shapes = list(arrays)
+    mesh = UserMesh.of(shapes)
+    variables, _ = take_apart(owners)
+    state = State(variables, None, mesh.with_state(variables.leaves))
+    leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
+    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves), Variant())
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionDefinition:
+    """What `trace_function` traces; it has one variant, because only a loss can be rewritten.
+
+    Attributes:
+      function: the function.
+      values: the structure of the objects.
+      batch: shapes and dtypes of the arrays.
+      batch_leaves: the same as leaves.
+    """
+
+    function: Function
+    values: State
+    batch: list[jax.ShapeDtypeStruct]
+    batch_leaves: tuple[Leaf, ...]
+    _memo: dict[Variant, TracedVariant] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch_treedef(self) -> Any:
+        """Returns the structure of the arrays, a list."""
+        return jax.tree.structure(self.batch)
+
+    def state(self, variant: Variant) -> State:
+        """Returns the structure of the objects."""
+        return self.values
+
+    def traced(self, variant: Variant) -> TracedVariant:
+        """Returns the traced function.
+
+        Raises:
+          SpanaxError: it cannot be traced, or the variant rewrites a loss.
+        """
+        if replace(variant, seed=0) != Variant():
+            raise SpanaxError(
+                "remat, microbatches, loss chunks and attention kernels rewrite a loss, not a function.",
+                fix="spanax.trace(loss=...), or nnx.remat and a loop over microbatches in the function",
+            )
+        if variant not in self._memo:
+            run = partial(_run, self.values.variables, self.function)
+            step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+            warn_of_unknown(step.axes)
+            self._memo[variant] = TracedVariant(step, None, ())
+        return self._memo[variant]
+
+    def microbatches(self, variant: Variant) -> Microbatches:
+        """Returns that microbatches are not supported."""
+        return Microbatches(error=SpanaxError("a function does not run in microbatches.", fix="spanax.trace(loss=...)"))
+
+    def computation(self) -> Computation:
+        """Returns the fingerprint of the function."""
+        return Computation.of(self.traced(Variant()).step, self.values.variables.leaves)
+
+    def run_loss(self, variant: Variant) -> None:
+        """Returns None: a function has no evaluation mode."""
+
+    def resized(self, variant: Variant, shapes: Shapes) -> Graph:
+        """Raises: only a pipeline traces a step with other shapes, and it requires a loss."""
+        raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+
+
+def _run(variables: Variables, function: Function, values: list[Any], arrays: list[Any]) -> tuple[list[Any], Any]:
+    nodes = variables.merge(values)
+    result = function(nodes, arrays)
+    return variables.split(*nodes, by="the function"), result
