@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from spanax.trace.optimizers.learning_rates import logged as logged
     from spanax.trace.program import Program as Program
     from spanax.trace.tracing import trace as trace
+    from spanax.trace.value_and_grad import value_and_grad as value_and_grad
     from spanax.trace.variables import Leaf as Leaf
     from spanax.trace.workload import Workload as Workload
 
@@ -74,6 +75,7 @@ _NAMES = {
     "trace.optimizers.learning_rates": "logged",
     "trace.program": "Program",
     "trace.tracing": "trace",
+    "trace.value_and_grad": "value_and_grad",
     "trace.variables": "Leaf",
     "trace.workload": "Workload",
 }

@@ -8,12 +8,13 @@ from typing import Any
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.jit.placement import SharedPlacement
+from spanax.jit.placement import LossOptions, SharedPlacement
 from spanax.jit.sharded_function import ShardedFunction
 from spanax.plan.choose import Request
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.assign import Pins
+from spanax.trace.variant import Variant
 
 
 def jit(
@@ -24,6 +25,10 @@ def jit(
     on: Cluster | str | None = None,
     pin: Pins | None = None,
     plan: Plan | None = None,
+    remat: str | None = None,
+    microbatches: int = 1,
+    attention: str | None = None,
+    loss_chunks: int | str | None = None,
     like: ShardedFunction | None = None,
     donate: bool = True,
     static_argnums: int | Iterable[int] = (),
@@ -43,6 +48,10 @@ def jit(
       on: the devices to plan for; those of this process group by default.
       pin: as in `spanax.plan`.
       plan: a plan of this function, instead of a layout.
+      remat: as in `spanax.trace`; this and the next three apply to losses differentiated by `spanax.value_and_grad`.
+      microbatches: the number of microbatches over which gradients are accumulated.
+      attention: as in `spanax.plan`.
+      loss_chunks: as in `spanax.plan`.
       like: another function whose mesh and layout this one shares, whichever runs first.
       donate: reuse the buffers of arrays that the function updates: copy an array to keep its value from before a call.
       static_argnums: the positions of arguments that are neither objects nor arrays, as in `nnx.jit`.
@@ -68,7 +77,8 @@ def jit(
     """
     if function is None:
         return partial(
-            jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, like=like, donate=donate,
+            jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, remat=remat, microbatches=microbatches,
+            attention=attention, loss_chunks=loss_chunks, like=like, donate=donate,
             static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
     request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}))
@@ -80,7 +90,8 @@ def jit(
         )
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
     numbers, names = _static(function, static_argnums, static_argnames)
-    sharded = ShardedFunction(function, placement, donate, numbers, names)
+    losses = LossOptions(Variant(remat=remat, microbatches=microbatches), attention, loss_chunks)
+    sharded = ShardedFunction(function, placement, donate, numbers, names, losses)
     return update_wrapper(sharded, function)
 
 

@@ -18,6 +18,22 @@ from spanax.run.distributed.processes import join_group
 from spanax.run.state.placement import build_mesh
 from spanax.run.state.sharded_init import placed
 from spanax.trace.program import Program
+from spanax.trace.variant import Variant
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The form of the losses of one function.
+
+    Attributes:
+      variant: their remat policy and microbatches.
+      attention: as in `spanax.plan`.
+      loss_chunks: as in `spanax.plan`.
+    """
+
+    variant: Variant = Variant()
+    attention: str | None = None
+    loss_chunks: int | str | None = None
 
 
 @dataclass(eq=False)
@@ -36,19 +52,20 @@ class SharedPlacement:
     plan: Plan | None = None
     mesh: jax.sharding.Mesh | None = None
 
-    def plan_for(self, program: Program) -> Plan:
-        """Returns the plan of a program on the shared mesh.
+    def plan_for(self, program: Program, losses: LossOptions) -> Plan:
+        """Returns the plan of a program, with its losses in a form, on the shared mesh.
 
         Raises:
           SpanaxError: the program cannot be sharded as requested, or there are too few devices.
         """
         if self.plan is None:
-            plan = decided(program, self.cluster(), self.request)
+            request = replace(self.request, attention=losses.attention, loss_chunks=losses.loss_chunks)
+            plan = decided(program, self.cluster(), request)
         elif self.plan.fingerprint == program.fingerprint:
             check_made_for(program, self.plan)
             plan = self.plan
         else:
-            plan = _planned_like(program, self.cluster(), self.plan)
+            plan = _planned_like(program, self.cluster(), self.plan, losses)
         if plan.schedule.num_stages > 1:
             raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
         if self.mesh is None:
@@ -68,9 +85,10 @@ class SharedPlacement:
         return local(devices)
 
 
-def _planned_like(program: Program, cluster: Cluster, plan: Plan) -> Plan:
+def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions) -> Plan:
     """Returns the plan of a program on the mesh of another plan; mesh axes may have nothing to shard in it."""
-    request, layout = Request(mesh=plan.mesh), plan.layout
+    request = Request(mesh=plan.mesh, attention=losses.attention, loss_chunks=losses.loss_chunks)
+    layout = plan.layout
     known = {*program.step.axes.names.values()}
     pins = {axis: pin for axis, pin in plan.pins if axis in known}
     while True:

@@ -18,9 +18,10 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, split_call
 from spanax.jit.objects import Objects
-from spanax.jit.placement import SharedPlacement, place, state_shardings
+from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
 from spanax.jit.results import has_objects, pure_results, with_objects
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import as_planned
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.step.compiled_function import CompiledFunction
 from spanax.run.step.platform import platform_of
@@ -67,6 +68,7 @@ class ShardedFunction:
       donate: whether the buffers of updated arrays are reused.
       static_argnums: the positions of static arguments.
       static_argnames: the names of static arguments.
+      losses: the form of the function's losses.
     """
 
     function: Callable[..., Any]
@@ -74,6 +76,7 @@ class ShardedFunction:
     donate: bool = True
     static_argnums: frozenset[int] = frozenset()
     static_argnames: frozenset[str] = frozenset()
+    losses: LossOptions = LossOptions()
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _structures: dict[Any, int] = field(default_factory=dict, repr=False)
     _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
@@ -148,7 +151,9 @@ class ShardedFunction:
         """
         program, plan = self._latest
         placement = self.placement if on is None else SharedPlacement(self.placement.request, on)
-        return check(program, plan if on is None else placement.plan_for(program), placement.cluster(), **options)
+        return check(
+            program, plan if on is None else placement.plan_for(program, self.losses), placement.cluster(), **options
+        )
 
     def explain(self, path: str | None = None) -> str:
         """Returns the named axes and the sharding of every array as text; for one path, the reason for its sharding."""
@@ -189,8 +194,11 @@ class ShardedFunction:
             return pure_results(self.function(*args, **kwargs), nodes)
 
         shapes = [_shape(array) for array in arrays]
-        program = trace_function(function, owners(nodes, object_names), shapes, short_names(array_names))
-        self._prepared = program, self.placement.plan_for(program)
+        program = trace_function(
+            function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
+        )
+        plan = self.placement.plan_for(program, self.losses)
+        self._prepared = as_planned(program, plan), plan
         return self._prepared
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:

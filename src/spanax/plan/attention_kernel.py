@@ -46,7 +46,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
     attention: tuple[FusedAttention, ...] = (
         FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
     )
-    if program.evaluation is None:
+    if not program.rewrites_loss:
         attention = (FusedAttention(None, ": the program has a custom train step"),)
     elif kernel is not None:
         fused = program.variant(replace(program.form, context=kernel))

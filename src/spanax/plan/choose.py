@@ -194,7 +194,7 @@ def searched(
     dtype = None if schedule is None else schedule.compute_dtype
     program = computed_in(program, dtype or default_dtype(program, cluster))
     reason, layout, mesh = _named(cluster, request)
-    as_traced = program.evaluation is None or (request.is_placed and not usual.is_searched)
+    as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]

@@ -80,6 +80,10 @@ class ProgramDefinition(Protocol):
     def batch_treedef(self) -> Any:
         """The structure of the batch."""
 
+    @property
+    def rewrites_loss(self) -> bool:
+        """Whether variants with remat, microbatches, loss chunks or attention kernels are supported."""
+
     def state(self, variant: Variant) -> State:
         """Returns the state of a variant."""
 
@@ -129,6 +133,11 @@ class Definition:
     mesh: UserMesh
     var_defaults: Any = field(default_factory=nnx.var_defaults)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def rewrites_loss(self) -> bool:
+        """Whether the program was traced from a loss."""
+        return self.loss is not None
 
     def state(self, variant: Variant) -> State:
         """Returns the state of a variant; it depends on the seed and on whether gradients are recorded."""

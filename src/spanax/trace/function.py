@@ -10,21 +10,29 @@ import jax
 from spanax.errors import SpanaxError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
+from spanax.trace.axes.naming import num_examples
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.program import Program, program_of
 from spanax.trace.rewrites.microbatches.support import Microbatches
 from spanax.trace.user_mesh import UserMesh, outside_meshes
+from spanax.trace.value_and_grad import loss_form
 from spanax.trace.variables import Leaf, Owner, Variables, take_apart
 from spanax.trace.variant import Variant
+
+AS_WRITTEN = Variant()
 
 Function = Callable[[tuple[Any, ...], list[Any]], Any]
 """A function of a tuple of NNX objects, which it may update in place, and of a list of arrays; returns a pytree."""
 
 
 def trace_function(
-    function: Function, owners: Sequence[Owner], arrays: Sequence[jax.ShapeDtypeStruct], names: Sequence[str]
+    function: Function,
+    owners: Sequence[Owner],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    variant: Variant = AS_WRITTEN,
 ) -> Program:
     """Returns the program of one call of a function on NNX objects and arrays.
 
@@ -33,6 +41,7 @@ def trace_function(
       owners: the objects, with arrays or with shapes as the values of their Variables.
       arrays: shapes and dtypes of the arrays; those of the most common leading size have examples along dim 0.
       names: a name for each.
+      variant: the form of the losses that the function differentiates by `spanax.value_and_grad`.
 
     Raises:
       SpanaxError: the function changes the set of the objects' variables, or uses a traced array that NNX does not
@@ -51,12 +60,12 @@ def trace_function(
     variables, _ = take_apart(owners)
     state = State(variables, None, mesh.with_state(variables.leaves))
     leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
-    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves), Variant())
+    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves), variant)
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionDefinition:
-    """What `trace_function` traces; it has one variant, because only a loss can be rewritten.
+    """What `trace_function` traces.
 
     Attributes:
       function: the function.
@@ -70,6 +79,7 @@ class FunctionDefinition:
     batch: list[jax.ShapeDtypeStruct]
     batch_leaves: tuple[Leaf, ...]
     _memo: dict[Variant, TracedVariant] = field(default_factory=dict, repr=False)
+    _num_losses: list[int] = field(default_factory=list, repr=False)
 
     @property
     def batch_treedef(self) -> Any:
@@ -84,27 +94,44 @@ class FunctionDefinition:
         """Returns the traced function.
 
         Raises:
-          SpanaxError: it cannot be traced, or the variant rewrites a loss.
+          SpanaxError: it cannot be traced, or the variant requires a loss and the function has none.
         """
-        if replace(variant, seed=0) != Variant():
-            raise SpanaxError(
-                "remat, microbatches, loss chunks and attention kernels rewrite a loss, not a function.",
-                fix="spanax.trace(loss=...), or nnx.remat and a loop over microbatches in the function",
-            )
         if variant not in self._memo:
             run = partial(_run, self.values.variables, self.function)
-            step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+            with loss_form(variant) as form:
+                step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+            if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
+                raise SpanaxError(
+                    "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
+                    fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
+                )
             warn_of_unknown(step.axes)
-            self._memo[variant] = TracedVariant(step, None, ())
+            self._memo[variant] = TracedVariant(step, None, tuple(dict.fromkeys(form.attentions)))
+            self._num_losses.append(form.num_losses)
         return self._memo[variant]
 
+    @property
+    def rewrites_loss(self) -> bool:
+        """Whether the function computes a loss by `spanax.value_and_grad`."""
+        return any(self._num_losses)
+
     def microbatches(self, variant: Variant) -> Microbatches:
-        """Returns that microbatches are not supported."""
-        return Microbatches(error=SpanaxError("a function does not run in microbatches.", fix="spanax.trace(loss=...)"))
+        """Returns whether the losses of the function support microbatches."""
+        size = num_examples(self.batch_leaves) or 1
+        count = next((count for count in range(2, size + 1) if size % count == 0), None)
+        if not self.rewrites_loss or count is None:
+            return Microbatches(
+                error=SpanaxError("the function does not run in microbatches.", fix="spanax.value_and_grad(loss) in it")
+            )
+        try:
+            self.traced(replace(variant, microbatches=count))
+        except SpanaxError as error:
+            return Microbatches(error=error)
+        return Microbatches()
 
     def computation(self) -> Computation:
         """Returns the fingerprint of the function."""
-        return Computation.of(self.traced(Variant()).step, self.values.variables.leaves)
+        return Computation.of(self.traced(AS_WRITTEN).step, self.values.variables.leaves)
 
     def run_loss(self, variant: Variant) -> None:
         """Returns None: a function has no evaluation mode."""

@@ -117,6 +117,11 @@ class Program:
         return init
 
     @property
+    def rewrites_loss(self) -> bool:
+        """Whether the program supports remat, microbatches, loss chunks and attention kernels."""
+        return self.definition.rewrites_loss
+
+    @property
     def batch_treedef(self) -> Any:
         """Returns the structure of the batch."""
         return self.definition.batch_treedef

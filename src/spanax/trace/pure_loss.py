@@ -22,15 +22,29 @@ def pure_loss(
 
     Its third argument is the batch; it returns `(loss, (metrics, other state, moved))`; see `_moved`.
     """
-    graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
+    return pure_function(lambda model, batch: with_extra(loss(model, batch)), compute_dtype, model, optimizer.wrt)
 
-    def forward(params: Any, rest: Any, batch: Any) -> tuple[Any, Any, tuple[Any, dict[str, Any]]]:
+
+def pure_function(
+    function: Callable[..., tuple[Any, Any]], compute_dtype: Any, node: Any, wrt: Any
+) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns a function of an NNX object and a batch as `pure_loss` does; it returns `(scalar, other results)`.
+
+    Args:
+      function: the function.
+      compute_dtype: the dtype to which floating parameters and batch are cast; None for their own dtypes.
+      node: the object, or a pytree of objects.
+      wrt: the NNX filter of the parameters.
+    """
+    graphdef, params, rest = nnx.split(node, wrt, ...)
+
+    def forward(params: Any, rest: Any, batch: Any) -> tuple[Any, Any, tuple[Any, Any]]:
         part = nnx.merge(graphdef, params, rest, copy=True)
-        returned = with_extra(loss(part, batch))
+        returned = function(part, batch)
         nnx.pop(part, nnx.Intermediate)
-        return *nnx.state(part, optimizer.wrt, ...), returned
+        return *nnx.state(part, wrt, ...), returned
 
-    def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], Any, list[Any]]]:
+    def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[Any, Any, list[Any]]]:
         args = _cast(params, compute_dtype), rest, _cast(batch, compute_dtype)
         after, rest_after, (scalar, extra) = forward(*args)
         moved = _moved(forward, after, args, params)

@@ -3,24 +3,19 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.marks import marked_gradients
-from spanax.trace.pure_loss import check_unmoved, numbers_of, pure_loss
-from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
-from spanax.trace.rewrites.microbatches.exact import accumulated
-from spanax.trace.rewrites.microbatches.mean import mean_of_microbatches
+from spanax.trace.loss_gradient import loss_gradient
+from spanax.trace.pure_loss import numbers_of, pure_loss
+from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import examples
-from spanax.trace.rewrites.remat import rematerialized
 from spanax.trace.rewrites.remat_policies import (
     EXACT,
     GATHERED,
     KERNELS,
-    MEAN,
     known_accumulation,
     known_context,
     known_policy,
@@ -86,36 +81,20 @@ def _step_around(
     is appended to `attentions`; logits are computed in chunks. The step returns `loss`, `grad_norm` (before clipping)
     and the metrics of the loss.
     """
-    microbatches = variant.microbatches
-
-    def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
-        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions)
-        return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
-        gradient = jax.value_and_grad(transform(value), has_aux=True)
-        if microbatches == 1:
-            (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)
-            leaves = [old if new is None else new for old, new in zip(jax.tree.leaves(params), moved, strict=True)]
-            nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), leaves))
-        else:
-            is_example = examples(batch, microbatches)
-            if accumulate == MEAN:
-                scalar, extra, rest, grads = mean_of_microbatches(
-                    gradient, params, rest, batch, is_example, microbatches
-                )
-            else:
-                args = params, rest, batch
-                (scalar, (extra, rest, moved)), grads = accumulated(value, transform, args, is_example, microbatches)
-                check_unmoved(params, moved, microbatches)
-        nnx.update(model, rest)
-        grads = marked_gradients(grads)
+        count = variant.microbatches
+        is_example = examples(batch, count) if count > 1 else ()
+        result = loss_gradient(value, (params, rest, batch), is_example, variant, accumulate, attentions)
+        nnx.update(model, result.params)
+        nnx.update(model, result.rest)
+        grads = marked_gradients(result.grads)
         grad_norm = optax.tree.norm(grads)
         if clip_norm is not None:
             grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
         optimizer.update(model, grads)
-        return {"loss": scalar, "grad_norm": grad_norm} | extra
+        return {"loss": result.scalar, "grad_norm": grad_norm} | result.extra
 
     return train_step
 

@@ -59,7 +59,7 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
 
 def _search(previous: Search, program: Program, remat: str, candidate: Candidate) -> Search:
     """Returns a search of the layout of a candidate under a policy, with any number of microbatches."""
-    has_train_step = program.evaluation is None
+    has_train_step = not program.rewrites_loss
     return search(
         program, previous.cluster, remat=(remat,), layout=candidate.layout, mesh=candidate.mesh, pins=previous.pins,
         top=1, pipeline=candidate.num_stages > 1, microbatches=program.microbatches if has_train_step else None,
