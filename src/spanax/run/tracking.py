@@ -101,8 +101,8 @@ def track(
       folder: the folder for `metrics.jsonl` and the files of the trackers.
       run: the run to track; its plan is logged, and its step determines where logging continues.
       step: for a loop without a Run, the step that it continues after, such as that of `Checkpoints.restore`: later
-        lines of `metrics.jsonl` are removed. With 0, those of a loop that ended before its first checkpoint. None for
-        a new loop in a new folder.
+        lines of `metrics.jsonl` are removed; with 0, those of a loop that ended before it saved a step. None for a new
+        loop in a new folder.
       settings: JSON values to log once, such as hyperparameters.
 
     Raises:
@@ -125,7 +125,8 @@ def track(
         yield Tracking(None, None)
         return
     place, last = Path(folder), (step or 0) if run is None else run.num_steps
-    with claimed(place, resume=last > 0 or (step is not None and not _has_checkpoints(place))):
+    is_resumed = last > 0 or (step is not None and not any(manifest.steps(Folder.of(place).inner(CHECKPOINTS))))
+    with claimed(place, resume=is_resumed):
         numbers = (event.get("step") for event in Folder.of(place).lines(METRICS) if event is not None)
         reached = max((number for number in numbers if isinstance(number, int)), default=0)
         metrics = run_folder.open_metrics(place, last)
@@ -143,10 +144,6 @@ def track(
         finally:
             tracking.finish()
             active.end()
-
-
-def _has_checkpoints(place: Path) -> bool:
-    return bool(manifest.steps(Folder.of(place).inner(CHECKPOINTS)))
 
 
 def summary(run: "Run") -> dict[str, Any]:

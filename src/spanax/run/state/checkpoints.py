@@ -86,7 +86,7 @@ class Checkpoints:
         meta: dict[str, Any] = {OBJECTS: list(named.names)}
         meta |= {key: states.pop(name) for name, key in RUN_STATES.items() if name in states}
         meta |= {STATES: states} if states else {}
-        arrays = {path: as_saved(value) for path, value in named.arrays.items()}
+        arrays = as_saved(named.arrays)
         self._pending = checkpoint.save(self.folder, step, arrays, plan_json=None, meta=meta, keep=self._keep)
         return self._pending
 
@@ -96,6 +96,9 @@ class Checkpoints:
         Each array is read onto the sharding of the array that it replaces, and only the shards of this process are
         read. Every file is verified first; if the newest checkpoint is damaged, the next older intact one is restored
         with a warning. Objects of the checkpoint that are not passed are not read.
+
+        The devices hold the previous and the restored arrays until it returns, except for an abstract model of
+        `nnx.eval_shape`, which has none: its arrays get the shardings of its `jax.ShapeDtypeStruct`s.
 
         Args:
           objects: the objects, or some of those that were saved.
@@ -110,8 +113,9 @@ class Checkpoints:
         targets = {path: target_of(value) for path, value in named.arrays.items()}
 
         def select(record: manifest.Meta) -> Mapping[str, str]:
-            _check_names([*named.names, *others], record, self.folder)
-            return {path: text for path, text in record.leaves.items() if _owner(path, record) in named.names}
+            saved = _names(record)
+            _check_names([*named.names, *others], [*saved, *_states(record.meta)], self.folder)
+            return {path: text for path, text in record.leaves.items() if _owner(path, saved) in named.names}
 
         saved = checkpoint.restore(self.folder, targets, step=step, warn=self._warn, select=select)
         arrays = {path: like(value, saved.arrays[path]) for path, value in named.arrays.items()}
@@ -215,20 +219,18 @@ def _names(record: manifest.Meta) -> list[str]:
     return [MODEL, *([OPTIMIZER] if any(path.startswith(f"{OPTIMIZER}.") for path in record.leaves) else [])]
 
 
-def _owner(path: str, record: manifest.Meta) -> str:
-    """Returns the name of the object that an array of a checkpoint belongs to."""
-    first, dot, _ = path.partition(".")
-    others = {*_names(record)} - {MODEL}
-    return first if (dot or first in others) and first in others else MODEL
+def _owner(path: str, names: list[str]) -> str:
+    """Returns the name of the object that an array of a checkpoint belongs to; only those of `model` have no prefix."""
+    first = path.partition(".")[0]
+    return first if first in names else MODEL
 
 
-def _check_names(names: list[str], record: manifest.Meta, folder: os.PathLike[str]) -> None:
-    """Checks that a checkpoint has objects of these names.
+def _check_names(names: list[str], saved: list[str], folder: os.PathLike[str]) -> None:
+    """Checks that objects of these names are among the saved ones.
 
     Raises:
       DataError: one is missing.
     """
-    saved = [*_names(record), *_states(record.meta)]
     for name in names:
         if name not in saved:
             message = f"the checkpoint has no object '{name}'."

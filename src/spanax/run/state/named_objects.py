@@ -100,7 +100,7 @@ def _text(names: tuple[str, ...], path: tuple[Any, ...], inner: Any) -> str:
       SpanaxError: an attribute of the model has the name of another object, whose paths would be equal.
     """
     owner, keys = names[int(path[0])], [str(key) for key in path[1:]]
-    if owner == MODEL and len(keys) > 1 and keys[0] in names:
+    if owner == MODEL and keys[0] in names:
         raise SpanaxError(
             f"'{keys[0]}' is the name of an object and of an attribute of the model.",
             where=f"`{'.'.join(keys)}` of the model",
