@@ -92,7 +92,9 @@ def test_the_loop_goes_back_before_a_bad_step(folder: Path) -> None:
     assert np.isfinite(names["model"].up.kernel[...]).all()
     os.rename("runs", "before")
     skipping = "batches = spanax.batches\ndef skipping(*args, **options):\n    data = batches(*args, **options)\n"
-    skipping += f"    data.skip(*({skipped} if 'epochs' in options else []))\n    return data\nspanax.batches = skipping\n"
+    skipping += (
+        f"    data.skip(*({skipped} if 'epochs' in options else []))\n    return data\nspanax.batches = skipping\n"
+    )
     try:
         expected = run(between=bad + skipping)
     finally:
