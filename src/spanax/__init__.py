@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from spanax.run.data.mixture import mixture as mixture
     from spanax.run.distributed.devices import simulate as simulate
     from spanax.run.run import Run as Run
+    from spanax.run.state.checkpoints import Checkpoints as Checkpoints
     from spanax.run.state.restore import restore as restore
     from spanax.run.state.start import start as start
     from spanax.run.step.guard import Guard as Guard
@@ -65,6 +66,7 @@ _NAMES = {
     "run.data.mixture": "Mixture mixture",
     "run.distributed.devices": "simulate",
     "run.run": "Run",
+    "run.state.checkpoints": "Checkpoints",
     "run.state.restore": "restore",
     "run.state.start": "start",
     "run.step.guard": "Guard",

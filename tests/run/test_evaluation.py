@@ -12,10 +12,14 @@ from flax import nnx
 
 import spanax
 from programs import Net
+from spanax.check.measure.run_record import run_record
 from spanax.run.config import TrainConfig
+from spanax.run.record.metric_curves import metric_curves
 from spanax.run.record.report import run_report
 from spanax.run.trainer import train
 from spanax.show.live.events import line
+from spanax.show.page.document import document
+from spanax.show.page.run import run_page
 from spanax.show.report import report_text, sections
 
 BATCH = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
@@ -99,6 +103,70 @@ def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
     assert report.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
     text = report_text(sections(report))
     assert "val_close" in text and "error.mean" in text
+
+
+def close(model: nnx.Module, batch: dict[str, jax.Array]) -> dict[str, Any]:
+    error = jnp.abs(model(batch["x"]) - batch["y"])
+    return {"close": (error < 1).mean(), "error": {"max": error.max(axis=1).mean(), "by_dim": error.mean(0)}}
+
+
+def step(model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any) -> jax.Array:
+    value, grads = nnx.value_and_grad(lambda model: loss(model, batch)[0])(model)
+    optimizer.update(model, grads)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh", "build", "is_step"),
+    [(21, "fsdp=8", Net, False), (35, "data=2,model=2", Net, True), (21, "pipe=2,data=2", Blocks, False)],
+)
+def test_an_own_function_is_evaluated_in_place_of_the_loss(
+    count: int, mesh: str, build: Any, is_step: bool, tmp_path: Path
+) -> None:
+    rows, trains = examples(count, seed=1), {"train_step": step} if is_step else {"loss": loss}
+    options: dict[str, Any] = {"build": build, "batch": BATCH, "optimizer": optax.sgd(0.1), "evaluate": close, **trains}
+    is_pipeline = "pipe" in mesh
+    workload = spanax.Workload(**options, source=examples(64), validation=rows, microbatches=2 if is_pipeline else 1)
+    reported: list[Event] = []
+    config = TrainConfig(workload="mine", mesh=mesh, steps=2, out=str(tmp_path / "run"))
+    train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], reported.append)
+    (event,) = [event for event in reported if event["event"] == "eval"]
+    program = spanax.trace(**options)
+    plan = spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
+    model = spanax.restore(program, plan, tmp_path / "run" / "checkpoints").model()
+    model.eval()
+    metrics = close(model, {name: np.stack([row[name] for row in rows]) for name in BATCH})
+    expected = {"val_close": metrics["close"]} | {f"val_error.{name}": each for name, each in metrics["error"].items()}
+    assert event.keys() == {"event", "step", "examples", *expected} and event["examples"] == count
+    for name, value in expected.items():
+        np.testing.assert_allclose(event[name], value, rtol=2e-6, err_msg=name)
+        assert reported[-1][name] == event[name]
+    assert reported[-1]["val_loss"] is None and line(event).startswith("step 2  held-out  close 0.")
+    recorded = metric_curves(tmp_path / "run")
+    assert {name: points.retained for name, points in recorded.evaluated.items()} == {
+        "close": [(2, event["val_close"])],
+        "error.max": [(2, event["val_error.max"])],
+    }
+    page = document(run_page(run_record(run_report(tmp_path / "run"))))
+    assert "Held-out close" in page and "Held-out error.max" in page and "held-out loss" not in page
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "reported"),
+    [
+        (lambda model, batch: model(batch["x"]).mean(), "`evaluate` returned a .*, not a dict of metrics"),
+        (lambda model, batch: {"name": "net"}, "`evaluate` returned a str as its metric 'name'"),
+        (close, "has an `evaluate`, and no held-out examples"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_ends_the_run_before_its_first_step(
+    evaluate: Any, reported: str, tmp_path: Path
+) -> None:
+    workload = spanax.Workload(build=Net, batch=BATCH, loss=loss, source=examples(64), evaluate=evaluate)
+    config = TrainConfig(workload="mine", mesh="data=2", steps=2, out=str(tmp_path / "run"))
+    with pytest.raises(spanax.SpanaxError, match=reported):
+        train(lambda **_: workload, config, jax.devices()[:2], lambda event: None)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_no_more_batches_are_evaluated_than_asked_for(tmp_path: Path) -> None:

@@ -63,28 +63,38 @@ def num_fewer(program: Program, batch: Any) -> int:
     return min(counts) if is_alike and is_smaller else 0
 
 
-def smaller_evaluation(
-    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: LayerOrder | None, count: int
-) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
-    """Returns a jitted function from a state and a batch of `count` examples to the metrics of the loss.
+def unplanned_evaluation(
+    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: LayerOrder | None, batch: Sequence[Any]
+) -> Any:
+    """Returns a jitted function from a state and a batch to the metrics of the user's `evaluate`, or of the loss.
 
-    The examples are sharded as planned if `count` is divisible by the number of shards, and replicated otherwise. The
-    shardings of intermediate values are left to XLA.
+    The shardings of intermediate values are left to XLA; `batch` are those of the batch, which may be smaller.
     """
-    run_loss = program.run_loss
-    assert run_loss is not None
+    run = program.run_evaluate or program.run_loss
+    assert run is not None
     state = [placement.sharding(mesh) for placement in plan.leaves]
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    ways = math.lcm(*(plan.mesh.ways(placement.spec[0]) for placement in plan.batch))
-    is_sharded = count % ways == 0 and jax.process_count() == 1
-    batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
 
     def evaluate(values: Sequence[Any], batch: Sequence[Any]) -> Any:
         values = list(values) if rows is None else rows.to_layers(values)
         with nnx.use_eager_sharding(False):
-            return run_loss(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
+            return run(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
 
-    compiled = jax.jit(evaluate, in_shardings=(state, batch), out_shardings=replicated)
+    return jax.jit(evaluate, in_shardings=(state, list(batch)), out_shardings=replicated)
+
+
+def smaller_evaluation(
+    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: LayerOrder | None, count: int
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+    """Returns a function from a state and a batch of `count` examples to the metrics of an evaluation.
+
+    The examples are sharded as planned if `count` is divisible by the number of shards, and replicated otherwise.
+    """
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ways = math.lcm(*(plan.mesh.ways(placement.spec[0]) for placement in plan.batch))
+    is_sharded = count % ways == 0 and jax.process_count() == 1
+    batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
+    compiled = unplanned_evaluation(program, plan, mesh, rows, batch)
     return lambda values, arrays: compiled(values, _placed(program, batch, arrays))
 
 

@@ -16,11 +16,11 @@ from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
-from spanax.run.evaluation import num_fewer, smaller_evaluation
+from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
 from spanax.run.state.weights import Loaded
-from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_steps_per_call
+from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.multi_step import multi_step
 from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
@@ -143,18 +143,19 @@ class Run:
         self._returned.clear()
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """Returns the loss and its metrics on a batch in evaluation mode, without changing the state.
+        """Returns the metrics of `evaluate`, or the loss and its metrics, on a batch in evaluation mode.
 
-        A batch may have fewer examples than the traced one, such as the last one of a dataset. Each size compiles once.
+        The state does not change. A batch may have fewer examples than the traced one, such as the last one of a
+        dataset. Each size compiles once.
 
         Raises:
-          SpanaxError: the program was traced from a train step, or the batch differs from the traced one.
+          SpanaxError: the program was traced from a train step only, or the batch differs from the traced one.
         """
-        evaluation = self.program.evaluation
-        if evaluation is None:
+        evaluation, is_users = self.program.evaluation, self.program.run_evaluate is not None
+        if evaluation is None and not is_users:
             raise SpanaxError(
                 "this program has no evaluation: it was traced from a train_step.",
-                fix="trace it with loss=..., or evaluate run.model() yourself",
+                fix="trace it with loss=... or evaluate=..., or evaluate run.model() yourself",
             )
         if count := num_fewer(self.program, batch):
             name = f"evaluation of {count}"
@@ -165,10 +166,15 @@ class Run:
             return named
         leaves = validate_batch(self.program, self._batch_shardings, batch)
         if "evaluation" not in self._compiled:
-            jitted = self._jitted(evaluation, is_step=False)
+            jitted = (
+                self._jitted(evaluation, is_step=False)
+                if evaluation is not None and not is_users
+                else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
+            )
             self._compiled["evaluation"] = compiled_with_barrier(jitted, self._arguments()[:2], platform_of(self.mesh))
-        self._settle(metrics := self._compiled["evaluation"](self.state, leaves))
-        return jax.tree.unflatten(evaluation.result, metrics)
+        metrics = self._compiled["evaluation"](self.state, leaves)
+        self._settle(jax.tree.leaves(metrics))
+        return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
 
     def lower(self, platform: str | None = None, *, inputs_only: bool = False) -> Any:
         """Returns the lowered step; its `.compile()` has XLA's program and memory analysis.
@@ -270,9 +276,8 @@ class Run:
         """Adds the metrics of steps up to `step` to the history; may block until they are computed."""
         while self.guard is not None and self._returned and self._returned[0][0] <= step:
             number, index, metrics = self._returned.popleft()
-            values = {
-                name: np.asarray(metrics[name])[index].tolist() for name in (*WATCHED, STEP_OK) if name in metrics
-            }
+            names = [name for name in (*self.guard.metrics, STEP_OK) if name in metrics]
+            values = {name: np.asarray(metrics[name])[index].tolist() for name in names}
             self.history = self.guard.seen(self.history, number, values)
 
     @property

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.documents import json_line
 from spanax.entries.folder import Folder
-from spanax.entries.names import METRICS, TENSORBOARD
+from spanax.entries.names import CHECKPOINTS, METRICS, TENSORBOARD
+from spanax.errors import SpanaxError
 from spanax.printable import to_stderr
 from spanax.run.distributed.processes import is_first
+from spanax.run.evaluation import by_name
 from spanax.run.record import folder as run_folder
 from spanax.run.record.run_lock import claimed
 from spanax.run.record.tensorboard import TensorBoard
 from spanax.run.record.trackers import RunInfo, Trackers, check_trackers
 from spanax.run.record.wandb import WeightsAndBiases
+from spanax.run.store import manifest
 
 if TYPE_CHECKING:
     from spanax.run.run import Run
@@ -37,11 +40,22 @@ class Tracking:
 
     _metrics: Any
     _trackers: Trackers | None
-    _pending: deque[tuple[int, Any]] = field(default_factory=deque)
+    _pending: deque[tuple[str, int, Any]] = field(default_factory=deque)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Logs the metrics of one step; arrays are fetched at the next call, so that the devices need not wait."""
-        self._pending.append((step, metrics))
+        """Logs the metrics of one step; arrays are fetched at the next call, so that the devices need not wait.
+
+        Args:
+          step: the number of the step.
+          metrics: numbers and arrays by name, such as the result of `nnx.MultiMetric.compute()`; in nested dicts,
+            names are joined by dots. Trackers receive the scalars.
+        """
+        self._pending.append(("step", step, metrics))
+        self._write(num_pending=1)
+
+    def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Logs the metrics of an evaluation after a step, each with the prefix `val_`; see `log`."""
+        self._pending.append(("eval", step, {f"val_{name}": value for name, value in metrics.items()}))
         self._write(num_pending=1)
 
     def back(self, step: int) -> None:
@@ -58,11 +72,11 @@ class Tracking:
         import numpy as np
 
         while len(self._pending) > num_pending:
-            step, metrics = self._pending.popleft()
+            kind, step, metrics = self._pending.popleft()
             if self._trackers is None:
                 continue
-            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
-            event = {"event": "step", "step": step, **values}
+            values = {name: np.asarray(value).tolist() for name, value in by_name(metrics).items()}
+            event = {"event": kind, "step": step} | values | {"event": kind, "step": step}
             self._metrics.write(json_line(event))
             self._trackers.take(event)
 
@@ -71,8 +85,9 @@ class Tracking:
 def track(
     trackers: str | Sequence[Any],
     folder: str | os.PathLike[str],
-    run: "Run",
+    run: "Run | None" = None,
     *,
+    step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracking]:
     """Writes `metrics.jsonl` for a custom training loop and logs to trackers, as `spanax train --track` does.
@@ -85,41 +100,42 @@ def track(
         `spanax.run.record.trackers.Tracker`; empty for `metrics.jsonl` alone.
       folder: the folder for `metrics.jsonl` and the files of the trackers.
       run: the run to track; its plan is logged, and its step determines where logging continues.
+      step: for a loop without a Run, the step that it continues after, such as that of `Checkpoints.restore`: later
+        lines of `metrics.jsonl` are removed; with 0, those of a loop that ended before it saved a step. None for a new
+        loop in a new folder.
       settings: JSON values to log once, such as hyperparameters.
 
     Raises:
-      SpanaxError: a tracker is unknown or not installed.
+      SpanaxError: a tracker is unknown or not installed, or both `run` and `step` are passed.
       EntryError: the folder contains something other than regular files and folders.
       WriteError: the folder is in use, or contains a run although this one is new.
 
     Example:
       >>> import tempfile
-      >>> from types import SimpleNamespace
-      >>> from spanax.hardware.mesh import MeshShape
-      >>> layout = SimpleNamespace(name="fsdp")
-      >>> plan = SimpleNamespace(layout=layout, mesh=MeshShape.of("fsdp=8"), why="it fits", state_bytes=lambda: 80)
-      >>> run = SimpleNamespace(plan=plan, num_steps=0, program=SimpleNamespace(num_params=20))
       >>> folder = Path(tempfile.mkdtemp())
-      >>> with track("", folder, run) as tracking:
+      >>> with track("", folder) as tracking:
       ...     tracking.log(1, {"loss": 2.5})
       >>> (folder / "metrics.jsonl").read_text()
       '{"event": "step", "step": 1, "loss": 2.5}\\n'
     """
+    if run is not None and step is not None:
+        raise SpanaxError("`step` is that of the run.", where=f"step {run.num_steps}", fix="omit step=...")
     named = create_trackers(trackers)
     if not is_first():
         yield Tracking(None, None)
         return
-    place = Path(folder)
-    with claimed(place, resume=run.num_steps > 0):
-        steps = (event.get("step") for event in Folder.of(place).lines(METRICS) if event is not None)
-        reached = max((step for step in steps if isinstance(step, int)), default=0)
-        metrics = run_folder.open_metrics(place, run.num_steps)
+    place, last = Path(folder), (step or 0) if run is None else run.num_steps
+    is_resumed = last > 0 or (step is not None and not any(manifest.steps(Folder.of(place).inner(CHECKPOINTS))))
+    with claimed(place, resume=is_resumed):
+        numbers = (event.get("step") for event in Folder.of(place).lines(METRICS) if event is not None)
+        reached = max((number for number in numbers if isinstance(number, int)), default=0)
+        metrics = run_folder.open_metrics(place, last)
 
         def warn(line: str) -> None:
             metrics.write(json_line({"event": "warning", "message": line}))
             to_stderr(line)
 
-        about = RunInfo(place, dict(settings or {}), summary(run), run.num_steps, reached)
+        about = RunInfo(place, dict(settings or {}), {} if run is None else summary(run), last, reached)
         active = Trackers(named, about, warn)
         active.begin()
         tracking = Tracking(metrics, active)

@@ -1,6 +1,6 @@
 """The user's definition of a train step, from which each variant of a program is traced once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -18,7 +18,7 @@ from spanax.trace.optimizers.gradient_recording import recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
 from spanax.trace.pipeline.retrace import Shapes, retraced_graph
-from spanax.trace.pure_loss import with_extra
+from spanax.trace.pure_loss import numbers_of, with_extra
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
@@ -99,6 +99,9 @@ class ProgramDefinition(Protocol):
     def run_loss(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
         """Returns the loss as a function of state and batch of any size; None without one."""
 
+    def run_evaluate(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
+
     def resized(self, variant: Variant, shapes: Shapes) -> Graph:
         """Returns the graph of a variant's step with other shapes for the leaves of the state."""
 
@@ -118,6 +121,7 @@ class Definition:
       clip_norm: as in `spanax.trace`.
       accumulate: as in `spanax.trace`.
       mesh: the user's mesh, with the shardings of the batch.
+      evaluate: as in `spanax.trace`; None for an evaluation of the loss.
       var_defaults: the defaults for new Variables.
     """
 
@@ -131,6 +135,7 @@ class Definition:
     clip_norm: float | None
     accumulate: str
     mesh: UserMesh
+    evaluate: Callable[..., Any] | None = None
     var_defaults: Any = field(default_factory=nnx.var_defaults)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -198,6 +203,24 @@ class Definition:
         """Returns the loss as a function of state and batch of any size; None without a `loss`."""
         state = self.state(variant)
         return None if self.loss is None else state.mesh.traced(partial(_run_loss, state.variables, self.loss))
+
+    def run_evaluate(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
+        state = self.state(variant)
+        run = partial(_run_evaluate, state.variables, self.evaluate)
+        return None if self.evaluate is None else state.mesh.traced(run)
+
+    @_once
+    def check_evaluate(self, variant: Variant) -> None:
+        """Traces the user's `evaluate`, so that an error in it is raised before training.
+
+        Raises:
+          SpanaxError: it does not return a dict of numbers and arrays.
+        """
+        run = self.run_evaluate(variant)
+        if run is not None:
+            with plain_variables():
+                jax.eval_shape(run, self.state(variant).variables.abstract(), self.batch)
 
     @_once
     def _state(self, records_gradients: bool, seed: int) -> State:
@@ -279,3 +302,14 @@ def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) ->
     model.eval()
     scalar, extra = with_extra(loss(model, batch))
     return [], {"loss": scalar} | extra
+
+
+def _run_evaluate(variables: Variables, evaluate: Any, values: list[Any], batch: Any) -> Results:
+    model, _ = variables.merge(values)
+    model.eval()
+    metrics = evaluate(model, batch)
+    if not isinstance(metrics, Mapping):
+        raise SpanaxError(
+            f"`evaluate` returned a {type(metrics).__name__}, not a dict of metrics.", fix="return {'name': metric}"
+        )
+    return [], numbers_of("evaluate", metrics)

@@ -136,6 +136,9 @@ class FunctionDefinition:
     def run_loss(self, variant: Variant) -> None:
         """Returns None: a function has no evaluation mode."""
 
+    def run_evaluate(self, variant: Variant) -> None:
+        """Returns None: a function has no evaluation mode."""
+
     def resized(self, variant: Variant, shapes: Shapes) -> Graph:
         """Raises: only a pipeline traces a step with other shapes, and it requires a loss."""
         raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")

@@ -137,6 +137,11 @@ class Program:
         return num_examples(self.batch) or 1
 
     @property
+    def run_evaluate(self) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
+        return self.definition.run_evaluate(self.form)
+
+    @property
     def axes(self) -> list[Axis]:
         """Returns the named axes of the state and the batch, the most used first."""
         return table(self.step.axes, zip((*self.leaves, *self.batch), self.step.graph.body.inputs, strict=True))

@@ -1,6 +1,6 @@
 """Traces build, optimizer, batch and loss into a `Program` without allocating arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ def trace(
     remat: str | None = None,
     accumulate: str = EXACT,
     eager_build: bool = False,
+    evaluate: Callable[[nnx.Module, Any], Mapping[str, Any]] | None = None,
 ) -> Program:
     """Traces a train step into a Program. No array is allocated, and no device is needed.
 
@@ -50,6 +51,8 @@ def trace(
         `offload` is `dots` in host memory. None: as written in the model.
       eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, if it reads
         the values of its parameters. The model must fit in host memory.
+      evaluate: `evaluate(model, batch) -> dict of metrics`, with either of `loss` and `train_step`: `run.evaluate`
+        returns them, computed in evaluation mode, in place of the loss.
 
     Raises:
       SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
@@ -75,6 +78,7 @@ def trace(
     definition = Definition(
         build=Eager(build) if eager_build else build, optimizer=optimizer, batch=mesh.untyped(shapes),
         batch_leaves=batch_leaves, batch_treedef=batch_treedef, loss=loss, train_step=train_step, clip_norm=clip_norm,
-        accumulate=accumulate, mesh=mesh,
+        accumulate=accumulate, mesh=mesh, evaluate=evaluate,
     )  # fmt: skip
+    definition.check_evaluate(variant)
     return program_of(definition, variant)

@@ -1,7 +1,7 @@
 """Workload: a model with its loss or train step, batch, optimizer and data source."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,8 @@ class Workload:
       eager_build: run `build` on the host, as in `spanax.trace`.
       baseline: `baseline(train_tokens, validation_tokens, vocab_size) -> loss` for text and token sources, reported as
         `bigram_loss` with each evaluation; None for no baseline.
+      evaluate: `evaluate(model, batch) -> dict of metrics` on held-out batches, in evaluation mode; None to report the
+        loss and its metrics. Each metric is averaged over the examples.
 
     Example:
       >>> import jax
@@ -88,6 +90,7 @@ class Workload:
     init: str | None = None
     eager_build: bool = False
     baseline: Callable[[np.ndarray, np.ndarray, int], float] | None = bigram_loss
+    evaluate: Callable[[nnx.Module, Any], Mapping[str, Any]] | None = None
 
     def trace(
         self,
@@ -119,6 +122,7 @@ class Workload:
             remat=remat,
             accumulate=accumulate or self.accumulate,
             eager_build=self.eager_build,
+            evaluate=self.evaluate,
         )
 
     def _state_dtype(self, dtype: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -289,6 +290,46 @@ def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches])
         plan = plan_of(*(leaf(p.path, (12, *p.shape[1:]), p.dtype) for p in IMAGE_PLAN.batch))
         actual = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
         assert [batch["label"][0] for batch in actual] == [0, 12, 24, 36, 8, 20]
+
+
+# ---- without a plan
+
+
+def test_an_example_batch_is_a_plan_for_the_host(opened: Callable[..., Batches]) -> None:
+    like = {"label": np.zeros(B, np.int32), "image": {"pixels": jax.ShapeDtypeStruct((B, 3), "float32")}}
+    items = [example(i) for i in range(40)]
+    reader, planned = opened(items, like, epochs=2, seed=3), opened(items, IMAGE_PLAN, epochs=2, seed=3)
+    assert len(reader) == len(planned) == 10 and reader.state() == planned.state()
+    batch = next(reader)
+    assert isinstance(batch["label"], np.ndarray) and values(batch) == values(next(planned))
+    assert take(opened(items, IMAGE_PLAN, epochs=2, seed=3, position=reader.state()), 99) == take(reader, 99)
+    assert len(reader) == 10 and reader
+
+
+def test_an_example_batch_may_be_sharded(text: Path, opened: Callable[..., Batches]) -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    sharding = jax.NamedSharding(mesh, jax.P("a", "b"))
+    like = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((B, T), "int32", sharding=sharding))
+    reader, planned = opened(text, like), opened(text, TEXT_PLAN)
+    batch = next(reader)
+    assert batch["inputs"].sharding == sharding and values(batch) == values(next(planned))
+    with pytest.raises(SpanaxError, match="'targets' of the example batch has no sharding"):
+        opened(text, like | {"targets": jax.ShapeDtypeStruct((B, T), "int32")})
+    with pytest.raises(SpanaxError, match="an example batch has no plan"):
+        opened(text, like, mesh=mesh)
+    for wrong in (None, {}, {"inputs": 3}, "fsdp"):
+        with pytest.raises(SpanaxError, match="batches need a plan, or an example batch"):
+            opened(text, wrong)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "IterDataset"])
+def test_a_length_is_known_or_a_type_error(kind: str, opened: Callable[..., Batches]) -> None:
+    reader = opened(sources()[kind](), IMAGE_PLAN, epochs=None if kind == "sequence" else 1)
+    with pytest.raises(TypeError, match="the number of batches of .* is unknown"):
+        len(reader)
+    assert reader
+    if kind == "IterDataset":
+        assert len(list(reader)) == 5
 
 
 def test_an_iterator_cannot_be_read_twice(opened: Callable[..., Batches]) -> None:

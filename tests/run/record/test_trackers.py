@@ -147,6 +147,45 @@ def test_a_new_run_does_not_take_the_place_of_another(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 1
 
 
+def test_a_loop_without_a_run_logs_any_metrics(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+    from flax import nnx
+
+    reported, metrics = Told(), nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
+    metrics.update(loss=jnp.float32(2.5), logits=jnp.eye(4), labels=jnp.arange(4))
+    with track([reported], tmp_path) as tracking:
+        tracking.log(1, metrics.compute())
+        tracking.log(2, {"loss": jnp.bfloat16(0.5), "by": {"head": 1, "rows": [1.0, 2.0]}, "step": 9, "event": "odd"})
+        tracking.evaluated(2, metrics.compute())
+    assert read(tmp_path) == [
+        {"event": "step", "step": 1, "accuracy": 1.0, "loss": 2.5},
+        {"event": "step", "step": 2, "by.head": 1, "by.rows.0": 1.0, "by.rows.1": 2.0, "loss": 0.5},
+        {"event": "eval", "step": 2, "val_accuracy": 1.0, "val_loss": 2.5},
+    ]
+    assert reported.said[2] == ("log", 2, {"by.head": 1.0, "by.rows.0": 1.0, "by.rows.1": 2.0, "loss": 0.5})
+    assert reported.said[3] == ("log", 2, {"val_accuracy": 1.0, "val_loss": 2.5})
+
+
+def test_a_loop_without_a_run_continues_after_its_step(tmp_path: Path) -> None:
+    for step in (None, 0):  # the first one ended before it saved a step
+        with track("", tmp_path, step=step) as tracking:
+            for number in range(1, 6):
+                tracking.log(number, {"loss": 0})
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3, 4, 5]
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "3" / "manifest.json").touch()
+    reported = Told()
+    with track([reported], tmp_path, step=3) as tracking:
+        tracking.log(4, {"loss": 1})
+    assert [(line["step"], line["loss"]) for line in read(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1)]
+    assert reported.said[0] == ("begin", 3, 5)
+    for step in (None, 0):
+        with pytest.raises(WriteError, match="already contains a run"), track("", tmp_path, step=step):
+            pass
+    with pytest.raises(SpanaxError, match="`step` is that of the run"), track("", tmp_path, run_of(3), step=3):
+        pass
+
+
 def test_a_failing_tracker_is_in_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with track([Told("begin")], tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": 0})

@@ -99,11 +99,87 @@ def test_a_history_that_was_saved_decides_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"policy": "stop"}, "unknown policy 'stop'"), ({"spike": 1.0}, "greater than 1")]
+    ("options", "says"),
+    [
+        ({"policy": "stop"}, "unknown policy 'stop'"),
+        ({"spike": 1.0}, "greater than 1"),
+        ({"metrics": "loss"}, "must be a tuple of names"),
+    ],
 )
 def test_a_guard_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(spanax.SpanaxError, match=says):
         spanax.Guard(**options)
+
+
+# In a loop without a Run
+
+
+def test_a_watch_decides_as_a_run_does() -> None:
+    guard = spanax.Guard("skip", spike=3, window=8, patience=6)
+    values = [2.0] * 10 + [9.0, 2.0, NAN, 2.0]
+    watch = guard.watch()
+    reasons = {step: why for step, value in enumerate(values, 1) if (why := watch.judge(step, {"loss": value}))}
+    assert reasons == bad_steps(guard, values) and sorted(reasons) == [11, 13]
+
+
+@pytest.mark.parametrize(
+    "array", [float, np.float32, jnp.float32, jnp.bfloat16, np.array, lambda value: jnp.full((), value, jnp.float16)]
+)
+def test_a_watch_reads_any_scalar(array: Any) -> None:
+    watch = spanax.Guard("skip", metrics=("d_loss", "g_loss")).watch()
+    for value, reason in ((2.0, None), (NAN, "g_loss is nan")):
+        metrics = {"g_loss": array(value), "d_loss": array(1.0), "count": 3, "by_class": jnp.ones(3)}
+        assert watch.judge(1, metrics) == reason
+
+
+@pytest.mark.parametrize("metrics", [{}, {"accuracy": 1.0}, {"loss": 3}, {"loss": jnp.ones(2)}, {"loss": None}])
+def test_a_watch_without_a_metric_to_check_raises(metrics: dict[str, Any]) -> None:
+    with pytest.raises(spanax.SpanaxError, match="step 4 has no metric that the guard checks"):
+        spanax.Guard().watch().judge(4, metrics)
+
+
+def test_a_watch_follows_its_policy() -> None:
+    with pytest.raises(spanax.NumbersError, match="step 1 is bad: loss is inf"):
+        spanax.Guard("halt").watch().judge(1, {"loss": math.inf})
+    watch = spanax.Guard("rollback", patience=2).watch()
+    for step in (1, 2, 3):
+        assert watch.judge(step, {"loss": 1.0}) is None
+    state = watch.state()
+    for _ in range(2):  # a loop that goes back to step 1 and is bad again, after steps that it has taken before
+        assert watch.judge(4, {"loss": NAN})
+        watch.restore(state[:1])
+        assert watch.judge(2, {"loss": 1.0}) is None and watch.judge(3, {"loss": 1.0}) is None
+    with pytest.raises(spanax.NumbersError, match="bad steps after step 3: 3"):
+        watch.judge(4, {"loss": NAN})
+    assert watch.judge(4, {"loss": 1.0}) is None and watch.num_bad == 0
+
+
+def test_a_watch_that_was_restored_decides_as_before() -> None:
+    guard, values = spanax.Guard("skip", spike=2, window=16), np.random.default_rng(0).normal(3, 1, 60).tolist()
+    watch, again = guard.watch(), guard.watch()
+    for step, value in enumerate(values, 1):
+        if step == 40:
+            again.restore(json.loads(json.dumps(watch.state())))
+        reason = watch.judge(step, {"loss": value})
+        assert step < 40 or again.judge(step, {"loss": value}) == reason
+    assert again.state() == watch.state() and len(watch.state()) == guard.window + 2
+
+
+def test_the_compiled_step_checks_the_metrics_of_the_guard() -> None:
+    def step(model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any) -> dict[str, jax.Array]:
+        loss, grads = nnx.value_and_grad(mean_square)(model, batch)
+        optimizer.update(model, grads)
+        return {"mine": loss, "parts": jnp.ones(2)}
+
+    program = spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=rows(0), train_step=step)
+    plan = spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
+    run = spanax.start(program, plan, guard=spanax.Guard("skip", metrics=("mine",)))
+    before = np.asarray(run.params()["up.kernel"])
+    metrics = run.step(rows(0) | {"y": np.full((16, 8), NAN, np.float32)})
+    assert not metrics["step_ok"] and np.array_equal(before, run.params()["up.kernel"])
+    assert run.judge(1, jax.tree.map(lambda value: np.asarray(value).tolist(), metrics)) == "mine is nan"
+    with pytest.raises(spanax.SpanaxError, match="the step returns no scalar 'parts', which the guard checks"):
+        spanax.start(program, plan, guard=spanax.Guard("skip", metrics=("parts",))).step(rows(0))
 
 
 # Skipping, in the compiled step

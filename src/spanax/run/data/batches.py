@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError
-from spanax.run.data.elements import Leaves, described, nested
+from spanax.run.data.destination import Destination
+from spanax.run.data.elements import BatchLeaf, Leaves, described, nested
 from spanax.run.data.examples import Remainder, Source, in_order, same_kind
 from spanax.run.data.open_source import Reading, examples, opened
-from spanax.run.data.source import batch_size, element_source, local_rows
+from spanax.run.data.source import batch_size, element_source
 from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
     import jax
 
-    from spanax.plan.plan import Placement, Plan
+    from spanax.plan.plan import Plan
 
 
 CLOSE_SECONDS = 5.0
@@ -38,7 +39,7 @@ CLOSE_SECONDS = 5.0
 
 def batches(
     source: Any,
-    plan: "Plan",
+    plan: "Plan | Any",
     *,
     mesh: "jax.sharding.Mesh | None" = None,
     tokenizer: str = "bytes",
@@ -61,7 +62,9 @@ def batches(
         a `spanax.mixture` of these, or its text `a.jsonl=0.7,b.parquet=0.3`; a `grain.IterDataset`, any iterable
         of examples or batches, or a function that returns one. Shapes distinguish an example from a batch. An iterable
         yields the full global batch in every process, or only the rows of the process's own devices.
-      plan: the plan that shards the batch; for text and tokens its leaves are `inputs` and `targets` of shape [B, T].
+      plan: the plan that shards the batch; or, without a plan, an example batch of arrays or `jax.ShapeDtypeStruct`s:
+        its batches have the `NamedSharding`s of these, or are NumPy arrays if they have none. For text and tokens its
+        leaves are `inputs` and `targets` of shape [B, T].
       mesh: the device mesh; defaults to the mesh of the plan.
       tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only.
       split: `"train"` or `"validation"`, which is a twentieth of the data; for text and tokens.
@@ -80,37 +83,34 @@ def batches(
 
     Raises:
       DataError: the source is missing, damaged, too short for one batch, or does not match the batch of the plan.
-      SpanaxError: `epochs` is neither a positive integer nor None.
+      SpanaxError: `epochs` is neither a positive integer nor None, or `plan` is neither a plan nor a batch.
 
     Example:
-      >>> from types import SimpleNamespace as Plan
-      >>> from spanax.hardware.mesh import MeshShape
-      >>> from spanax.plan.plan import Placement
-      >>> x = Placement("x", (4,), "int32", "batch", ("batch",), (("data",),), (4,), 16, "")
-      >>> plan = Plan(mesh=MeshShape.of("data=1"), batch=(x,))
-      >>> [batch["x"].tolist() for batch in batches([{"x": i} for i in range(8)], plan, shuffle=False)]
-      [[0, 1, 2, 3], [4, 5, 6, 7]]
+      >>> example = {"x": np.zeros(4, "int32")}
+      >>> data = batches([{"x": i} for i in range(8)], example, shuffle=False, epochs=2)
+      >>> len(data), [batch["x"].tolist() for batch in data]
+      (4, [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]])
     """
 
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise SpanaxError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
     join_group()
-    mesh = plan.mesh.build() if mesh is None else mesh
-    shardings = {leaf.path: leaf.sharding(mesh) for leaf in plan.batch}
-    rows_R = local_rows(plan.batch, shardings, mesh.local_devices)
+    destination = Destination.of(plan, mesh)
+    leaves = destination.leaves
     reading = Reading(tokenizer, split, field, cache_dir)
     if epochs is None and not drop_remainder:
         raise SpanaxError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
     opened_source = open_source(
-        source, plan.batch, rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
-    )
-    order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in plan.batch})}"
-    return Batches(opened_source, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
+        source, leaves, destination.rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs,
+        drop_remainder=drop_remainder,
+    )  # fmt: skip
+    order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in leaves})}"
+    return Batches(opened_source, order, destination.place, position, prefetch)
 
 
 def open_source(
     source: Any,
-    placements: Sequence["Placement"],
+    placements: Sequence[BatchLeaf],
     rows_R: np.ndarray,
     reading: Reading,
     *,
@@ -175,6 +175,15 @@ class Batches:
     def vocab_size(self) -> int | None:
         """The size of the smallest vocabulary with every token, or None without tokens; reads all of a `.bin` once."""
         return self.tokens.vocab_size if self.tokens else None
+
+    def __len__(self) -> int:
+        """The number of batches in all epochs, those that were returned included; a TypeError if it is not known."""
+        if self.num_batches is None:
+            raise TypeError(f"the number of batches of {self.source} is unknown: it has no end, or is an iterable")
+        return self.num_batches
+
+    def __bool__(self) -> bool:
+        return True  # also without a length
 
     def __iter__(self) -> "Batches":
         return self
@@ -329,23 +338,3 @@ def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tupl
     if isinstance(leaves, Remainder):
         return nested(source.like, leaves.content), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())
-
-
-def _place(placements: Sequence["Placement"], shardings: Mapping[str, Any], rows_R: np.ndarray, leaves: Leaves) -> Any:
-    """Returns global arrays, by path, from the rows of this process."""
-    import jax
-
-    def part(leaf: "Placement", index: tuple[slice, ...]) -> np.ndarray:
-        array = leaves[leaf.path]
-        if array.shape == leaf.shape:
-            return array[index]
-        start, stop, _ = index[0].indices(leaf.shape[0])
-        first = int(np.searchsorted(rows_R, start))
-        return array[(slice(first, first + stop - start), *index[1:])]
-
-    # device_put would compare the full batch across processes. On a CPU both may alias the NumPy buffer.
-    make = jax.make_array_from_callback
-    return {
-        leaf.path: make(leaf.shape, shardings[leaf.path], partial(part, leaf), dtype=np.dtype(leaf.dtype))
-        for leaf in placements
-    }

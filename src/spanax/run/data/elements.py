@@ -2,12 +2,38 @@
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 Leaves = dict[str, np.ndarray]
 """The arrays of one batch, or of one example, by path."""
+
+
+class BatchLeaf(Protocol):
+    """An array of a batch: a placement of a plan, or an array of an example batch."""
+
+    @property
+    def path(self) -> str:
+        """The path, such as `image.pixels`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the global batch."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype."""
+
+
+@dataclass(frozen=True)
+class ExampleLeaf:
+    """An array of an example batch."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:

@@ -5,12 +5,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError, nearest
-from spanax.run.data.elements import Leaves, described
+from spanax.run.data.elements import BatchLeaf, Leaves, described
 from spanax.run.data.examples import Examples, check_enough
 from spanax.run.data.formats.column import Column, default_field
 from spanax.run.data.formats.table import Table, is_table, open_table
@@ -20,9 +20,6 @@ from spanax.run.data.text.corpus import Corpus, check_split, load_corpus
 from spanax.run.data.text.token_windows import bin_tokens, corpus_tokens, windows
 from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
 from spanax.run.data.text.tokens import Tokens
-
-if TYPE_CHECKING:
-    from spanax.plan.plan import Placement
 
 WINDOWS = {"inputs", "targets"}
 """The leaves of batches of text or tokens."""
@@ -95,7 +92,7 @@ def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | 
     return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
 
 
-def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
+def examples(part: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, least: int) -> Examples:
     """Returns the examples of a part from `opened`; raises TooFew if there are fewer than `least`."""
     if isinstance(part, Tokens):
         return windows(part, placements, least)
@@ -176,7 +173,7 @@ def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
     return part
 
 
-def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> Examples:
+def _row_examples(rows: Rows, placements: Sequence[BatchLeaf], least: int) -> Examples:
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
     check_enough(name, table.num_rows, least, batch_size(placements))

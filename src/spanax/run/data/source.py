@@ -7,20 +7,16 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from statistics import mode
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError
-from spanax.run.data.elements import Leaves, described, digest, flat, nested
+from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, digest, flat, nested
 from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
 from spanax.run.data.order import Order
-
-if TYPE_CHECKING:
-    from spanax.plan.plan import Placement
 
 NUM_READERS = 16
 
@@ -31,7 +27,7 @@ Fetch = Callable[[int, np.ndarray], Any]
 """Maps the index of a batch and the rows to read to a list of elements, or a Remainder; None after the last batch."""
 
 
-def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
+def local_rows(placements: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
     """Returns the sorted rows of the global batch on the given devices, of shape [R].
 
     Processes read the same rows if the batch has fewer shards than there are processes (a model sharded over several
@@ -48,7 +44,7 @@ def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], 
 
 def element_source(
     source: Any,
-    placements: Sequence["Placement"],
+    placements: Sequence[BatchLeaf],
     rows_R: np.ndarray,
     *,
     seed: int,
@@ -75,8 +71,7 @@ def element_source(
 
     def conform(item: Any) -> Leaves:
         count = num_fewer(item)
-        leaves = [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements] if count else placements
-        return _conform(item, leaves, rows_R, name)
+        return _conform(item, _resized(placements, count) if count else placements, rows_R, name)
 
     if is_sequence and drop_remainder:
         check_enough(name, size, num_elements, num_elements)
@@ -109,7 +104,7 @@ def element_source(
     return Source(name, like, read, mark=loader.mark, seek=loader.seek, close=loader.close)
 
 
-def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
+def sequence_examples(source: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, least: int) -> Examples:
     """Returns the examples of a sequence, for a part of a mixture.
 
     Raises:
@@ -133,7 +128,7 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
     return Examples(name, nested(first, dict.fromkeys(flat(first))), len(source), read)
 
 
-def conformed(items: Sequence[Any], placements: Sequence["Placement"], name: str) -> Leaves:
+def conformed(items: Sequence[Any], placements: Sequence[BatchLeaf], name: str) -> Leaves:
     """Returns the stacked leaves of examples in the shapes and dtypes of the plan.
 
     Raises:
@@ -252,7 +247,7 @@ class Loader:
         return element
 
 
-def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, name: str) -> Leaves:
+def _conform(item: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, name: str) -> Leaves:
     """Returns copies of the leaves in the dtypes of the plan; loaders may reuse their buffers."""
     values, planned = flat(item), {leaf.path: leaf for leaf in placements}
     in_batches = _is_batch(values, placements)
@@ -282,7 +277,11 @@ def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, n
     return leaves
 
 
-def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any) -> int:
+def _resized(placements: Sequence[BatchLeaf], num_examples: int) -> list[BatchLeaf]:
+    return [ExampleLeaf(leaf.path, (num_examples, *leaf.shape[1:]), leaf.dtype) for leaf in placements]
+
+
+def _num_fewer(placements: Sequence[BatchLeaf], rows_R: np.ndarray, item: Any) -> int:
     """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
     size = batch_size(placements)
     counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
@@ -290,15 +289,15 @@ def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any)
     return min(counts) if is_smaller and all(leaf.shape[0] == size for leaf in placements) else 0
 
 
-def batch_size(placements: Sequence["Placement"]) -> int:
+def batch_size(placements: Sequence[BatchLeaf]) -> int:
     """Returns the number of examples in a global batch: the most common first dim of the leaves."""
     return mode([leaf.shape[0] for leaf in placements if leaf.shape] or [1])
 
 
-def _is_batch(values: Mapping[str, Any], placements: Sequence["Placement"]) -> bool:
+def _is_batch(values: Mapping[str, Any], placements: Sequence[BatchLeaf]) -> bool:
     """Returns whether an element is a batch; an example has one dim less."""
     return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in values)
 
 
-def _stacked(examples: list[Leaves], leaf: "Placement") -> np.ndarray:
+def _stacked(examples: list[Leaves], leaf: BatchLeaf) -> np.ndarray:
     return np.array([leaves[leaf.path] for leaves in examples], leaf.dtype).reshape(-1, *leaf.shape[1:])

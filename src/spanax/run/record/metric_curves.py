@@ -15,6 +15,9 @@ from spanax.entries.names import METRICS
 MAX_POINTS = 600
 """Number of points of a line in a chart; a screen does not show many more."""
 
+MAX_EVALUATED = 8
+"""Number of held-out metrics besides the loss that have a line; all of them are in metrics.jsonl."""
+
 NUM_LAST_STEPS = 4096
 """Number of steps, the last ones, that the median step time is of."""
 
@@ -63,10 +66,15 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True, eq=False)
 class MetricCurves:
-    """Logged metrics over steps; `counted` is the unit of `speed`: tokens or examples per second."""
+    """Logged metrics over steps.
+
+    `held_out` is the held-out loss, `evaluated` are the other held-out metrics by name. `counted` is the unit of
+    `speed`: tokens or examples per second.
+    """
 
     loss: Points = field(default_factory=Points)
     held_out: Points = field(default_factory=Points)
+    evaluated: dict[str, Points] = field(default_factory=dict)
     speed: Points = field(default_factory=Points)
     counted: str = "tokens"
     seconds: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
@@ -88,6 +96,11 @@ def metric_curves(folder: Path) -> MetricCurves:
             is_first = True  # the first step of an attempt includes compilation
         elif kind == "eval" and step is not None:
             _add(curves.held_out, step, event, "val_loss")
+            for key in event:
+                name = key.removeprefix("val_")
+                is_shown = name in curves.evaluated or len(curves.evaluated) < MAX_EVALUATED
+                if key not in (name, "val_loss") and is_shown and _number(event, key) is not None:
+                    _add(curves.evaluated.setdefault(name, Points()), step, event, key)
         elif kind == "step" and step is not None:
             _add(curves.loss, step, event, "loss")
             _add(curves.speed, step, event, "tokens_per_second")

@@ -7,17 +7,17 @@ metrics, so they reach the same decision without communicating, and a resumed ru
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import DataError, NumbersError, SpanaxError, nearest
 
 HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
 POLICIES = (HALT, SKIP, ROLLBACK)
 
 WATCHED = ("loss", "grad_norm")
-"""Metrics that a guard checks, if a step returns them as floating-point scalars."""
+"""Metrics that a guard checks by default, if a step returns them as floating-point scalars."""
 
 STEP_OK = "step_ok"
 """Name of the metric that a guarded step appends to its own: whether the step was good."""
@@ -77,11 +77,13 @@ class Guard:
     Attributes:
       policy: `skip` runs inside of the compiled step: it leaves the state unchanged, bit for bit, and training
         continues with the next batch. `halt` stops training, and `rollback` restores the newest checkpoint and drops
-        the batch; `spanax train` implements both, and in the library `run.judge` returns the decision.
+        the batch; `spanax train` implements both, and in the library `run.judge` returns the decision. In a loop
+        without a Run, `watch` does.
       spike: factor greater than 1; None accepts every finite value.
       patience: number of consecutive bad steps, or of rollbacks to one checkpoint, that are tolerated; one more ends
         the run.
       window: number of good steps that the limit is computed from.
+      metrics: the names of the metrics to check.
 
     Example:
       >>> guard = Guard("skip", spike=3, window=4)
@@ -98,8 +100,11 @@ class Guard:
     spike: float | None = None
     patience: int = 3
     window: int = 64
+    metrics: tuple[str, ...] = WATCHED
 
     def __post_init__(self) -> None:
+        if isinstance(self.metrics, str) or not self.metrics:
+            raise SpanaxError(f"metrics={self.metrics!r} must be a tuple of names.", fix='metrics=("loss",)')
         if self.policy not in POLICIES:
             raise SpanaxError(f"unknown policy '{self.policy}'.", fix=nearest(self.policy, POLICIES))
         if self.spike is not None and not self.spike > 1:
@@ -115,7 +120,7 @@ class Guard:
 
     def reason(self, history: History, step: int, values: Mapping[str, Any]) -> str | None:
         """Returns why a step is bad; None if it is good."""
-        for name in WATCHED:
+        for name in self.metrics:
             value = values.get(name)
             if isinstance(value, float):
                 limit = self.limit(history, step, name)
@@ -129,8 +134,87 @@ class Guard:
         """Returns the history with the step appended if it was good."""
         if self.reason(history, step, values) is not None:
             return history
-        metrics = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
+        metrics = {name: values[name] for name in self.metrics if isinstance(values.get(name), float)}
         return History((*history.good, (step, metrics))[-(self.window + LATE) :])
+
+    def watch(self) -> "Watch":
+        """Returns the decisions of this guard over the steps of a custom training loop.
+
+        Example:
+          >>> watch = Guard("skip", metrics=("d_loss",)).watch()
+          >>> watch.judge(1, {"d_loss": 2.5}), watch.judge(2, {"d_loss": float("inf")})
+          (None, 'd_loss is inf')
+        """
+        return Watch(self)
+
+
+@dataclass(eq=False)
+class Watch:
+    """The decisions of a guard over the steps of a custom training loop, created by `Guard.watch`.
+
+    It has a state, so that `spanax.Checkpoints` saves and restores it: a resumed loop repeats the decisions.
+
+    Attributes:
+      guard: the guard.
+      history: the metrics of recent good steps.
+      num_bad: the number of bad steps since the furthest good step. A restored state leaves it unchanged, so that it
+        counts the rollbacks of a loop that makes no progress.
+    """
+
+    guard: Guard
+    history: History = field(default_factory=History)
+    num_bad: int = 0
+    _furthest: int = 0
+
+    def judge(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Returns why a step is bad; None if it is good. Call it once for every step, in their order.
+
+        Args:
+          step: the number of the step.
+          metrics: the metrics of the step as numbers or arrays; waits until those that are checked are computed.
+
+        Raises:
+          NumbersError: the step is bad, and the policy is `halt` or `num_bad` exceeds `patience`.
+          SpanaxError: the metrics have no scalar that the guard checks.
+        """
+        values = {name: value for name in self.guard.metrics if (value := _scalar(metrics.get(name))) is not None}
+        if not values:
+            raise SpanaxError(
+                f"step {step} has no metric that the guard checks.",
+                where=f"metrics: {', '.join(map(str, metrics)) or 'none'}; checked: {', '.join(self.guard.metrics)}",
+                fix="a scalar metric 'loss', or Guard(metrics=(...))",
+            )
+        reason = self.guard.reason(self.history, step, values)
+        self.history = self.guard.seen(self.history, step, values)
+        if reason is None:
+            if step > self._furthest:
+                self._furthest, self.num_bad = step, 0
+            return None
+        self.num_bad += 1
+        if self.guard.policy == HALT or self.num_bad > self.guard.patience:
+            where = f"policy {self.guard.policy}; bad steps after step {self._furthest}: {self.num_bad}"
+            raise NumbersError(f"step {step} is bad: {reason}.", where=where, fix="a lower learning rate")
+        return reason
+
+    def state(self) -> list[Any]:
+        """Returns the history as JSON values."""
+        return self.history.record()
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Continues from a `state()`.
+
+        Raises:
+          DataError: the state is malformed.
+        """
+        self.history = History.of(state, 0)
+
+
+def _scalar(value: Any) -> float | None:
+    """Returns a floating-point scalar as a Python number; None for other values."""
+    import numpy as np
+
+    array = np.asarray(value)
+    return float(array) if array.shape == () and array.dtype.kind in "fV" else None  # V: bfloat16
 
 
 def check_steps_per_call(guard: Guard | None, num_steps: int) -> None:

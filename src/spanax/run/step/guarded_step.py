@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.errors import SpanaxError
 from spanax.run.step.guard import SKIP, WATCHED, Guard
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
@@ -33,7 +34,9 @@ class GuardedStep:
         """Returns the extension for a step; None if the host can decide from the metrics alone."""
         if guard is None:
             return None
-        watched = _watched(program)
+        watched = _watched(program, guard.metrics)
+        if missing := [name for name in guard.metrics if name not in (*watched, *WATCHED)]:
+            raise SpanaxError(f"the step returns no scalar '{missing[0]}', which the guard checks.")
         params = () if "grad_norm" in watched else _of_kind(program, "param")
         return GuardedStep(guard, watched, params, rows) if guard.policy == SKIP or params else None
 
@@ -83,8 +86,8 @@ def invalid_leaves(program: Program, rows: LayerOrder | None, state: Sequence[An
     return jnp.stack([is_bad(leaf.kind, array) for leaf, array in zip(program.leaves, state, strict=True)])
 
 
-def _watched(program: Program) -> dict[str, int]:
-    """Returns the output index of each watched metric that the step returns as a floating-point scalar."""
+def _watched(program: Program, names: Sequence[str]) -> dict[str, int]:
+    """Returns the output index of each of these metrics that the step returns as a floating-point scalar."""
     step = program.step
     values = step.graph.body.outputs[len(program.leaves) :]
     indices = jax.tree.unflatten(step.result, range(len(values)))
@@ -93,7 +96,7 @@ def _watched(program: Program) -> dict[str, int]:
         aval = step.graph.avals[values[index]] if isinstance(index, int) else None
         return aval is not None and aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
 
-    return {name: indices[name] for name in WATCHED if is_number(indices.get(name))}
+    return {name: indices[name] for name in names if is_number(indices.get(name))}
 
 
 def _of_kind(program: Program, kind: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class Restored:
 
     step: int
     arrays: dict[str, jax.Array]
-    plan_json: str
+    plan_json: str | None
     meta: Mapping[str, Any]
     leaves: Mapping[str, str]
 
@@ -110,7 +110,7 @@ def save(
     step: int,
     arrays: Mapping[str, jax.Array],
     *,
-    plan_json: str,
+    plan_json: str | None,
     meta: Mapping[str, Any],
     keep: int | None = None,
 ) -> Pending:
@@ -122,7 +122,7 @@ def save(
       directory: the folder of all steps; created if missing.
       step: the step number, 0 or more. An existing step of that number is replaced once the new one is finished.
       arrays: dotted path to array; the same paths on every process.
-      plan_json: the content of plan.json.
+      plan_json: the content of plan.json, if there is a plan.
       meta: JSON values stored in meta.json.
       keep: the number of finished steps to keep: this one and the newest others; None keeps all.
 
@@ -155,6 +155,7 @@ def restore(
     *,
     step: int | None = None,
     warn: Callable[[str], None] | None = None,
+    select: Callable[[manifest.Meta], Mapping[str, str]] | None = None,
 ) -> Restored:
     """Reads the newest valid step with the shardings of `targets`, whatever devices it was saved from.
 
@@ -163,6 +164,7 @@ def restore(
       targets: dotted path to shape, dtype and sharding: the paths that were saved, or stacks of them.
       step: restore this step only.
       warn: called with one line if damaged steps were skipped; by default it is printed to stderr.
+      select: returns the saved arrays to read, path to dtype and shape, given meta.json; all by default.
 
     Raises:
       DataError: no step is valid, `step` is not, or the saved arrays differ from `targets`.
@@ -174,11 +176,12 @@ def restore(
         _RUNNING[root.path]._thread.join()
     step_number, folder = choose(root, step, warn)
     try:
-        plan_json = folder.read(PLAN).decode()
+        plan_json = None if folder.kind(PLAN) is None else folder.read(PLAN).decode()
         record = read_meta(folder)
-        regrouped = Regrouped.of(record.leaves, targets)
-        compare(step_number, folder, record.leaves, regrouped.reads)
-        arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads))
+        leaves = record.leaves if select is None else select(record)
+        regrouped = Regrouped.of(leaves, targets)
+        compare(step_number, folder, leaves, regrouped.reads)
+        arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads, is_all=select is None))
         return Restored(step_number, arrays, plan_json, record.meta, record.leaves)
     except SpanaxError:
         raise
@@ -199,10 +202,12 @@ def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     return int(step)
 
 
-def prepare(root: Folder, step: int, arrays: Mapping[str, Any], plan_json: str, meta: Mapping[str, Any]) -> Folder:
+def prepare(
+    root: Folder, step: int, arrays: Mapping[str, Any], plan_json: str | None, meta: Mapping[str, Any]
+) -> Folder:
     """Removes leftovers and creates the staging folder on the first process; returns it on all processes."""
     leaves = {key: dtype_and_shape(value) for key, value in arrays.items()}
-    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
+    texts = {META: manifest.meta_text(leaves, meta)} | ({} if plan_json is None else {PLAN: plan_json.encode()})
     # A unique name, so that late writes of a failed save never mix with those of the next.
     staging = root.inner(f"{step}.new{next(_ATTEMPTS)}")
 
@@ -372,9 +377,6 @@ def load(folder: Folder, targets: Mapping[str, Any], *, is_all: bool = True) -> 
         return jax.make_array_from_callback(target.shape, target.sharding, lambda index: zeros[index])
 
     return {key: empty(target) if _is_empty(target) else loaded[stored_name(key)] for key, target in targets.items()}
-
-
-# ---- shared by saving and restoring
 
 
 def _is_empty(value: Any) -> bool:

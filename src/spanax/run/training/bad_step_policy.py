@@ -9,7 +9,7 @@ from spanax.errors import NumbersError, WriteError
 from spanax.run.data.batches import Batches
 from spanax.run.record.telemetry import Telemetry
 from spanax.run.run import Run
-from spanax.run.step.guard import HALT, SKIP, WATCHED
+from spanax.run.step.guard import HALT, SKIP
 from spanax.run.store.checkpoint import Pending
 
 LOWER_RATE = "a lower --lr"
@@ -41,7 +41,7 @@ class BadStepPolicy:
         """
         assert self.run.guard is not None
         policy, patience = self.run.guard.policy, self.run.guard.patience
-        numbers = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
+        numbers = {name: values[name] for name in self.run.guard.metrics if isinstance(values.get(name), float)}
         self._report("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
         message = f"step {step} is bad: {reason}."
         if policy == HALT:

@@ -236,19 +236,21 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Reports the mean of each metric over the first held-out batches, and the workload's baseline."""
-        held_out = self.job.held_out_batches(self.telemetry) if self.run.program.evaluation is not None else None
+        program = self.run.program
+        is_evaluated = program.evaluation is not None or program.run_evaluate is not None
+        held_out = self.job.held_out_batches(self.telemetry) if is_evaluated else None
         if held_out is None:
             return
         self._beat("evaluate")
         with closing(held_out), self.telemetry.ledger.within("evaluate"):
-            means, size = Means(), num_examples(self.run.program)
+            means, size = Means(), num_examples(program)
             for _, batch in zip(range(self.config.eval_batches), held_out, strict=False):
-                means.add(self.run.evaluate(batch), num_fewer(self.run.program, batch) or size)
+                means.add(self.run.evaluate(batch), num_fewer(program, batch) or size)
             if not means.num_examples:
                 return
             values = {f"val_{name}": value for name, value in means.values().items()}
             self._evaluated = {"event": "eval", "step": self.run.num_steps, "examples": means.num_examples, **values}
-            self._evaluated |= self._baseline(held_out, means.num_examples * num_tokens(self.run.program) // size)
+            self._evaluated |= self._baseline(held_out, means.num_examples * num_tokens(program) // size)
         self.telemetry.report(self._evaluated)
 
     def _baseline(self, held_out: Batches, num_tokens: int) -> Event:

@@ -78,7 +78,8 @@ def line(event: Event) -> str:
     if kind == "eval":
         bigram = f" (a bigram: {event['bigram_loss']:.4f})" if "bigram_loss" in event else ""
         values = {name.removeprefix("val_"): value for name, value in event.items() if name.startswith("val_")}
-        return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{metrics_text(values)}{bigram}"
+        loss = f" loss {event['val_loss']:.4f}" if "val_loss" in event else ""
+        return f"step {event['step']}  held-out{loss}{metrics_text(values)}{bigram}"
     if kind == "save":
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
     if kind == "save_failed":

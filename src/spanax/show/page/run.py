@@ -51,6 +51,10 @@ def _blocks(run: RunRecord) -> list[Block]:
     blocks = []
     losses = [Curve("loss", metrics.loss.retained), Curve("held-out loss", metrics.held_out.retained, is_dotted=True)]
     curves = [chart("Loss", losses, lambda value: f"{value:.4g}")] if metrics.loss.retained else []
+    for name, points in metrics.evaluated.items():
+        if points.retained:
+            curve = Curve(printable(name), points.retained, is_dotted=True)
+            curves.append(chart(f"Held-out {curve.name}", [curve], lambda value: f"{value:.4g}"))
     if metrics.speed.retained:
         speeds = [Curve(f"{metrics.counted} per second", metrics.speed.retained)]
         curves.append(chart("Tokens per second", speeds, count_text, from_zero=True))

@@ -6,21 +6,17 @@ Shapes: B examples in the global batch, R of them read by this process, T tokens
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spanax.documents import read_json
 from spanax.errors import DataError
 from spanax.run.data.cache import cache_folder, keep
-from spanax.run.data.elements import Leaves, described, digest
+from spanax.run.data.elements import BatchLeaf, Leaves, described, digest
 from spanax.run.data.examples import Examples, TooFew
 from spanax.run.data.text.corpus import HELD_OUT, Corpus
 from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
-
-if TYPE_CHECKING:
-    from spanax.plan.plan import Placement
 
 
 def corpus_tokens(
@@ -61,7 +57,7 @@ def bin_tokens(path: Path, split: str) -> Tokens:
     return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
 
 
-def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None = None) -> Examples:
+def windows(tokens: Tokens, placements: Sequence[BatchLeaf], least: int | None = None) -> Examples:
     """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
 
     Consecutive windows overlap by one token.

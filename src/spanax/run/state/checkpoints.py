@@ -1,0 +1,237 @@
+"""Checkpoints of the objects of a custom training loop, in the format of those of `spanax train`."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from spanax.errors import DataError, SpanaxError, WriteError, first_line
+from spanax.printable import to_stderr
+from spanax.run.distributed.processes import join_group
+from spanax.run.state.host_arrays import as_saved, like, target_of
+from spanax.run.state.named_objects import MODEL, NamedObjects, is_nnx
+from spanax.run.store import checkpoint, manifest
+from spanax.run.store.checkpoint import Pending
+
+OPTIMIZER = "optimizer"
+"""The object of a run's checkpoint next to `model`."""
+
+OBJECTS, STATES = "objects", "states"
+"""Keys of meta.json: the names of the saved objects, and the states of those without arrays by name."""
+
+RUN_STATES = {"data": "position", "guard": "history"}
+"""Objects whose states have their own key in meta.json, which is that of a run."""
+
+METHODS = (("state", "restore"), ("get_state", "set_state"))
+"""The methods by which an object without arrays returns its state as JSON, and restores it."""
+
+
+@final
+class Checkpoints:
+    """The checkpoints in a folder, of the objects of a custom training loop.
+
+    The objects are a dict of NNX objects by name (a model, an optimizer, metrics, `nnx.Rngs`) and of objects with a
+    state in JSON: `spanax.Batches`, a `Watch` of a `spanax.Guard`, Grain's iterators. Arrays are saved as shards by the
+    devices that store them, and restored onto the shardings that the arrays of the objects have by then, on any mesh.
+
+    Each step is a folder with a manifest of checksums, which is written last: a save that is killed or fails leaves no
+    checkpoint, and every file is verified before it is used. A checkpoint of `model` and `optimizer` is one of a run:
+    `spanax.restore`, `spanax train --init`, `spanax export` and `spanax checkpoint` read it, and this class reads the
+    checkpoints of `spanax train`.
+
+    Args:
+      folder: the folder of all checkpoints, created by the first save; or the folder of a run with checkpoints.
+      keep: the number of newest checkpoints to keep; all by default.
+      warn: called with each warning; prints to standard error by default.
+
+    Attributes:
+      folder: the folder of all checkpoints.
+
+    Example:
+      >>> import optax, tempfile
+      >>> from flax import nnx
+      >>> def objects(seed):
+      ...     model = nnx.Linear(16, 32, rngs=nnx.Rngs(seed))
+      ...     return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)}
+      >>> saved, new = objects(0), objects(1)
+      >>> with Checkpoints(tempfile.mkdtemp(), keep=3) as checkpoints:
+      ...     pending = checkpoints.save(10, saved)
+      >>> checkpoints.restore(new), checkpoints.steps()
+      (10, [10])
+      >>> bool((new["model"].kernel == saved["model"].kernel).all())
+      True
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int | None = None, warn: Callable[[str], None] | None = None
+    ):
+        join_group()
+        if keep is not None and keep < 1:
+            raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
+        self.folder = manifest.steps_of_run(folder).resolved()
+        self._keep, self._warn = keep, warn or to_stderr
+        self._pending: Pending | None = None
+
+    def save(self, step: int, objects: Mapping[str, Any]) -> Pending:
+        """Starts to save the objects as checkpoint `step`.
+
+        Returns as soon as the arrays are copied, so that the next step may run and donate them. `wait()` on the result
+        waits until the checkpoint is on disk. Waits first for the previous save into this folder.
+
+        Raises:
+          SpanaxError: an object has neither arrays nor a state in JSON.
+          WriteError: the folder cannot be written, or the previous save failed.
+        """
+        named, others = _parted(objects)
+        states = {name: getattr(value, _methods(value)[0])() for name, value in others.items()}
+        meta: dict[str, Any] = {OBJECTS: list(named.names)}
+        meta |= {key: states.pop(name) for name, key in RUN_STATES.items() if name in states}
+        meta |= {STATES: states} if states else {}
+        arrays = as_saved(named.arrays)
+        self._pending = checkpoint.save(self.folder, step, arrays, plan_json=None, meta=meta, keep=self._keep)
+        return self._pending
+
+    def restore(self, objects: Mapping[str, Any], *, step: int | None = None) -> int:
+        """Restores the objects in place, and returns the step of the checkpoint.
+
+        Each array is read onto the sharding of the array that it replaces, and only the shards of this process are
+        read. Every file is verified first; if the newest checkpoint is damaged, the next older intact one is restored
+        with a warning. Objects of the checkpoint that are not passed are not read.
+
+        The devices hold the previous and the restored arrays until it returns, except for an abstract model of
+        `nnx.eval_shape`, which has none: its arrays get the shardings of its `jax.ShapeDtypeStruct`s.
+
+        Args:
+          objects: the objects, or some of those that were saved.
+          step: the step to restore; the newest intact one by default.
+
+        Raises:
+          DataError: there is no intact checkpoint, or an object is missing in it or has other arrays. The arrays of the
+            objects are then unchanged.
+          SpanaxError: an object has neither arrays nor a state in JSON.
+        """
+        named, others = _parted(objects)
+        targets = {path: target_of(value) for path, value in named.arrays.items()}
+
+        def select(record: manifest.Meta) -> Mapping[str, str]:
+            saved = _names(record)
+            _check_names([*named.names, *others], [*saved, *_states(record.meta)], self.folder)
+            return {path: text for path, text in record.leaves.items() if _owner(path, saved) in named.names}
+
+        saved = checkpoint.restore(self.folder, targets, step=step, warn=self._warn, select=select)
+        arrays = {path: like(value, saved.arrays[path]) for path, value in named.arrays.items()}
+        _restore_states(others, _states(saved.meta))
+        named.update(arrays)
+        return saved.step
+
+    def latest(self) -> int | None:
+        """Returns the newest finished step, or None."""
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """Returns the finished steps, the newest last; a save that is still running is not among them."""
+        return manifest.steps(self.folder)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+          WriteError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            self.wait()
+        except WriteError as failed:
+            if kind is None:
+                raise
+            self._warn(f"WARNING: {first_line(failed)}")  # the error of the loop is the one to raise
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({str(self.folder)!r}, steps {', '.join(map(str, self.steps())) or 'none'})"
+
+
+def _parted(objects: Mapping[str, Any]) -> tuple[NamedObjects, dict[str, Any]]:
+    """Returns the arrays of the NNX objects, and the other objects by name.
+
+    Raises:
+      SpanaxError: a name is not an identifier, or an object has neither arrays nor a state.
+    """
+    if not isinstance(objects, Mapping):
+        raise SpanaxError(
+            f"the objects are a {type(objects).__name__}.", fix='a dict: {"model": model, "optimizer": optimizer}'
+        )
+    for name in objects:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise SpanaxError(f"{name!r} cannot be the name of an object.", fix="letters, digits and _")
+    others = {name: value for name, value in objects.items() if not is_nnx(value)}
+    for value in others.items():
+        _methods(*value[::-1])
+    return NamedObjects.of({name: value for name, value in objects.items() if name not in others}), others
+
+
+def _methods(value: Any, name: str = "") -> tuple[str, str]:
+    """Returns the names of the methods that return and restore the state of an object.
+
+    Raises:
+      SpanaxError: it has none.
+    """
+    for methods in METHODS:
+        if all(callable(getattr(value, method, None)) for method in methods):
+            return methods
+    raise SpanaxError(
+        f"'{name}' is a {type(value).__name__}, which has neither arrays nor a state.",
+        fix="an NNX object, or one with state() and restore(state), or get_state() and set_state(state)",
+    )
+
+
+def _restore_states(others: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Restores the states of objects; if one cannot be restored, those before it go back to where they were."""
+    restored: list[tuple[Callable[[Any], Any], Any]] = []
+    try:
+        for name, value in others.items():
+            read, write = (getattr(value, method) for method in _methods(value))
+            restored.append((write, read()))
+            write(states[name])
+    except BaseException:
+        for write, before in restored[:-1]:
+            write(before)
+        raise
+
+
+def _states(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states in the meta values of a checkpoint by name."""
+    saved = meta.get(STATES)
+    states = dict(saved) if isinstance(saved, Mapping) else {}
+    return states | {name: meta[key] for name, key in RUN_STATES.items() if meta.get(key) is not None}
+
+
+def _names(record: manifest.Meta) -> list[str]:
+    """Returns the names of the objects with arrays in a checkpoint; one of a run has a model and an optimizer."""
+    saved = record.meta.get(OBJECTS)
+    if isinstance(saved, list):
+        return [str(name) for name in saved]
+    return [MODEL, *([OPTIMIZER] if any(path.startswith(f"{OPTIMIZER}.") for path in record.leaves) else [])]
+
+
+def _owner(path: str, names: list[str]) -> str:
+    """Returns the name of the object that an array of a checkpoint belongs to; only those of `model` have no prefix."""
+    first = path.partition(".")[0]
+    return first if first in names else MODEL
+
+
+def _check_names(names: list[str], saved: list[str], folder: os.PathLike[str]) -> None:
+    """Checks that objects of these names are among the saved ones.
+
+    Raises:
+      DataError: one is missing.
+    """
+    for name in names:
+        if name not in saved:
+            message = f"the checkpoint has no object '{name}'."
+            raise DataError(message, where=f"{folder}: {', '.join(saved)}", fix="restore only objects that were saved")

@@ -1,0 +1,323 @@
+"""Checkpoints of NNX objects: bit-equal on any mesh, of a run and for a run, and nothing changed where they differ."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import spanax
+from programs import Net
+from spanax.run.state.named_objects import NamedObjects, is_nnx
+from spanax.run.store import manifest
+
+MESHES: dict[str, tuple[int, int] | None] = {"4x2": (4, 2), "2x4": (2, 4), "unsharded": None}
+EXAMPLES = [{"x": np.full(8, number, "float32")} for number in range(40)]
+BATCH = {"x": np.zeros((16, 8), "float32")}
+
+
+class Odd(nnx.Module):
+    """A net, and values that are not arrays of JAX: a number, a table of NumPy, one of weak type."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.net = Net(rngs)
+        self.number = nnx.Variable(0.5 * (1 + rngs.params.key.get_value().size))
+        self.table = nnx.data(np.arange(3))
+        self.weak, self.half = nnx.Variable(jnp.asarray(0.25)), nnx.Param(jnp.ones((8, 4), jnp.bfloat16))
+        self.empty = nnx.Param(jnp.zeros((0, 4)))
+
+
+@nnx.jit
+def train_step(model: Odd, optimizer: nnx.Optimizer[Any], metrics: nnx.MultiMetric, batch: Any) -> jax.Array:
+    loss, grads = nnx.value_and_grad(lambda model: (model.net(batch["x"]) ** 2).mean() + model.half.sum())(model)
+    optimizer.update(model, grads)
+    metrics.update(loss=loss)
+    return loss
+
+
+def objects(seed: int, mesh: tuple[int, int] | None = None) -> dict[str, Any]:
+    model = Odd(nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+    metrics, streams = nnx.MultiMetric(loss=nnx.metrics.Average("loss")), nnx.Rngs(params=seed, noise=seed + 1)
+    named = {"model": model, "optimizer": optimizer, "metrics": metrics, "streams": streams}
+    if mesh is not None:
+        built = jax.make_mesh(mesh, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        _shard(NamedObjects.of(named), built)
+    return named
+
+
+def _shard(named: NamedObjects, mesh: jax.sharding.Mesh) -> None:
+    """Shards matrices over both axes, as `spanax.jit` may, and replicates other arrays."""
+    arrays = {
+        path: jax.device_put(
+            value, NamedSharding(mesh, PartitionSpec("a", "b") if value.ndim == 2 else PartitionSpec())
+        )
+        for path, value in named.arrays.items()
+        if isinstance(value, jax.Array) and value.size
+    }
+    named.update(named.arrays | arrays)
+
+
+def arrays_of(named: dict[str, Any]) -> dict[str, Any]:
+    return NamedObjects.of({name: value for name, value in named.items() if is_nnx(value)}).arrays
+
+
+def bits(named: dict[str, Any]) -> dict[str, bytes]:
+    is_key = lambda value: jax.dtypes.issubdtype(jax.typeof(value).dtype, jax.dtypes.prng_key)  # noqa: E731
+    pairs = arrays_of(named).items()
+    return {path: np.asarray(jax.random.key_data(v) if is_key(v) else jnp.asarray(v)).tobytes() for path, v in pairs}
+
+
+def placed(named: dict[str, Any]) -> dict[str, Any]:
+    """The type of every array, its sharding, and whether it is committed to it."""
+    return {
+        path: (type(v), jax.typeof(v), getattr(v, "sharding", None), getattr(v, "committed", None))
+        for path, v in arrays_of(named).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A checkpoint of objects that were trained sharded over 4x2 devices, and their bytes."""
+    named, folder = objects(0, MESHES["4x2"]), tmp_path_factory.mktemp("saved")
+    with spanax.Checkpoints(folder) as checkpoints:
+        for _ in range(2):
+            train_step(named["model"], named["optimizer"], named["metrics"], BATCH)
+        named["streams"].noise()
+        checkpoints.save(2, named)
+        at_save = bits(named)
+        train_step(named["model"], named["optimizer"], named["metrics"], BATCH)  # while it is written
+    assert bits(named) != at_save
+    return folder, at_save
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_objects_are_bit_equal_on_any_mesh(mesh: str, saved: tuple[Path, dict[str, bytes]]) -> None:
+    folder, expected = saved
+    new = objects(1, MESHES[mesh])
+    before = placed(new)
+    assert bits(new) != expected
+    assert spanax.Checkpoints(folder).restore(new) == 2
+    assert bits(new) == expected and placed(new) == before
+    if mesh == "unsharded":  # uncommitted arrays still go where the batch is
+        everywhere = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        batch = jax.device_put(BATCH, NamedSharding(everywhere, PartitionSpec("data")))
+        assert np.isfinite(train_step(new["model"], new["optimizer"], new["metrics"], batch))
+
+
+def test_an_abstract_model_gets_its_shardings(saved: tuple[Path, dict[str, bytes]]) -> None:
+    folder, expected = saved
+    model = nnx.eval_shape(lambda: Odd(nnx.Rngs(0)))
+    sharding = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec(None, "data"))
+    kernel = model.net.up.kernel
+    kernel.set_value(jax.ShapeDtypeStruct(kernel.shape, kernel.dtype, sharding=sharding))
+    assert spanax.Checkpoints(folder).restore({"model": model}) == 2
+    assert bits({"model": model}) == {path: expected[path] for path in bits({"model": model})}
+    assert model.net.up.kernel.get_value().sharding == sharding and not model.net.up.bias.get_value().committed
+    with pytest.raises(spanax.SpanaxError, match="has no values to save: its object is abstract"):
+        spanax.Checkpoints(folder).save(3, {"model": nnx.eval_shape(lambda: Odd(nnx.Rngs(0)))})
+
+
+# ---- what differs
+
+
+class Wider(Odd):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.net.up, self.half = nnx.Linear(8, 32, rngs=rngs), nnx.Param(jnp.ones((8, 4)))
+        self.new = nnx.Param(jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        (
+            {"model": Wider},
+            "half: expected float32[8,4], saved bfloat16[8,4]; net.up.bias: expected float32[32], saved",
+        ),
+        ({"model": Wider}, "new: expected float32[3], saved nothing"),
+        ({"ema": Odd}, "no object 'ema'.\n  where: {folder}: model, metrics, optimizer, streams, data"),
+        ({"watch": lambda rngs: spanax.Guard().watch()}, "no object 'watch'"),
+        ({"data": lambda rngs: spanax.batches(EXAMPLES, BATCH, seed=1)}, "belongs to other data: its order differs"),
+        ({"streams": lambda rngs: 3}, "'streams' is a int, which has neither arrays nor a state"),
+        ({"a.b": Net}, "'a.b' cannot be the name of an object"),
+    ],
+)
+def test_objects_that_differ_are_unchanged(change: dict[str, Any], reported: str, tmp_path: Path) -> None:
+    with spanax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, objects(0) | {"data": spanax.batches(EXAMPLES, BATCH)})
+    data = spanax.batches(EXAMPLES, BATCH)
+    next(data)
+    new = objects(1) | {"data": data} | {name: build(nnx.Rngs(1)) for name, build in change.items()}
+    nnx_objects = {name: value for name, value in new.items() if is_nnx(value) and "." not in name}
+    before, position = bits(nnx_objects), data.state()
+    with pytest.raises(spanax.SpanaxError) as error:
+        checkpoints.restore(new)
+    assert reported.format(folder=tmp_path) in str(error.value)
+    assert bits(nnx_objects) == before and data.state() == position
+
+
+class Fails:
+    def state(self) -> int:
+        return 1
+
+    def restore(self, state: int) -> None:
+        raise RuntimeError("not today")
+
+
+def test_a_state_that_cannot_be_restored_changes_no_other(tmp_path: Path) -> None:
+    data = spanax.batches(EXAMPLES, BATCH)
+    named = objects(0) | {"data": data, "fails": Fails()}
+    with spanax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, named)
+    next(data)
+    new = objects(1)
+    before, position = bits(new), data.state()
+    with pytest.raises(RuntimeError, match="not today"):
+        checkpoints.restore(new | {"data": data, "fails": Fails()})
+    assert bits(new) == before and data.state() == position != {}
+
+
+def test_an_attribute_of_the_model_has_no_other_objects_name() -> None:
+    model = Odd(nnx.Rngs(0))
+    with pytest.raises(spanax.SpanaxError, match="'net' is the name of an object and of an attribute of the model"):
+        NamedObjects.of({"model": model, "net": Net(nnx.Rngs(1))})
+    shared = NamedObjects.of({"optimizer": nnx.ModelAndOptimizer(model, optax.sgd(0.1)), "model": model})
+    assert {path for path in shared.arrays if path.startswith("optimizer.model")} == set()  # each array once
+
+
+# ---- steps
+
+
+def test_steps_are_kept_and_damage_is_skipped(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with spanax.Checkpoints(tmp_path, keep=2, warn=warnings.append) as checkpoints:
+        assert checkpoints.latest() is None
+        for step in (5, 10, 15):
+            checkpoints.save(step, objects(step))
+    assert checkpoints.steps() == [10, 15] and checkpoints.latest() == 15
+    path = next(path for path in (tmp_path / "15" / "arrays").rglob("d/*") if path.is_file())
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    new = objects(0)
+    assert checkpoints.restore(new) == 10 and bits(new) == bits(objects(10))
+    assert len(warnings) == 1 and "skipped damaged checkpoint: step 15" in warnings[0]
+    with pytest.raises(spanax.DataError, match="no checkpoint of step 5"):
+        checkpoints.restore(new, step=5)
+    assert manifest.steps(tmp_path) == [10, 15]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_failed_save_is_an_error_at_the_end(is_failing: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(folder: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", fail)
+    warnings: list[str] = []
+    with pytest.raises(RuntimeError if is_failing else spanax.WriteError):
+        with spanax.Checkpoints(tmp_path, warn=warnings.append) as checkpoints:
+            checkpoints.save(1, objects(0))
+            if is_failing:
+                raise RuntimeError("of the loop")
+    assert len(warnings) == is_failing and checkpoints.steps() == []
+
+
+# ---- of a run and for a run
+
+
+def test_a_run_and_a_loop_read_each_others_checkpoints(tmp_path: Path) -> None:
+    shapes = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
+    program = spanax.trace(
+        build=Net, optimizer=optax.adam(0.1), batch=shapes, loss=lambda model, batch: (model(batch["x"]) ** 2).mean()
+    )
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh="fsdp=8")
+    run = spanax.start(program, plan, guard=spanax.Guard("skip"))
+    data = spanax.batches(EXAMPLES, plan, epochs=2)
+    run.step(next(data))
+    run.save(tmp_path / "run", data=data).wait()
+
+    model = Net(nnx.Rngs(3))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    named = {
+        "model": model,
+        "optimizer": optimizer,
+        "data": spanax.batches(EXAMPLES, BATCH),
+        "guard": run.guard.watch(),
+    }
+    assert spanax.Checkpoints(tmp_path / "run").restore(named) == 1
+    assert bits(named) == {path: np.asarray(jax.random.key_data(array) if "key" in path else array).tobytes()
+                           for path, array in run.arrays().items()}  # fmt: skip
+    assert named["data"].state()["next_index"] == 1 and named["guard"].history.last_good_step == 1
+    next(named["data"])
+
+    with spanax.Checkpoints(tmp_path / "loop") as checkpoints:
+        checkpoints.save(7, named)
+    again = spanax.restore(program, plan, tmp_path / "loop", guard=run.guard)
+    assert again.num_steps == 7 and again.history == named["guard"].history
+    assert spanax.batches(EXAMPLES, plan, epochs=2, position=again.position).state()["next_index"] == 2
+    new = spanax.start(program, plan, init=tmp_path / "loop")
+    for array, other in ((new, run), (again, run)):
+        np.testing.assert_array_equal(array.params()["up.kernel"], other.params()["up.kernel"])
+
+
+# ---- several processes
+
+
+PROCESS = """
+import sys, jax
+sys.path[:0] = sys.argv[3].split(":")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
+import numpy as np, spanax
+from flax import nnx
+from jax.experimental.multihost_utils import process_allgather
+from spanax.run.state.named_objects import NamedObjects
+
+def objects(seed, mesh):  # the model is sharded over both processes, the streams are in each
+    model, mesh = nnx.Linear(8, 16, rngs=nnx.Rngs(seed)), jax.make_mesh(mesh, ("a", "b"))
+    kernel, spec = np.asarray(model.kernel[...]), jax.NamedSharding(mesh, jax.P("a", "b"))
+    model.kernel.set_value(jax.make_array_from_callback(kernel.shape, spec, lambda index: kernel[index]))
+    return {"model": model, "streams": nnx.Rngs(seed)}
+
+old, new = objects(0, (4, 2)), objects(1, (2, 4))
+with spanax.Checkpoints(sys.argv[4]) as checkpoints:
+    checkpoints.save(1, old)
+checkpoints.restore(new)
+for named in (old, new):
+    streams, kernel = named["streams"].params.key.get_value(), named["model"].kernel.get_value()
+    print("values", jax.random.key_data(streams).tolist(), process_allgather(kernel, tiled=True).tolist())
+try:
+    checkpoints.save(2, {"streams": nnx.Rngs(jax.process_index())})
+except spanax.SpanaxError as error:
+    print("values", str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_restore(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = [sys.executable, "-c", PROCESS]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    rest = [port, str(Path(__file__).parents[2]), str(tmp_path)]
+    runs = [subprocess.Popen([*arguments, rank, *rest], env=environment, stdout=-1, text=True) for rank in "01"]
+    outputs = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    for output in outputs:
+        old, new, error = [line for line in output.splitlines() if line.startswith("values")]
+        assert old == new and json.loads(old.split("]", 1)[1]) and len(old) > 1000
+        assert (
+            error == "values `streams.default.count` differs between processes, and a checkpoint stores it once."
+            or (error == "values `streams.default.key` differs between processes, and a checkpoint stores it once.")
+        )
