@@ -283,7 +283,7 @@ time.sleep(600)
 def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
-        BEFORE + "from spanax.run.distributed.processes import attach_supervisor\nattach_supervisor()\n" + WAITS
+        BEFORE + "from spanax.run.distributed.supervision import attach_supervisor\nattach_supervisor()\n" + WAITS
     )
     words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
     supervisor = subprocess.Popen(words, start_new_session=True)
@@ -299,7 +299,7 @@ def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
     """It may die before the process asks for the signal of its death."""
-    code = "from spanax.run.distributed.processes import attach_supervisor; attach_supervisor(); print('began')"
+    code = "from spanax.run.distributed.supervision import attach_supervisor; attach_supervisor(); print('began')"
     environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "the supervisor has exited" in done.stderr
