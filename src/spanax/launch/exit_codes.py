@@ -60,7 +60,8 @@ def ending_of(codes: Sequence[int | None], *, is_program: bool = False) -> Endin
     """Returns the ending for the exit codes of an attempt: None for a running process, negative for a signal.
 
     The code of a program is passed on, a signal as 128 plus its number. If one process dies, the others abort. An error
-    of its own therefore takes precedence over a signal, and any other signal over SIGABRT.
+    of its own therefore takes precedence over a signal, and any other signal over SIGABRT. In the other processes of a
+    program, a collective raises, so that a signal takes precedence over an exit code.
 
     Example:
       >>> ending_of([-6, 65]).what, ending_of([-6, -9]).what
@@ -68,7 +69,11 @@ def ending_of(codes: Sequence[int | None], *, is_program: bool = False) -> Endin
     """
 
     def priority(code: int) -> int:
-        return 0 if code in FINAL else 1 if code > 0 and code != PREEMPTED else 3 if code == -signal.SIGABRT else 2
+        if code in FINAL:
+            return 0
+        if code > 0:
+            return 2 if is_program else 1
+        return 3 if code == -signal.SIGABRT else 1 if is_program else 2
 
     failed = [(priority(code), rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
     if not failed:

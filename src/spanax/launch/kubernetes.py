@@ -70,10 +70,11 @@ def manifest(command: KubernetesCommand, request: Request) -> dict[str, Any]:
     """
     hosts, name = count("hosts", command.hosts), _name(command, request)
     if not PurePosixPath(os.path.normpath(request.folder)).is_relative_to(command.mount):
+        kind, flag = ("folder of the logs", "--logs") if request.is_program else ("run folder", "--out")
         raise SpanaxError(
-            f"the run folder '{request.folder}' is not on the volume that the hosts share.",
+            f"the {kind} '{request.folder}' is not on the volume that the hosts share.",
             where=f"claim {command.claim}, mounted on {command.mount}",
-            fix=f"{'--logs' if request.is_program else '--out'} {PurePosixPath(command.mount) / request.folder.name}",
+            fix=f"{flag} {PurePosixPath(command.mount) / request.folder.name}",
         )
     if command.restarts < 0:
         raise SpanaxError(f"--restarts is {command.restarts}; expected an integer >= 0.", fix="--restarts 0")

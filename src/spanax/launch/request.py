@@ -161,8 +161,8 @@ def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", i
                 f"--logs {logs} is for programs; the folder of `train` is its --out.", fix=f"-- train ... --out {logs}"
             )
         return TrainRequest.of(argv)
+    check_path("--logs", logs)
     _check_program(argv, is_here)
-    check_path("logs", logs)
     return ProgramRequest(tuple(argv), Path(logs) if logs is not None else new_folder(parent))
 
 

@@ -214,6 +214,8 @@ class Supervisor:
                 return ending
             if self._stop_signals and stop_at is None:
                 stop_at = time.monotonic() + self.limits.stop_seconds
+                if self.is_program:  # it may ignore the signal
+                    self.say(f"stopping within {self.limits.stop_seconds:g} s; signal again to stop now")
                 for process in processes:
                     process.send_signal(signal.SIGTERM)
             if stop_at is not None and time.monotonic() > stop_at:
