@@ -397,6 +397,7 @@ OPENS_ELSEWHERE = {
     "launch/kubernetes.py": {"shutil.which('kubectl')"},
     "launch/local.py": {"Path('/dev/nvidiactl').exists()"},
     "launch/ray.py": {"shutil.which('ray')"},
+    "launch/request.py": {"shutil.which(program)"},
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
     "launch/supervisor.py": {"Path(f'/proc/{silence.pid}/stat').read_text()"},
     "run/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},

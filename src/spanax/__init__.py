@@ -33,13 +33,17 @@ if TYPE_CHECKING:
     from spanax.run.data.batches import batches as batches
     from spanax.run.data.mixture import Mixture as Mixture
     from spanax.run.data.mixture import mixture as mixture
+    from spanax.run.data.process_batches import local_batch as local_batch
     from spanax.run.distributed.devices import simulate as simulate
+    from spanax.run.distributed.group import Group as Group
+    from spanax.run.distributed.group import distributed as distributed
     from spanax.run.run import Run as Run
     from spanax.run.state.checkpoints import Checkpoints as Checkpoints
     from spanax.run.state.restore import restore as restore
     from spanax.run.state.start import start as start
     from spanax.run.step.guard import Guard as Guard
     from spanax.run.tracking import track as track
+    from spanax.run.user_heartbeat import heartbeat as heartbeat
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
@@ -64,13 +68,16 @@ _NAMES = {
     "plan.search": "search",
     "run.data.batches": "Batches batches",
     "run.data.mixture": "Mixture mixture",
+    "run.data.process_batches": "local_batch",
     "run.distributed.devices": "simulate",
+    "run.distributed.group": "Group distributed",
     "run.run": "Run",
     "run.state.checkpoints": "Checkpoints",
     "run.state.restore": "restore",
     "run.state.start": "start",
     "run.step.guard": "Guard",
     "run.tracking": "track",
+    "run.user_heartbeat": "heartbeat",
     "stack.block_lists": "stack",
     "stack.stack": "Stack",
     "trace.jaxpr.dim_maps.rule": "rule",

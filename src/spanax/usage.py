@@ -10,6 +10,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax train gpt-nano                            # 8 simulated devices, no download",
         "spanax plan llama3-8b --on h100:8                # layouts ranked by estimated step time, no device",
         "spanax launch local --hosts 2 -- train gpt-nano  # several processes under a supervisor",
+        "spanax launch local --hosts 2 -- python train.py # ... and any program",
     ),
     "train": (
         "spanax train gpt-nano --steps 20",
@@ -48,16 +49,27 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "export": ("spanax export runs/a --as gpt2 --out for_transformers",),
     "export-rules": ("spanax export-rules gpt2 --layout fsdp+tensor --mesh fsdp=4,model=2",),
     "doctor": ("spanax doctor", "spanax doctor --out /shared/runs --hosts 10.0.0.7:9911"),
-    "launch": ("spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",),
+    "launch": (
+        "spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",
+        "spanax launch local --hosts 2 --devices-per-host 4 -- python train.py --lr 3e-4",
+    ),
     "launch local": (
         "spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",
         "spanax launch local -- train gpt2 --out runs/a",
+        "spanax launch local --hosts 2 --logs logs/a --restarts 5 -- python train.py --lr 3e-4",
     ),
-    "launch slurm": ("spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --out runs/a",),
+    "launch slurm": (
+        "spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --out runs/a",
+        "spanax launch slurm --hosts 4 --logs runs/b -- python train.py --lr 3e-4",
+    ),
     "launch kubernetes": (
         "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- \\\n    train gpt2 --out /runs/a",
+        "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- python /app/train.py",
     ),
-    "launch ray": ("spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --out /shared/a",),
+    "launch ray": (
+        "spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --out /shared/a",
+        "spanax launch ray --hosts 4 --logs /shared/b -- python /shared/train.py",
+    ),
     "launch workers": ("spanax launch workers -- train gpt2 --out runs/a",),
 }
 """Example command lines by command; those of all commands under the empty name."""

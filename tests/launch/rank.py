@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from spanax.run.distributed.processes import attach_supervisor
+from spanax.run.distributed.supervision import attach_supervisor
 from spanax.run.record.heartbeat import Pulse
 
 
@@ -40,7 +40,7 @@ def group() -> dict:
     import jax
 
     from spanax.run.distributed.devices import devices
-    from spanax.run.distributed.processes import Hosts
+    from spanax.run.distributed.supervision import Hosts
 
     devices(None)
     assert jax.process_index() == Hosts.of().rank

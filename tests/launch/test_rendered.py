@@ -34,6 +34,11 @@ RENDERED = {
     f"--node-selector cloud/gpu=h100 {TRAIN}",
     "launch_kubernetes_cpu.yaml": "kubernetes --image gpt --claim shared --device cpu --devices-per-host 4 "
     f"--name try {TRAIN}",
+    "launch_slurm_program.sh": "slurm --hosts 4 --python python --logs /runs/first -- sh train.sh --name 'my run'",
+    "launch_kubernetes_program.yaml": "kubernetes --image gpt --claim shared --hosts 2 --logs /runs/first "
+    "-- python /app/train.py --name 'my run'",
+    "launch_ray_program.txt": "ray --address http://head:8265 --hosts 4 --python python --logs /runs/first "
+    "-- python /app/train.py --name 'my run'",
     "launch_ray.txt": f"ray --address http://head:8265 --hosts 4 --python python --restarts 5 {TRAIN}",
     "launch_ray_here.txt": f"ray --hosts 4 --python python {TRAIN}",
 }
@@ -118,6 +123,11 @@ BAD = {
     "kubernetes: no devices": f"kubernetes --image a --claim b --devices-per-host 0 {TRAIN}",
     "kubernetes: no restarts": f"kubernetes --image a --claim b --restarts -1 {TRAIN}",
     "kubernetes: a folder of its own": "kubernetes --image a --claim b -- train --out runs/a",
+    "kubernetes: logs of its own": "kubernetes --image a --claim b --logs runs/a -- python a.py",
+    "logs of a run": "local --logs runs/a -- train gpt2",
+    "logs without a name": "local --logs ' ' -- sh",
+    "a script without its interpreter": "local -- train.py --lr 3e-4",
+    "spanax itself": "local -- spanax train gpt2",
     "kubernetes: a way out of the volume": "kubernetes --image a --claim b -- train --out /runs/../etc",
     "kubernetes: a name": f"kubernetes --image a --claim b --name Big_Run {TRAIN}",
     "kubernetes: a long name": f"kubernetes --image a --claim b --name {'a' * 50} {TRAIN}",

@@ -15,7 +15,7 @@ import pytest
 from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError, WriteError
 from spanax.launch.exit_codes import ATTEMPT, ending_of
-from spanax.launch.request import TrainRequest
+from spanax.launch.request import request_of
 from spanax.launch.supervisor import Limits, Supervisor, check
 from spanax.run.record import events
 from spanax.run.record.heartbeat import Pulse
@@ -283,7 +283,7 @@ time.sleep(600)
 def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
-        BEFORE + "from spanax.run.distributed.processes import attach_supervisor\nattach_supervisor()\n" + WAITS
+        BEFORE + "from spanax.run.distributed.supervision import attach_supervisor\nattach_supervisor()\n" + WAITS
     )
     words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
     supervisor = subprocess.Popen(words, start_new_session=True)
@@ -299,8 +299,10 @@ def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
     """It may die before the process asks for the signal of its death."""
-    code = "from spanax.run.distributed.processes import attach_supervisor; attach_supervisor(); print('began')"
-    environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
+    code = "from spanax.run.distributed.supervision import attach_supervisor; attach_supervisor(); print('began')"
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    environ = os.environ | {"SPANAX_SUPERVISOR": str(ended.pid)}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "the supervisor has exited" in done.stderr
 
@@ -313,6 +315,8 @@ def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
 def test_of_several_ends_the_cause_is_told() -> None:
     assert ending_of([-6, 1]).rank == 1 and ending_of([-6, -9]).rank == 1 and ending_of([1, 65]).code == 65
     assert ending_of([-6, 3]).code == 3 and ending_of([-6, 1]).code == 70
+    assert ending_of([1, -9], is_program=True).code == 137 and ending_of([17, -6], is_program=True).code == 17
+    assert ending_of([-9, 65, 1], is_program=True).code == 65 and ending_of([75, 0], is_program=True).code == 75
     assert ending_of([-6, None]).what == "rank 0 was killed by SIGABRT." and ending_of([75, None, 0]).code == 75
 
 
@@ -323,11 +327,11 @@ def test_limits_that_make_no_sense() -> None:
 
 
 def test_the_request_behind_the_dashes() -> None:
-    assert TrainRequest.of(["train", "--out=runs/b", "--resume"]).argv(is_again=True).count("--resume") == 1
-    assert TrainRequest.of(["train"]).folder.parent == Path("runs")
+    assert request_of(["train", "--out=runs/b", "--resume"], None).argv(is_again=True).count("--resume") == 1
+    assert request_of(["train"], None).folder.parent == request_of(["sh"], None).folder.parent == Path("runs")
     for wrong in ([], ["plan"], ["train", "--out"], ["train", "--stpes", "3"]):
         with pytest.raises((SpanaxError, SystemExit)):
-            TrainRequest.of(wrong)
+            request_of(wrong, None)
 
 
 def test_it_is_a_process_without_jax() -> None:

@@ -1,4 +1,4 @@
-"""`spanax launch`: `spanax launch PLACE [flags] -- train ...` runs a command in several processes."""
+"""`spanax launch`: `spanax launch PLACE [flags] -- COMMAND` runs `train ...` or a program in several processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
 }
 """By place: the flags, and the function that launches and returns an exit code."""
 
-SUMMARY = "Train in several processes under a supervisor; what follows `--` is a command of spanax."
+SUMMARY = "Run `train ...` or any program in several processes under a supervisor; the command follows `--`."
 
 LaunchFlags: Any = Union[tuple(Annotated[flags, tyro.conf.subcommand(name)] for name, (flags, _) in LAUNCHERS.items())]  # noqa: UP007
 """The flags of any place, for help and completion."""

@@ -63,7 +63,8 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
 def answer(config: TrainConfig) -> Answer:
     """Trains, and prints events as they happen; the exit code is `PREEMPTED` after a preemption."""
     from spanax.run.compilation_cache import enable_compilation_cache
-    from spanax.run.distributed.processes import Hosts, attach_supervisor
+    from spanax.run.distributed.processes import Hosts
+    from spanax.run.distributed.supervision import attach_supervisor
 
     attach_supervisor()
     enable_compilation_cache()

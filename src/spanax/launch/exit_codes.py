@@ -18,8 +18,11 @@ FINAL = {
 }
 """Exit codes for which a restart fails the same way."""
 
+SIGNALLED = 128
+"""Added to the number of a signal for the exit code, as shells do."""
+
 KNOWN = FINAL | {MISTAKE: "an error in the user's code"}
-"""Exit codes that the supervisor passes on; any other becomes an internal error."""
+"""Exit codes of a run that the supervisor passes on; any other becomes an internal error."""
 
 ATTEMPT = "== attempt"
 """Prefix of the line that starts an attempt in a log."""
@@ -37,6 +40,7 @@ class Ending:
       rank: the rank that determined it.
       step: the largest step of any process.
       is_killed: whether SIGKILL ended it.
+      has_step: whether the step is known; a program without heartbeats has none.
     """
 
     code: int
@@ -44,6 +48,7 @@ class Ending:
     rank: int = 0
     step: int = 0
     is_killed: bool = False
+    has_step: bool = True
 
     @property
     def is_final(self) -> bool:
@@ -51,11 +56,12 @@ class Ending:
         return self.code in FINAL
 
 
-def ending_of(codes: Sequence[int | None]) -> Ending:
+def ending_of(codes: Sequence[int | None], *, is_program: bool = False) -> Ending:
     """Returns the ending for the exit codes of an attempt: None for a running process, negative for a signal.
 
-    If one process dies, the others abort. An error of its own therefore takes precedence over a signal, and any other
-    signal over SIGABRT.
+    The code of a program is passed on, a signal as 128 plus its number. If one process dies, the others abort. An error
+    of its own therefore takes precedence over a signal, and any other signal over SIGABRT. In the other processes of a
+    program, a collective raises, so that a signal takes precedence over an exit code.
 
     Example:
       >>> ending_of([-6, 65]).what, ending_of([-6, -9]).what
@@ -63,18 +69,24 @@ def ending_of(codes: Sequence[int | None]) -> Ending:
     """
 
     def priority(code: int) -> int:
-        return 0 if code in FINAL else 1 if code > 0 and code != PREEMPTED else 3 if code == -signal.SIGABRT else 2
+        if code in FINAL:
+            return 0
+        if code > 0:
+            return 2 if is_program else 1
+        return 3 if code == -signal.SIGABRT else 1 if is_program else 2
 
     failed = [(priority(code), rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
     if not failed:
         return Ending(PREEMPTED, "stopped on request.")
     _, rank, code = min(failed)
     if code < 0:
-        return Ending(
-            70, f"rank {rank} was killed by {signal.Signals(-code).name}.", rank, is_killed=code == -signal.SIGKILL
-        )
-    reason = f": {KNOWN[code]}" if code in KNOWN else ""
-    return Ending(code if code in KNOWN else INTERNAL, f"rank {rank} exited with code {code}{reason}.", rank)
+        passed = SIGNALLED - code if is_program else INTERNAL
+        what = f"rank {rank} was killed by {signal.Signals(-code).name}."
+        return Ending(passed, what, rank, is_killed=code == -signal.SIGKILL)
+    known = FINAL if is_program else KNOWN
+    reason = f": {known[code]}" if code in known else ""
+    passed = code if is_program or code in KNOWN else INTERNAL
+    return Ending(passed, f"rank {rank} exited with code {code}{reason}.", rank)
 
 
 def last_words(folder: Path, rank: int) -> str:

@@ -16,7 +16,7 @@ from tyro.conf import UseAppendAction
 
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.exit_codes import FINAL
-from spanax.launch.request import TrainRequest, count
+from spanax.launch.request import Request, count, request_of
 from spanax.printable import printable_lines, to_stdout
 
 PORT = 8476
@@ -41,7 +41,8 @@ class KubernetesCommand:
       node_selector: label that nodes must have, as key=value; repeatable.
       restarts: maximum number of restarts; preemptions do not count.
       namespace: Kubernetes namespace.
-      name: name of the JobSet; by default that of the run folder.
+      name: name of the JobSet; by default that of the folder.
+      logs: folder for the logs, heartbeats and events of a program, on the claim; by default launched-DATE in `mount`.
       python: interpreter in the image.
       dry_run: print the manifest without creating anything.
     """
@@ -56,11 +57,12 @@ class KubernetesCommand:
     restarts: int = 10
     namespace: str | None = None
     name: str | None = None
+    logs: str | None = None
     python: str = "python"
     dry_run: bool = False
 
 
-def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any]:
+def manifest(command: KubernetesCommand, request: Request) -> dict[str, Any]:
     """Returns the JobSet.
 
     Raises:
@@ -68,10 +70,11 @@ def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any
     """
     hosts, name = count("hosts", command.hosts), _name(command, request)
     if not PurePosixPath(os.path.normpath(request.folder)).is_relative_to(command.mount):
+        kind, flag = ("folder of the logs", "--logs") if request.is_program else ("run folder", "--out")
         raise SpanaxError(
-            f"the run folder '{request.folder}' is not on the volume that the hosts share.",
+            f"the {kind} '{request.folder}' is not on the volume that the hosts share.",
             where=f"claim {command.claim}, mounted on {command.mount}",
-            fix=f"--out {PurePosixPath(command.mount) / request.folder.name}",
+            fix=f"{flag} {PurePosixPath(command.mount) / request.folder.name}",
         )
     if command.restarts < 0:
         raise SpanaxError(f"--restarts is {command.restarts}; expected an integer >= 0.", fix="--restarts 0")
@@ -117,7 +120,8 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
     """
     import yaml
 
-    text = yaml.safe_dump(manifest(command, TrainRequest.of(argv)), sort_keys=False)
+    request = request_of(argv, command.logs, parent=command.mount, is_here=False)
+    text = yaml.safe_dump(manifest(command, request), sort_keys=False)
     if command.dry_run:
         to_stdout(text)
         return 0
@@ -136,15 +140,15 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
     return 0
 
 
-def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: int) -> dict[str, Any]:
+def _pod(command: KubernetesCommand, request: Request, name: str, hosts: int) -> dict[str, Any]:
     devices = count("devices-per-host", command.devices_per_host)
     shared, memory = {"name": "runs"}, {"name": "memory"}
     container = {
         "name": "worker",
         "image": command.image,
         # If one host fails all must restart, which the JobSet does; the supervisor in a pod restarts nothing.
-        "command": [command.python, "-P", "-m", "spanax", "launch", "workers", "--restarts", "0", "--"]
-        + request.argv(is_again=False),
+        "command": [command.python, "-P", "-m", "spanax", "launch", "workers", "--restarts", "0"]
+        + [*request.flags, "--", *request.argv(is_again=False)],
         "env": _environment(command, name, hosts),
         "resources": {"limits": {RESOURCES[command.device]: devices}},
         "volumeMounts": [shared | {"mountPath": command.mount}, memory | {"mountPath": "/dev/shm"}],
@@ -187,7 +191,7 @@ def _rule(name: str, action: str) -> dict[str, Any]:
     return {"name": name, "action": action, "onJobFailureReasons": ["PodFailurePolicy"]}
 
 
-def _name(command: KubernetesCommand, request: TrainRequest) -> str:
+def _name(command: KubernetesCommand, request: Request) -> str:
     name = command.name or request.name
     # A pod's name has at most 63 characters, including its job, its index and a suffix.
     max_length = 63 - len(f"-workers-0-{command.hosts - 1}-abcde")

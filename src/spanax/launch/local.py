@@ -15,7 +15,7 @@ import tyro
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
 from spanax.launch.exit_codes import ATTEMPT
-from spanax.launch.request import TrainRequest, count
+from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, Supervisor, check
 
 LOOPBACK = "127.0.0.1"
@@ -23,21 +23,23 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class LocalCommand:
-    """Train in one or several processes on this machine, and restart failures from the newest checkpoint.
+    """Run `train ...` or a program in one or several processes on this machine, and restart all of them if one fails.
 
     Attributes:
       hosts: number of processes.
       devices_per_host: devices of each process: its share of the GPUs, or simulated CPU devices (by default 8 in all).
+      logs: folder for the logs, heartbeats and events of a program; by default runs/launched-DATE.
       limits: when to restart, and when to give up.
     """
 
     hosts: int = 1
     devices_per_host: int | None = None
+    logs: str | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 
 
 def launch(command: LocalCommand, argv: Sequence[str]) -> int:
-    """Runs `train ...` in the requested number of processes until it ends; returns the exit code.
+    """Runs the command in the requested number of processes until it ends; returns the exit code.
 
     Raises:
       SpanaxError: the request is invalid.
@@ -45,18 +47,18 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
     count("hosts", command.hosts)
     if command.devices_per_host is not None:
         count("devices-per-host", command.devices_per_host)
-    request = TrainRequest.of(argv)
-    return Supervisor(partial(start, command, request), request.folder, check(command.limits)).watch()
+    request = request_of(argv, command.logs)
+    return Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
 
 
-def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[subprocess.Popen[bytes]]:
+def start(command: LocalCommand, request: Request, attempt: int) -> list[subprocess.Popen[bytes]]:
     """Starts all processes of an attempt; the first one writes to this process's output, the others to their logs."""
-    shared = {"SPANAX_ATTEMPT": str(attempt)}
+    shared: dict[str, str] = {"SPANAX_ATTEMPT": str(attempt)}
     if command.hosts > 1:  # a single process may belong to a cluster that JAX detects
         shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{free_port(LOOPBACK)}", "SPANAX_NUM_HOSTS": str(command.hosts)}
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
-    argv = [sys.executable, "-P", "-m", "spanax", *request.argv(is_again=attempt > 0)]
+    argv, shared = request.command(sys.executable, is_again=attempt > 0), shared | request.environment
     return [
         started(argv, shared | {"SPANAX_HOST": str(rank)} | _gpus(command, rank), request.folder, rank, talks=rank == 0)
         for rank in range(command.hosts)

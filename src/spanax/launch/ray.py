@@ -22,7 +22,7 @@ from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.local import free_port
-from spanax.launch.request import TrainRequest, count
+from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
 from spanax.printable import to_stdout
 
@@ -41,6 +41,7 @@ class RayCommand:
       device: gpu, tpu, or cpu to simulate devices.
       together: allow several processes on a node; by default each gets a separate one.
       wait_seconds: how long to wait for free resources on the cluster.
+      logs: folder for the logs, heartbeats and events of a program, on all nodes; by default runs/launched-DATE.
       limits: when to restart, and when to give up.
       python: interpreter on the nodes.
       dry_run: print what would be placed or submitted, without doing it.
@@ -52,17 +53,19 @@ class RayCommand:
     device: Literal["gpu", "tpu", "cpu"] = "gpu"
     together: bool = False
     wait_seconds: float = 300.0
+    logs: str | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
     python: str = sys.executable
     dry_run: bool = False
 
 
-def job(command: RayCommand, request: TrainRequest) -> list[str]:
+def job(command: RayCommand, request: Request) -> list[str]:
     """Returns the command line that submits a driver to a dashboard."""
     options = {"hosts": command.hosts, "devices-per-host": command.devices_per_host, "device": command.device}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     flags += ["--wait-seconds", f"{command.wait_seconds:g}", *as_flags(command.limits)]
     flags += ["--together"] * command.together
+    flags += request.flags
     driver = [command.python, "-P", "-m", "spanax", "launch", "ray", *flags, "--python", command.python, "--"]
     driver += request.argv(is_again=False)
     return ["ray", "job", "submit", "--address", command.address, "--no-wait", "--", *driver]
@@ -173,7 +176,7 @@ class Cluster:
     """The nodes of a run on Ray; every start places the processes again where resources are free."""
 
     command: RayCommand
-    request: TrainRequest
+    request: Request
     _group: Any = None
 
     def start(self, attempt: int) -> list[Worker]:
@@ -184,11 +187,12 @@ class Cluster:
         """
         hosts = [Worker(host) for host in self._placed()]
         command = self.command
-        words = [command.python, "-P", "-m", "spanax", *self.request.argv(is_again=attempt > 0)]
+        words = self.request.command(command.python, is_again=attempt > 0)
         environment = {
             "SPANAX_COORDINATOR": hosts[0].must("coordinator"),
             "SPANAX_NUM_HOSTS": str(len(hosts)),
             "SPANAX_ATTEMPT": str(attempt),
+            **self.request.environment,
         }
         if command.device == "cpu":
             environment |= {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
@@ -238,10 +242,11 @@ def launch(command: RayCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: Ray is not installed, there is no cluster, or it lacks the resources.
     """
-    resources, hosts, request = bundle(command), count("hosts", command.hosts), TrainRequest.of(argv)
+    resources, hosts = bundle(command), count("hosts", command.hosts)
+    request = request_of(argv, command.logs, is_here=False)
     is_submitted = command.address.startswith(("http://", "https://"))
     if command.dry_run:
-        words = [command.python, "-P", "-m", "spanax", *request.argv(is_again=False)]
+        words = request.command(command.python, is_again=False)
         text = shlex.join(job(command, request)) if is_submitted else f"{hosts} x {resources}: {shlex.join(words)}"
         to_stdout(f"{text}\n")
         return 0
@@ -252,7 +257,7 @@ def launch(command: RayCommand, argv: Sequence[str]) -> int:
     return _driven(command, request)
 
 
-def _driven(command: RayCommand, request: TrainRequest) -> int:
+def _driven(command: RayCommand, request: Request) -> int:
     try:
         import ray
     except ImportError:
@@ -269,7 +274,7 @@ def _driven(command: RayCommand, request: TrainRequest) -> int:
         ) from None
     cluster = Cluster(command, request)
     try:
-        return Supervisor(cluster.start, request.folder, check(command.limits)).watch()
+        return Supervisor.of(cluster.start, request, check(command.limits)).watch()
     finally:
         cluster.close()
         ray.shutdown()

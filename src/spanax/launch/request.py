@@ -1,6 +1,8 @@
-"""Parses the command after `--`, and the run folder that it names."""
+"""Parses the command after `--`: a `train ...` of Spanax, or a program of the user."""
 
 import re
+import shlex
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,10 @@ import tyro
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, check_path, with_settings
 from spanax.run.record.folder import read_config
+from spanax.run.record.heartbeat import FOLDER_VARIABLE
+
+TRAIN = "train"
+"""The first word of a command of Spanax; any other first word is a program."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class TrainRequest:
 
     args: tuple[str, ...]
     folder: Path
+    is_program = False
 
     @staticmethod
     def of(argv: Sequence[str]) -> "TrainRequest":
@@ -37,12 +44,6 @@ class TrainRequest:
         Raises:
           SpanaxError: it is not a valid `train` command; this is checked before it waits in a queue.
         """
-        if not argv or argv[0] != "train":
-            received = f"'-- {argv[0]} ...'" if argv else "nothing"
-            raise SpanaxError(
-                f"expected '-- train ...', got {received}.",
-                fix="-- train gpt-nano --steps 10 after the flags of launch",
-            )
         args = list(argv[1:])
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
         out = config.out
@@ -50,7 +51,7 @@ class TrainRequest:
             out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).out
             check_path("out", out)
         if out is None:
-            out = f"runs/launched-{time.strftime('%Y%m%d-%H%M%S')}"
+            out = str(new_folder("runs"))
             args += ["--out", out]
         return TrainRequest(tuple(args), Path(out))
 
@@ -62,12 +63,129 @@ class TrainRequest:
           >>> TrainRequest.of(["train", "--out", "runs/First_try"]).name
           'first-try'
         """
-        return re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-") or "spanax"
+        return scheduler_name(self.folder)
 
     def argv(self, *, is_again: bool) -> list[str]:
         """Returns the arguments for a process of the run; a restart resumes from the newest checkpoint."""
         resume = ["--resume"] if is_again and "--resume" not in self.args else []
-        return ["train", *self.args, *resume]
+        return [TRAIN, *self.args, *resume]
+
+    def command(self, python: str, *, is_again: bool) -> list[str]:
+        """Returns the command line of a process of the run."""
+        return [python, "-P", "-m", "spanax", *self.argv(is_again=is_again)]
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of `launch` that belong to the request."""
+        return []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment that its processes need besides that of their group."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """A program of the user, with a folder for its logs, heartbeats and events.
+
+    Every attempt has the same command line: what a restart continues from is up to the program's own checkpoints.
+
+    Attributes:
+      words: the program and its arguments.
+      folder: the folder.
+
+    Example:
+      >>> request = ProgramRequest(("python", "train.py", "--lr", "0.1"), Path("runs/a"))
+      >>> request.command("", is_again=True), request.flags
+      (['python', 'train.py', '--lr', '0.1'], ['--logs', 'runs/a'])
+    """
+
+    words: tuple[str, ...]
+    folder: Path
+    is_program = True
+
+    @property
+    def name(self) -> str:
+        """The folder's name for schedulers: lowercase letters, digits and dashes."""
+        return scheduler_name(self.folder)
+
+    def argv(self, *, is_again: bool) -> list[str]:
+        """Returns the program and its arguments, the same for every attempt."""
+        return list(self.words)
+
+    def command(self, python: str, *, is_again: bool) -> list[str]:
+        """Returns the command line of a process: the program itself decides which interpreter it uses."""
+        return list(self.words)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of `launch` that belong to the request."""
+        return ["--logs", str(self.folder)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment that its processes need besides that of their group."""
+        # A killed process would lose the last lines of its log in Python's buffer.
+        return {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
+
+
+Request = TrainRequest | ProgramRequest
+
+
+def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", is_here: bool = True) -> Request:
+    """Returns the request of the words after `--`.
+
+    Args:
+      argv: the words. If the first is `train`, they are a command of Spanax; otherwise a program and its arguments.
+      logs: the folder of a program, from `--logs`; None for a new one.
+      parent: the folder in which a new one is created.
+      is_here: whether the program starts on this machine, so that it must be installed here.
+
+    Raises:
+      SpanaxError: there is no command, its program is not installed, or it is a command of Spanax that cannot be
+        launched.
+
+    Example:
+      >>> request_of(["python", "train.py"], "logs/a", is_here=False)
+      ProgramRequest(words=('python', 'train.py'), folder=PosixPath('logs/a'))
+    """
+    if not argv:
+        raise SpanaxError(
+            "there is no command to launch.",
+            fix="-- python script.py, or -- train gpt-nano --steps 10, after the flags of launch",
+        )
+    if argv[0] == TRAIN:
+        if logs is not None:
+            raise SpanaxError(
+                f"--logs {logs} is for programs; the folder of `train` is its --out.", fix=f"-- train ... --out {logs}"
+            )
+        return TrainRequest.of(argv)
+    check_path("--logs", logs)
+    _check_program(argv, is_here)
+    return ProgramRequest(tuple(argv), Path(logs) if logs is not None else new_folder(parent))
+
+
+def new_folder(parent: str) -> Path:
+    """Returns the path of a folder for a launch that names none."""
+    return Path(parent, f"launched-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def scheduler_name(folder: Path) -> str:
+    """Returns the name of a folder as lowercase letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-") or "spanax"
+
+
+def _check_program(argv: Sequence[str], is_here: bool) -> None:
+    program = argv[0]
+    if Path(program).name == "spanax" or list(argv[1:3]) == ["-m", "spanax"]:
+        raise SpanaxError(
+            f"'-- {shlex.join(argv)[:80]}' would not be resumed after a restart.",
+            fix="-- train ..., without 'spanax' before it",
+        )
+    if is_here and shutil.which(program) is None:
+        fix = f"-- python {program}" if program.endswith(".py") else "-- python script.py, -- train ..., or a path"
+        raise SpanaxError(f"there is no program '{program}'.", where="the executables of PATH", fix=fix)
 
 
 def count(name: str, value: int) -> int:

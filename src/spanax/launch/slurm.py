@@ -24,7 +24,7 @@ from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import SpanaxError, WriteError
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.local import LOOPBACK, free_port
-from spanax.launch.request import TrainRequest, count
+from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, as_flags, check
 from spanax.printable import printable_lines, to_stdout
 from spanax.run.record.run_lock import check_entries
@@ -32,7 +32,7 @@ from spanax.run.record.run_lock import check_entries
 
 @dataclass(frozen=True)
 class SlurmCommand:
-    """Write an sbatch script for the command after `--` into its run folder, and submit it.
+    """Write an sbatch script for the command after `--` into its folder, and submit it.
 
     Attributes:
       hosts: number of nodes; each runs one process.
@@ -42,7 +42,8 @@ class SlurmCommand:
       account: Slurm account.
       time: time limit, such as 24:00:00; two minutes before it the run saves and is requeued.
       cpus_per_host: cores of each node for its process; Slurm's default is one.
-      name: name of the job; by default that of the run folder.
+      name: name of the job; by default that of the folder.
+      logs: folder for the logs, heartbeats and events of a program, on all nodes; by default runs/launched-DATE.
       limits: when to restart within the job, and when to give up.
       python: interpreter on the nodes; this one by default.
       extra: line to insert into the script, such as '#SBATCH --qos=high' or 'module load cuda'; repeatable.
@@ -57,13 +58,14 @@ class SlurmCommand:
     time: str | None = None
     cpus_per_host: int | None = None
     name: str | None = None
+    logs: str | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
     python: str = sys.executable
     extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     dry_run: bool = False
 
 
-def script(command: SlurmCommand, request: TrainRequest) -> str:
+def script(command: SlurmCommand, request: Request) -> str:
     """Returns the sbatch script.
 
     Raises:
@@ -89,8 +91,9 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
     cpus = f" --cpus-per-task={command.cpus_per_host}" if command.cpus_per_host else ""
     log = shlex.quote(str(folder).replace("%", "%%") + f"/{RANK_LOG.of('%t')}")
     spanax = f"{shlex.quote(command.python)} -P -m spanax"
-    start = f"srun --kill-on-bad-exit=1{cpus} --open-mode=append --output={log} {spanax}"
-    flags = ["--hosts", str(hosts), *as_flags(check(command.limits)), "--start", start]
+    start = f"srun --kill-on-bad-exit=1{cpus} --open-mode=append --output={log}"
+    start = start if request.is_program else f"{start} {spanax}"
+    flags = ["--hosts", str(hosts), *as_flags(check(command.limits)), *request.flags, "--start", start]
     lines = [
         "#!/bin/bash",
         *(_directive(name, value) for name, value in options.items() if value is not None),
@@ -110,7 +113,7 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
       EntryError: the run folder contains an entry that is neither a regular file nor a folder.
       WriteError: the run folder is not writable.
     """
-    request = TrainRequest.of(argv)
+    request = request_of(argv, command.logs)
     text = script(command, request)
     if command.dry_run:
         to_stdout(text)

@@ -1,4 +1,4 @@
-"""Starts the processes of a run, detects which of them died or hang, and restarts all of them.
+"""Starts the processes of a run or a program, detects which of them died or hang, and restarts all of them.
 
 If a process dies, JAX aborts the others, which Python cannot catch; if one hangs, nothing happens. The supervisor is
 therefore a separate process without JAX, which reads only exit codes, heartbeats and the run folder.
@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from spanax.entries.names import LOGS
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.exit_codes import Ending, ending_of, last_words
+from spanax.launch.log_copy import LogCopy
+from spanax.launch.request import Request
 from spanax.printable import to_stderr
 from spanax.run.record import heartbeat, time_account
 from spanax.run.record.events import Events
@@ -32,6 +35,9 @@ LONGEST_BACKOFF_SECONDS = 60.0
 SAME_STEP, SAME_STEP_KILLED = 3, 10
 """Consecutive failures at one step after which the run stops; a SIGKILL may have other causes, such as memory."""
 
+RUN_RESTARTS, PROGRAM_RESTARTS = 100, 3
+"""Default maximum numbers of restarts. A run always continues from a checkpoint; a program may start over."""
+
 STEP_FACTOR = 10
 """A step may take this many median steps before it counts as stuck, or `stuck_seconds` if that is longer."""
 
@@ -44,14 +50,14 @@ class Limits:
       stuck_seconds: minimum time without a heartbeat within a step that counts as stuck.
       quiet_seconds: maximum time without a heartbeat while starting, compiling, saving, restoring and evaluating.
       stop_seconds: how long the processes have to save and exit when asked to stop.
-      restarts: maximum number of restarts.
+      restarts: maximum number of restarts; by default 100 for `train`, and 3 for a program.
       backoff_seconds: delay before the first restart; it doubles while no step is gained.
     """
 
     stuck_seconds: float = 60.0
     quiet_seconds: float = 1800.0
     stop_seconds: float = 120.0
-    restarts: int = 100
+    restarts: int | None = None
     backoff_seconds: float = 1.0
 
 
@@ -89,15 +95,18 @@ Start = Callable[[int], Sequence[Process]]
 
 @dataclass
 class Supervisor:
-    """Supervises one run.
+    """Supervises one run, or one program.
 
     Attributes:
       start: starts the processes of an attempt.
-      folder: the run folder.
+      folder: the run folder, or the folder of the program's logs and heartbeats.
       limits: timeouts and limits on restarts.
       say: prints a line for people.
       begun: the number of earlier starts by the launcher of this process; attempts are counted from it.
       rank: the first rank that it starts, if each host of a run has a supervisor.
+      is_program: whether the processes run a program: its exit codes are passed on, and only those of its processes
+        that have sent a heartbeat can be silent.
+      log: shows the log of the first process; None if nothing does.
     """
 
     start: Start
@@ -106,7 +115,23 @@ class Supervisor:
     say: Callable[[str], None] = to_stderr
     begun: int = 0
     rank: int = 0
+    is_program: bool = False
+    log: LogCopy | None = None
     _stop_signals: list[int] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        start: Start, request: Request, limits: Limits, *, begun: int = 0, rank: int = 0, shows_first: bool = False
+    ) -> "Supervisor":
+        """Returns the supervisor of a request; `shows_first` shows the log of the first process of a program."""
+        log = LogCopy(request.folder, rank) if shows_first and request.is_program else None
+        return Supervisor(start, request.folder, limits, begun=begun, rank=rank, is_program=request.is_program, log=log)
+
+    @property
+    def max_restarts(self) -> int:
+        """The maximum number of restarts."""
+        default = PROGRAM_RESTARTS if self.is_program else RUN_RESTARTS
+        return default if self.limits.restarts is None else self.limits.restarts
 
     def watch(self) -> int:
         """Starts the run, and restarts it until it has ended; returns its exit code.
@@ -116,6 +141,8 @@ class Supervisor:
           WriteError: the run folder is in use or not writable; it is unchanged.
         """
         with supervised(self.folder, self.rank):
+            if self.is_program:
+                self.say(f"the logs of all processes are in {self.folder / LOGS}")
             return self._watch()
 
     def _watch(self) -> int:
@@ -127,10 +154,11 @@ class Supervisor:
                 ending = self._attempt(attempt, events)
                 if ending.code in (0, PREEMPTED) or self._stop_signals:
                     if ending.code not in (0, PREEMPTED):
-                        self.say(f"stopped on request: {ending.what} Earlier checkpoints are intact.")
+                        intact = "" if self.is_program else " Earlier checkpoints are intact."
+                        self.say(f"stopped on request: {ending.what}{intact}")
                     events.append("end", how=ending.what, code=ending.code)
                     return ending.code
-                num_same_step = num_same_step + 1 if ending.step == last_step else 1
+                num_same_step = num_same_step + 1 if ending.step == last_step and ending.has_step else 1
                 has_progress, last_step = ending.step > last_step, ending.step
                 backoff_seconds = self.limits.backoff_seconds if has_progress else backoff_seconds * 2
                 reason = ending.is_final and "a restart would end the same way"
@@ -138,7 +166,7 @@ class Supervisor:
                 reason = reason or (
                     num_same_step >= max_same_step and f"it ended {num_same_step} times at step {ending.step}"
                 )
-                reason = reason or (attempt >= self.limits.restarts and f"it was restarted {attempt} times")
+                reason = reason or (attempt >= self.max_restarts and f"it was restarted {attempt} times")
                 if reason:
                     events.append("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
                     self.say(f"{ending.what} Not restarting: {reason}.")
@@ -147,7 +175,7 @@ class Supervisor:
                 attempt += 1
                 wait_seconds = min(backoff_seconds, LONGEST_BACKOFF_SECONDS)
                 events.append("restart", what=ending.what, step=ending.step, wait_seconds=wait_seconds)
-                self.say(f"{ending.what} Restarting in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
+                self.say(f"{ending.what} Restarting in {wait_seconds:g} s ({attempt} of {self.max_restarts}).")
                 self._sleep(wait_seconds)
                 if self._stop_signals:
                     return PREEMPTED
@@ -156,12 +184,18 @@ class Supervisor:
         """Runs one attempt until all of its processes have ended."""
         time_account.record_last_heartbeat(events)
         heartbeat.remove(self.folder)
+        if self.log is not None:
+            self.log.skip()
         processes = list(self.start(self.begun + attempt))
         try:
             ending = self._watched(processes, events)
         finally:
             self._kill(processes)
-        return replace(ending, step=max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
+            if self.log is not None:
+                self.log.show()
+        beats = heartbeat.read(self.folder).values()
+        has_step = bool(beats) or not self.is_program
+        return replace(ending, step=max((beat.step for beat in beats), default=0), has_step=has_step)
 
     def _watched(self, processes: Sequence[Process], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}
@@ -169,6 +203,8 @@ class Supervisor:
         stop_at: float | None = None
         while True:
             codes = [process.poll() for process in processes]
+            if self.log is not None:
+                self.log.show()
             if all(code is not None for code in codes):
                 return self._died(codes, events) if any(codes) else Ending(0, "done")
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
@@ -178,6 +214,8 @@ class Supervisor:
                 return ending
             if self._stop_signals and stop_at is None:
                 stop_at = time.monotonic() + self.limits.stop_seconds
+                if self.is_program:  # it may ignore the signal
+                    self.say(f"stopping within {self.limits.stop_seconds:g} s; signal again to stop now")
                 for process in processes:
                     process.send_signal(signal.SIGTERM)
             if stop_at is not None and time.monotonic() > stop_at:
@@ -192,7 +230,7 @@ class Supervisor:
             self._sleep(POLL_SECONDS)
 
     def _died(self, codes: Sequence[int | None], events: Events) -> Ending:
-        ending = ending_of(codes)
+        ending = ending_of(codes, is_program=self.is_program)
         if ending.code != PREEMPTED:
             words = last_words(self.folder, ending.rank)
             events.append("died", rank=ending.rank, what=ending.what, code=ending.code, words=words)
@@ -213,7 +251,7 @@ class Supervisor:
             # Ranks that wait for it may have sent their last heartbeat before or after it.
             if beat.phase != "end" and seconds > limit_seconds / 2:
                 silent.append(Silence(rank, beat.pid, beat.host, beat.phase, beat.step, round(seconds, 1)))
-        if not seen and now - started_at > self.limits.quiet_seconds:
+        if not seen and not self.is_program and now - started_at > self.limits.quiet_seconds:
             return [Silence(0, 0, "", "start", 0, round(now - started_at, 1))]
         return silent if is_late else []
 
@@ -228,17 +266,18 @@ class Supervisor:
 
     def _kill(self, processes: Sequence[Process]) -> None:
         for process in processes:
-            if process.poll() is None:
-                if not isinstance(process, subprocess.Popen):
-                    process.kill()
-                    continue
-                # The process group includes its children.
-                with suppress(ProcessLookupError):  # it may have ended meanwhile
+            # The process group includes its children, which may outlive it if it is a shell.
+            if process.poll() not in (0, PREEMPTED) and isinstance(process, subprocess.Popen):
+                with suppress(ProcessLookupError, PermissionError):  # all of them have ended
                     os.killpg(process.pid, signal.SIGKILL)
+            elif process.poll() is None:
+                process.kill()
         for process in processes:
             process.wait()
 
     def _say_words(self, ended: Ending) -> None:
+        if self.log is not None and self.log.rank == ended.rank:
+            return  # they have been shown
         for line in last_words(self.folder, ended.rank).splitlines():
             self.say(f"rank {ended.rank}: {line}")
 
@@ -301,7 +340,7 @@ def check(limits: Limits) -> Limits:
         value = getattr(limits, name)
         if not value > 0:
             raise SpanaxError(f"--{name.replace('_', '-')} is {value:g}; it must be positive.")
-    if limits.restarts < 0 or not limits.backoff_seconds >= 0:
+    if (limits.restarts or 0) < 0 or not limits.backoff_seconds >= 0:
         raise SpanaxError(
             f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} must not be negative."
         )

@@ -11,7 +11,7 @@ import tyro
 
 from spanax.errors import PREEMPTED
 from spanax.launch import local, slurm
-from spanax.launch.request import TrainRequest, count
+from spanax.launch.request import count, request_of
 from spanax.launch.supervisor import Limits, Process, Supervisor, check
 
 
@@ -20,13 +20,15 @@ class WorkersCommand:
     """Start the processes of a run that belong to this machine or job, and supervise them.
 
     Attributes:
-      start: command that starts them, before `train ...`; an `srun ...` starts every rank of the job.
+      start: words before the command, if not the interpreter; an `srun ...` starts every rank of the job.
       hosts: number of processes that srun starts.
+      logs: folder for the logs, heartbeats and events of a program; by default runs/launched-DATE.
       limits: when to restart, and when to give up.
     """
 
-    start: str = f"{shlex.quote(sys.executable)} -P -m spanax"
+    start: str = ""
     hosts: int = 1
+    logs: str | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 
 
@@ -36,13 +38,16 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    hosts, request, words = count("hosts", command.hosts), TrainRequest.of(argv), shlex.split(command.start)
+    hosts, words = count("hosts", command.hosts), shlex.split(command.start)
+    request = request_of(argv, command.logs)
     is_slurm = words[:1] == ["srun"]
     rank = 0 if is_slurm else int(os.environ.get("SPANAX_HOST", 0))
 
     def start(attempt: int) -> Sequence[Process]:
-        environment = {"SPANAX_ATTEMPT": str(attempt)}
-        argv_of_attempt = [*words, *request.argv(is_again=attempt > 0)]
+        environment = {"SPANAX_ATTEMPT": str(attempt)} | request.environment
+        is_again = attempt > 0
+        prefixed = [*words, *request.argv(is_again=is_again)]
+        argv_of_attempt = prefixed if words else request.command(sys.executable, is_again=is_again)
         if is_slurm:
             return slurm.started(argv_of_attempt, hosts, environment, request.folder)
         # This machine has one process; the environment says whether the run has others.
@@ -50,7 +55,8 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
 
     # Earlier starts of the job itself, as reported by a JobSet or by Slurm.
     begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
-    code = Supervisor(start, request.folder, check(command.limits), begun=begun, rank=rank).watch()
+    limits = check(command.limits)
+    code = Supervisor.of(start, request, limits, begun=begun, rank=rank, shows_first=not is_slurm).watch()
     if code == PREEMPTED and is_slurm:
         slurm.requeue()
     return code

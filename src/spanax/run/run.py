@@ -15,6 +15,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.run.data.batches import Batches
+from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.run.state.placement import abstract_arrays
@@ -85,12 +86,14 @@ class Run:
     def step(self, batch: Any) -> dict[str, Any]:
         """Takes one train step: updates the state and returns the metrics as arrays.
 
-        With a guard of policy `skip`, a bad step is counted but leaves the state unchanged; its `step_ok` is False.
+        In a group of processes a batch of NumPy arrays is the global batch, equal on every process;
+        `spanax.local_batch` concatenates the rows of each process. With a guard of policy `skip`, a bad step is counted
+        but leaves the state unchanged; its `step_ok` is False.
 
         Raises:
-          SpanaxError: the batch differs in structure, shape or dtype from the traced one.
+          SpanaxError: the batch differs in structure, shape or dtype from the traced one, or between processes.
         """
-        return self._take(validate_batch(self.program, self._batch_shardings, batch))
+        return self._take(self._validated(batch))
 
     def steps(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Takes several train steps in one dispatch, for steps that are shorter than the dispatch overhead of the host.
@@ -111,7 +114,7 @@ class Run:
           ((4,), 4)
         """
         check_steps_per_call(self.guard, len(batches))
-        leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
+        leaves = [self._validated(batch) for batch in batches]
         return self._take(leaves, several=len(batches))
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
@@ -164,7 +167,7 @@ class Run:
             named: dict[str, Any] = self._compiled[name](self.state, batch)
             self._settle(jax.tree.leaves(named))
             return named
-        leaves = validate_batch(self.program, self._batch_shardings, batch)
+        leaves = self._validated(batch)
         if "evaluation" not in self._compiled:
             jitted = (
                 self._jitted(evaluation, is_step=False)
@@ -232,6 +235,11 @@ class Run:
         """Returns the state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
         pairs = zip(self.program.leaves, self._in_order(), strict=True)
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
+
+    def _validated(self, batch: Any) -> list[Any]:
+        """Returns the leaves of a batch, as the compiled functions accept them."""
+        leaves = validate_batch(self.program, self._batch_shardings, batch)
+        return global_batch(leaves, self._batch_shardings, [leaf.path for leaf in self.program.batch])
 
     def _in_order(self) -> list[Any]:
         """Returns the state with stacked layers in model order; a pipeline may store them in another order."""

@@ -20,7 +20,8 @@ from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.ports import is_public, open_ports
 from spanax.run.distributed.preemption import listening
-from spanax.run.distributed.processes import Hosts, from_first, is_first, is_supervised
+from spanax.run.distributed.processes import Hosts, from_first, is_first
+from spanax.run.distributed.supervision import is_supervised
 from spanax.run.record.run_lock import RunLock, claimed
 from spanax.run.record.telemetry import Event, Telemetry, open_telemetry
 from spanax.run.record.trackers import RunInfo

@@ -7,28 +7,28 @@ The environment describes the group of a process; launchers set it:
     SPANAX_HOST          the rank of this process, >= 0; by default SLURM_PROCID under Slurm
     SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
     SPANAX_ATTEMPT       the number of earlier attempts of the run
-    SPANAX_SUPERVISOR    the pid of the supervisor, its parent: when that exits, the process stops as if signalled; 0
-                         for a supervisor on another machine
+    SPANAX_SUPERVISOR    the pid of the supervisor: when that exits, its children stop as if signalled; 0 for a
+                         supervisor on another machine
+    SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
     SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 
-If none is set, JAX's own cluster detection applies (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes);
-`SPANAX_NUM_HOSTS=1` alone disables it, for processes of a cluster that each train a separate model. Everything is based
-on `jax.distributed`. Whatever starts JAX's backend, in programs and commands, joins the group first.
+Without SPANAX_COORDINATOR the variables of torchrun apply (`environment.TorchGroup`), and without those JAX's own
+cluster detection (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes). `SPANAX_NUM_HOSTS=1` alone disables both, for
+processes of a cluster that each train a separate model. Everything is based on `jax.distributed`. Whatever starts JAX's
+backend, in programs and commands, joins the group first.
 """
 
-import ctypes
-import faulthandler
 import functools
 import os
 import re
-import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spanax.errors import HostsError, SpanaxError, first_line, nearest
+from spanax.run.distributed.environment import WHERE, TorchGroup, number
+from spanax.run.distributed.supervision import exit_on_error
 
 JOIN_SECONDS = 300
 """How long the processes wait for the last of them to join."""
@@ -36,7 +36,8 @@ JOIN_SECONDS = 300
 DEATH_SECONDS = 15
 """After this long without a heartbeat a process counts as dead, and the others abort. JAX's default is 100."""
 
-STDERR = 2
+SHUTDOWN_SECONDS = 300
+"""How long processes that have ended wait for the last of them, which may still export a model. JAX's default."""
 
 THREADS_PER_DEVICE = 2
 """XLA's CPU collectives wait for each other on one thread pool. With its default of one thread per device, a step that
@@ -46,9 +47,6 @@ Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
 """
 
 ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"
-
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process receives when its parent dies. Source: linux/prctl.h."""
 
 MAX_TEXT_BYTES = 4096
 """Maximum size of a text that the first process broadcasts, in bytes."""
@@ -65,6 +63,8 @@ class Hosts:
       coordinator: host:port of rank 0; empty if JAX detects it.
       devices_per_host: the number of devices to simulate in each process; None for the requested number.
       detects_cluster: whether JAX's cluster detection applies, because no group is set.
+      local_device: the accelerator of this process, if several processes share a machine; None for all of them.
+      detects_devices: whether JAX's cluster detection chooses the accelerators; it gives a task of Slurm one.
     """
 
     num_hosts: int = 1
@@ -73,6 +73,8 @@ class Hosts:
     coordinator: str = ""
     devices_per_host: int | None = None
     detects_cluster: bool = True
+    local_device: int | None = None
+    detects_devices: bool = False
 
     @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> "Hosts":
@@ -85,26 +87,36 @@ class Hosts:
           >>> Hosts.of({"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}).rank
           1
         """
-        attempt = _number(environ, "SPANAX_ATTEMPT", 0)
-        devices_per_host = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
+        attempt = number(environ, "SPANAX_ATTEMPT", 0)
+        devices_per_host = number(environ, "SPANAX_HOST_DEVICES", 0) or None
+        is_ours = "SPANAX_COORDINATOR" in environ or "SPANAX_NUM_HOSTS" in environ
+        group = None if is_ours else TorchGroup.of(environ)
+        if group is not None:
+            return Hosts(
+                group.num_processes, group.rank, attempt, group.coordinator if group.num_processes > 1 else "",
+                devices_per_host, detects_cluster=False, local_device=group.local_device,
+            )  # fmt: skip
         if "SPANAX_COORDINATOR" not in environ:
-            num_hosts = _number(environ, "SPANAX_NUM_HOSTS", 0)
+            num_hosts = number(environ, "SPANAX_NUM_HOSTS", 0)
             if num_hosts > 1:
                 raise SpanaxError(
                     f"SPANAX_NUM_HOSTS is {num_hosts}, but SPANAX_COORDINATOR is not set.",
-                    where="the environment of this process",
+                    where=WHERE,
                     fix=f"SPANAX_COORDINATOR=HOST:PORT of the first process, or {ALONE}",
                 )
             return Hosts(attempt=attempt, devices_per_host=devices_per_host, detects_cluster=num_hosts == 0)
-        num_hosts = _number(environ, "SPANAX_NUM_HOSTS", None)
+        num_hosts = number(environ, "SPANAX_NUM_HOSTS", None)
         names = ("SPANAX_HOST", "SLURM_PROCID")
-        rank = _number(environ, next((name for name in names if name in environ), names[0]), None)
+        rank = number(environ, next((name for name in names if name in environ), names[0]), None)
         if not 0 <= rank < num_hosts:
             raise SpanaxError(
                 f"host {rank} is out of range for {num_hosts} hosts, counted from 0.",
                 where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
             )
-        return Hosts(num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], devices_per_host)
+        return Hosts(
+            num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], devices_per_host,
+            detects_devices="SPANAX_HOST" not in environ,
+        )  # fmt: skip
 
     def join(self) -> None:
         """Joins the group before JAX starts its backend; a no-op without a group, or if it has been joined.
@@ -125,7 +137,7 @@ class Hosts:
             raise HostsError(
                 f"JAX started before this process joined its group of {num_hosts}.",
                 where=f"rank {self.rank}, coordinator {self.coordinator}" if self.coordinator else "detected by JAX",
-                fix="call spanax.local() before any array or jax.devices()"
+                fix="call spanax.distributed() before any array or jax.devices()"
                 + ("" if self.coordinator else f"; or {ALONE}"),
             )
         options: dict[str, Any] = {}
@@ -136,15 +148,17 @@ class Hosts:
                 "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
                 "coordinator_bind_address": _bound_to(self.coordinator),
             }  # fmt: skip
-            if "SPANAX_HOST" in os.environ:
+            if not self.detects_devices:
                 # Cluster detection would still choose the local devices: one GPU for a Slurm task.
                 options["cluster_detection_method"] = "deactivate"
+            if self.local_device is not None:
+                options["local_device_ids"] = [self.local_device]
         try:
             jax.distributed.initialize(
                 **options,
                 initialization_timeout=JOIN_SECONDS,
                 heartbeat_timeout_seconds=DEATH_SECONDS,
-                shutdown_timeout_seconds=DEATH_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(
@@ -152,6 +166,7 @@ class Hosts:
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'detected by JAX'}",
                 fix="run spanax doctor --hosts HOST:PORT on each of them",
             ) from None
+        exit_on_error()
         bind_data_sockets()
 
 
@@ -263,27 +278,6 @@ def prepare_devices(num_simulated: int) -> None:
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
 
 
-def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a supervisor started this process."""
-    return "SPANAX_SUPERVISOR" in environ
-
-
-def attach_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a supervisor started this process, and installs its handlers if so.
-
-    SIGUSR1 and every crash dump all stacks to standard error; the supervisor's death sends SIGTERM.
-    """
-    if not is_supervised(environ):
-        return False
-    faulthandler.enable(STDERR)
-    faulthandler.register(signal.SIGUSR1, STDERR)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if _number(environ, "SPANAX_SUPERVISOR", None) not in (0, os.getppid()):
-        sys.exit("spanax: the supervisor has exited")
-    return True
-
-
 def is_first() -> bool:
     """Returns whether this process has rank 0."""
     import jax
@@ -348,7 +342,7 @@ def _bound_to(coordinator: str) -> str:
     except (OSError, ValueError):
         raise SpanaxError(
             f"the coordinator's address '{coordinator}' is invalid.",
-            where="SPANAX_COORDINATOR",
+            where="SPANAX_COORDINATOR, or MASTER_ADDR and MASTER_PORT",
             fix="host:port, such as 10.0.0.7:9911",
         ) from None
 
@@ -381,14 +375,7 @@ def _check_free(address: str) -> None:
             trial.bind((host, int(port)))
         except (OSError, OverflowError) as error:
             raise HostsError(
-                f"the coordinator cannot listen on {address}: {error}.", where="SPANAX_COORDINATOR", fix="another port"
+                f"the coordinator cannot listen on {address}: {error}.",
+                where="SPANAX_COORDINATOR, or MASTER_PORT",
+                fix="another port",
             ) from None
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None or not text.isdigit():
-        raise SpanaxError(f"{name} is {text!r}; expected an integer.", where="the environment of this process")
-    return int(text)

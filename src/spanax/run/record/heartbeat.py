@@ -23,6 +23,9 @@ from spanax.schema import Count, Seconds, Within, parsed
 
 Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
+FOLDER_VARIABLE = "SPANAX_HEARTBEATS"
+"""The environment variable with the folder of the heartbeats of a program that is not a run."""
+
 MIN_INTERVAL_SECONDS = 0.1
 """The minimal time between heartbeats of one phase: a small model takes thousands of steps per second."""
 

@@ -1,0 +1,219 @@
+"""Programs of the user under the supervisor: real processes, most of them without JAX."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spanax.commands import launch as launching
+from spanax.entries.names import LOGS
+from spanax.errors import SpanaxError
+from spanax.run.record import events
+from written import blocks
+
+(SCRIPT,) = (
+    block.text
+    for block in blocks((Path(__file__).parents[2] / "docs" / "hosts.md").read_text())
+    if block.kind == "python" and "spanax.distributed()" in block.text
+)
+
+KILLED = """
+import builtins, os, signal
+def print(step, loss):
+    builtins.print(step, loss, flush=True)
+    # Every process has trained this step, and the first one has not saved it.
+    if os.environ.get("SPANAX_ATTEMPT") == "0" and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def launched(folder: Path, command: str, *flags: str) -> int:
+    """The exit code of `spanax launch local` in this process, with its logs in a folder."""
+    argv = ["local", "--logs", str(folder / "logs"), "--backoff-seconds", "0.01", *flags, "--", *shlex.split(command)]
+    return launching.answer(launching.parse(argv)).exit_code
+
+
+def names(folder: Path) -> list[str]:
+    return [event["event"] for event in events.read(folder / "logs").records]
+
+
+def losses(output: str) -> list[list[float]]:
+    """The steps and the losses that a script prints; Gloo prints, too."""
+    return [[*map(float, line.split())] for line in output.splitlines() if line[0].isdigit()]
+
+
+def test_the_script_of_the_page_trains_as_in_one_process_and_continues_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [sys.executable, "-m", "spanax", "launch", "local", "--hosts", "2", "--devices-per-host", "2"]
+    argv += ["--backoff-seconds", "0.01", "--", sys.executable, "train.py"]
+    (tmp_path / "train.py").write_text(KILLED + SCRIPT)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = losses(done.stdout)
+    expected: list[tuple[int, float]] = []
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    exec(SCRIPT, {"print": lambda step, loss: expected.append((step, loss))})
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(printed, [*expected[:3], *expected[2:]], rtol=1e-6)
+    (logs,) = (tmp_path / "runs").glob("launched-*")
+    died, restart, _ = events.read(logs).records
+    assert died["what"] == "rank 0 was killed by SIGKILL." and 2 <= restart["step"] <= 3
+    assert sorted(path.name for path in (logs / LOGS).iterdir()) == ["rank0.log", "rank1.log"]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "restarts"),
+    [
+        ("sh -c 'exit 0'", 0, 0),
+        ("sh -c 'exit 75'", 75, 0),
+        ("sh -c 'exit 1'", 1, 3),
+        ("sh -c 'exit 17'", 17, 3),
+        ("sh -c 'kill -9 $$'", 137, 3),
+        *((f"sh -c 'exit {code}'", code, 0) for code in (2, 65, 73, 78)),
+        ("sh -c 'exit $((SPANAX_ATTEMPT ? 0 : 3))'", 0, 1),
+    ],
+)
+def test_the_exit_code_of_a_program_is_passed_on(tmp_path: Path, command: str, code: int, restarts: int) -> None:
+    assert launched(tmp_path, command) == code
+    assert names(tmp_path).count("restart") == restarts
+
+
+def test_the_number_of_restarts_is_a_flag(tmp_path: Path) -> None:
+    assert launched(tmp_path, "sh -c 'exit 1'", "--restarts", "5") == 1
+    assert names(tmp_path).count("restart") == 5
+
+
+def test_the_first_process_writes_to_the_terminal_and_all_of_them_to_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = 'sh -c \'echo "out $SPANAX_HOST of $SPANAX_NUM_HOSTS"; echo "err $SPANAX_HOST" >&2\''
+    assert launched(tmp_path, command, "--hosts", "2") == 0
+    shown = capfd.readouterr()
+    assert shown.out == "out 0 of 2\n"
+    assert shown.err == f"spanax: the logs of all processes are in {tmp_path}/logs/log\nerr 0\n"
+    logs = [(tmp_path / "logs" / LOGS / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert logs == ["== attempt 0\nerr 0\n", "== attempt 0\nout 1 of 2\nerr 1\n"]
+
+
+HANGS = """
+import os, time
+import spanax
+attempt, rank = int(os.environ["SPANAX_ATTEMPT"]), int(os.environ["SPANAX_HOST"])
+def in_a_loader(): time.sleep(600)
+for step in range(1, 4):
+    spanax.heartbeat(step)
+    time.sleep(0.15)
+if attempt == 0 and rank == 1: in_a_loader()
+"""
+
+
+def test_a_hang_is_detected_after_a_heartbeat(tmp_path: Path) -> None:
+    """The other process has ended: its silence is none."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command = f"{sys.executable} {tmp_path}/hangs.py"
+    assert launched(tmp_path, command, "--hosts", "2", "--stuck-seconds", "2") == 0
+    assert names(tmp_path) == ["stuck", "restart", "end"]
+    stuck = events.read(tmp_path / "logs").records[0]
+    assert (stuck["ranks"], stuck["phase"], stuck["step"]) == ([1], "step", 3)
+    assert "in_a_loader" in (tmp_path / "logs" / LOGS / "rank1.log").read_text()
+
+
+def test_without_a_heartbeat_silence_is_no_hang(tmp_path: Path) -> None:
+    assert launched(tmp_path, "sleep 1", "--stuck-seconds", "0.1", "--quiet-seconds", "0.2") == 0
+    assert names(tmp_path) == ["end"]
+
+
+def test_a_signal_reaches_every_process_and_75_is_passed_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "waits.sh"
+    script.write_text(
+        "trap 'touch saved$SPANAX_HOST; exit 75' TERM\ntouch up$SPANAX_HOST\nwhile :; do sleep 0.05; done"
+    )
+
+    def ask() -> None:
+        while len([*tmp_path.glob("up*")]) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert launched(tmp_path, f"sh -c 'cd {tmp_path}; exec sh waits.sh'", "--hosts", "2") == 75
+    finally:
+        asking.join()
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"} and names(tmp_path) == ["end"]
+    assert "stopping within 120 s" in capfd.readouterr().err
+
+
+def test_a_shell_leaves_no_child_behind(tmp_path: Path) -> None:
+    """A shell that dies does not end what it started."""
+    script = tmp_path / "shell.sh"
+    script.write_text(f"sleep 600 & echo $! > {tmp_path}/child\nkill -9 $$")
+    assert launched(tmp_path, f"sh {script}", "--restarts", "0") == 137
+    deadline = time.monotonic() + 240
+    while _is_running(int((tmp_path / "child").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SRUN = """
+import os, subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+(log,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--output=")]
+with open(log.replace("%t", "0"), "a") as file:
+    sys.exit(subprocess.run(words, stdout=file, stderr=file, env=os.environ | {"SLURM_PROCID": "0"}).returncode)
+"""
+
+
+def test_the_supervisor_of_a_slurm_job_starts_a_program_with_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script that `launch slurm` writes, with an srun that starts one process here."""
+    (tmp_path / "srun").write_text(f"#!{sys.executable}\n{SRUN}")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexec sh $2")
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    word = "a 'quoted' $HOME"
+    code = "import os, sys, spanax; spanax.heartbeat(4); print(sys.argv[1:], os.environ['SPANAX_HEARTBEATS'])"
+    argv = ["slurm", "--logs", str(tmp_path / "logs"), "--device", "cpu", "--devices-per-host", "2", "--python"]
+    assert (
+        launching.answer(launching.parse([*argv, sys.executable, "--", sys.executable, "-c", code, word])) is not None
+    )
+    log = (tmp_path / "logs" / LOGS / "rank0.log").read_text()
+    assert log == f"== attempt 0\n{[word]} {tmp_path}/logs\n"
+    beat = json.loads((tmp_path / "logs" / "heartbeats" / "0.json").read_text())
+    assert (beat["phase"], beat["step"]) == ("end", 4) and names(tmp_path) == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("", "there is no command to launch"),
+        ("no_such_program --steps 3", "there is no program 'no_such_program'"),
+        ("./train.py", "fix: -- python ./train.py"),
+        ("spanax train gpt-nano", "would not be resumed"),
+        ("python3 -m spanax train", "would not be resumed"),
+        ("train gpt-nano", "--logs .* is for programs"),
+    ],
+)
+def test_what_cannot_be_launched(tmp_path: Path, command: str, message: str) -> None:
+    with pytest.raises(SpanaxError, match=message) as caught:
+        launched(tmp_path, command)
+    assert caught.value.exit_code == 2 and not (tmp_path / "logs").exists()
