@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
+from sampling import sampled
 from spanax.show.live.events import reporter
 
 WEIGHTS = Path(__file__).parent / "interop" / "weights" / "gpt2"
@@ -195,7 +196,15 @@ CASES = [(name, mode) for name in VERBS if name != "launch" for mode in ("wide",
 CASES += [("train", "resized"), ("launch", "resized"), ("launch", "dumb")]
 
 
-@pytest.mark.parametrize("name, mode", CASES)
+QUICK = [
+    *(("train", mode) for mode in ("dumb", "resized")),
+    *((verb, "narrow") for verb in ("plan", "check", "import")),
+    *((verb, "dumb") for verb in ("probe", "export")),
+]
+"""Every mode, and every verb but the slowest two, `launch` and `compare`."""
+
+
+@pytest.mark.parametrize("name, mode", sampled(CASES, QUICK))
 def test_a_command_on_a_terminal(name: str, mode: str, session: Session) -> None:
     args, last = VERBS[name]
     if name == "export" and not (session.folder / "weights").exists():

@@ -135,6 +135,7 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
         ask_mine()
 
 
+@pytest.mark.slow
 def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
     plan = spanax.plan(
         load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100, compute_dtype="float32"),
@@ -179,6 +180,7 @@ def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert "SPX017" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parity_is_in_the_answer(devices: list[jax.Device]) -> None:
     text, data = ask(parity=True, steps=1, level=0, layers=1)
     assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text

@@ -12,7 +12,7 @@ from spanax import cli
 
 
 def test_a_fuzzed_folder_is_read_or_refused(tmp_path: Path) -> None:
-    campaign = fuzzed.read_folders(200, 0, tmp_path)
+    campaign = fuzzed.read_folders(80, 0, tmp_path)
     assert not campaign.failures, str(campaign)
     outcomes = {name.rpartition(", ")[2] for name in campaign.outcomes}
     assert outcomes == {"read", "refused"} and len(campaign.outcomes) > len(fuzzed.READERS)

@@ -68,6 +68,7 @@ def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> No
         same(run, whole)
 
 
+@pytest.mark.slow
 def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Launched, form: str) -> None:
     """The other process waits for it in a collective, for ever; meanwhile nobody outside can speak to them."""
     if form == "one process":
@@ -89,6 +90,7 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
         same(run, whole)
 
 
+@pytest.mark.slow
 def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launched) -> None:
     """SIGTERM to one of the processes: all of them stop behind the same step, and none is lost."""
     hosts, devices = FORMS[form]
@@ -112,6 +114,7 @@ def test_a_request_that_is_refused_is_refused_once(place: Path, form: str) -> No
         assert "21 devices" in run.folder.with_suffix(".txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_works_as_written(place: Path, form: str) -> None:
     if form == "one process":
         pytest.skip("it is one of two processes")

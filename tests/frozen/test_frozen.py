@@ -12,6 +12,7 @@ import zoo
 from byo import corpus
 from frozen.digests import Texts, texts_of
 from frozen.golden import compare
+from sampling import sampled
 from spanax.trace.program import Program
 
 pytestmark = [
@@ -28,20 +29,19 @@ VARIANTS: dict[str, Callable[[Program], Program]] = {
     "pipeline": lambda program: program,
 }
 
-QUICK = {"mlp", "gpt", "flow"}
-"""The models that `make test` compares; only theirs include prose."""
+WITH_PROSE = {"mlp", "gpt", "flow"}
+"""The models whose texts include prose. `make test` compares two of them, `make frozen` every model."""
 
 
 def texts(name: str, variant: str) -> Texts:
     corpus.program.cache_clear()
     trace = lambda: VARIANTS[variant](corpus.program(name))  # noqa: E731
     rows = texts_of(trace, pipeline=variant == "pipeline")
-    return {key: text for key, text in rows.items() if name in QUICK or not key.startswith("words")}
+    return {key: text for key, text in rows.items() if name in WITH_PROSE or not key.startswith("words")}
 
 
 def models() -> list[Any]:
-    names = [*corpus.FILES, *zoo.ZOO]
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return sampled([*corpus.FILES, *zoo.ZOO], ["mlp", "flow"])
 
 
 @pytest.mark.parametrize("name", models())

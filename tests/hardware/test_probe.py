@@ -46,6 +46,7 @@ def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> No
     assert "# matmul fp32, one device, by size: 128: " in text
 
 
+@pytest.mark.slow
 def test_on_shared_cores_the_start_is_measured_after_a_matmul(
     devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

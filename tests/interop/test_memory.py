@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from spanax.interop.configs import config_json
 from spanax.interop.families import family
@@ -50,6 +51,7 @@ def written(folder: Path, config: GPTConfig) -> int:
     return max(4 * int(np.prod(item.shape)) for item in listed.values())
 
 
+@pytest.mark.slow
 def test_the_host_holds_the_largest_tensor_twice(tmp_path: Path) -> None:
     small = Path(__file__).parent / "weights" / "gpt2"
     largest = written(tmp_path / "large", GPTConfig(300, 64, num_layers=4, num_heads=8, embed_dim=640))

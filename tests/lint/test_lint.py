@@ -49,6 +49,7 @@ def test_a_near_miss_is_not_reported(name: str) -> None:
     assert NEAR[name].code not in [finding.code for finding in findings_of(name)], findings_of(name)
 
 
+@pytest.mark.slow
 def test_recall_and_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
     reported = [name for name in MISTAKES if is_reported(name)]
     alarms = [name for name in CLEAN if findings_of(name)]

@@ -14,6 +14,7 @@ from flax import nnx
 
 import spanax
 from programs import Net
+from sampling import sampled
 from spanax.errors import DataError, NumbersError, SpanaxError
 from spanax.run.config import TrainConfig
 from spanax.run.record import events
@@ -71,7 +72,10 @@ def assert_same(run: Run, other: Run) -> None:
     )
 
 
-@pytest.mark.parametrize("mesh, build", [("data=1", Net), ("fsdp=2,model=2", Net), ("pipe=2,data=2", Layers)])
+MESHES = [("data=1", Net), ("fsdp=2,model=2", Net), ("pipe=2,data=2", Layers)]
+
+
+@pytest.mark.parametrize("mesh, build", sampled(MESHES, MESHES[1:]))
 def test_the_numbers_are_those_of_a_step_a_call(mesh: str, build: Any, devices: Any) -> None:
     singly, together, inputs = begun(mesh, build), begun(mesh, build), batches(num=7)
     losses = [float(singly.step(batch)["loss"]) for batch in inputs]

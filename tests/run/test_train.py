@@ -72,6 +72,7 @@ def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
     place = tmp_path / "my 'first' \"runs\" $HOME"
     place.mkdir()
@@ -167,6 +168,7 @@ def adds_up(times: TimeAccount, before: float, begin: float) -> None:
     assert (times.seconds["recomputed"] > 0) == (first.last_step > second.first_step + 1)
 
 
+@pytest.mark.slow
 def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
     folder = place / "cut" / "checkpoints"
     start_and_kill(place, "cut", r"\.manifest\.json\.\w+\.new", after=1)
@@ -183,6 +185,7 @@ def same_bits(item: Path, other: Path) -> None:
         np.testing.assert_array_equal(array, theirs[path], err_msg=path)
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_data(place: Path, whole: list[dict[str, Any]]) -> None:
     """More steps of the undisturbed run, on one device."""
     events = train(place, "whole", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")

@@ -19,17 +19,9 @@ from wild import WILD
 
 SIZE, STEPS, TOLERANCE = 64, 2, 1e-5
 
-LAYOUTS = {
-    "accumulated": "data=8",
-    "sliced": "data=8",
-    "chunked": "fsdp=4,model=2",
-    "gaussian-process": "fsdp=8",
-    "quantized": "fsdp=8",
-}
+LAYOUTS = {"sliced": "data=8", "chunked": "fsdp=4,model=2"}
 SLOW = {
     "accumulated": "fsdp=4,model=2",
-    "sliced": "fsdp=4,model=2",
-    "chunked": "fsdp=8",
     "gaussian-process": "fsdp=4,model=2",
     "quantized": "model=8",
     "adversaries": "fsdp=4,model=2",

@@ -152,6 +152,7 @@ def trace(workload: spanax.Workload) -> Program:
     return workload.trace(learning_rate=1e-3, num_steps=10)
 
 
+@pytest.mark.slow
 def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     name = functools.partial(load, "gpt2")
     program = trace(name(batch_size=16))

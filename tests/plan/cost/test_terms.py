@@ -9,6 +9,7 @@ import pytest
 import hlo_bytes
 import spanax
 import zoo
+from sampling import sampled
 from spanax.models import gpt
 from spanax.plan.sharding import operands
 from spanax.plan.sharding.place import resolver_of
@@ -79,7 +80,11 @@ def is_close(predicted: float, compiled: float) -> bool:
     return abs(predicted - compiled) <= max(MERGED_BYTES, MERGED_SHARE * compiled)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+# The cells of which something is left out below, and the two hardest; `slow` is all of them.
+QUICK = [*CELLS[:3], CELLS[5], CELLS[7]]
+
+
+@pytest.mark.parametrize("cell", sampled([(cell,) for cell in CELLS], [(cell,) for cell in QUICK]), ids=" ".join)
 def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
     assert apart(cell) == {}
     assert sum(compiled(*cell).values()) > 10_000

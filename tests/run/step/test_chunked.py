@@ -92,9 +92,9 @@ def compiled(plan: Plan) -> Any:
 @pytest.mark.parametrize(
     ("layout", "mesh", "microbatches"),
     [
-        ("data", "data=8", 1),
+        pytest.param("data", "data=8", 1, marks=pytest.mark.slow),
         ("fsdp", "fsdp=8", 2),
-        ("data+tensor", "data=2,model=4", 1),
+        pytest.param("data+tensor", "data=2,model=4", 1, marks=pytest.mark.slow),
         pytest.param("context", "data=2,context=4", 1, marks=pytest.mark.slow),
         pytest.param("pipeline", "pipe=2,data=2", 4, marks=pytest.mark.slow),
         pytest.param("data", "data=1", 1, marks=pytest.mark.slow),

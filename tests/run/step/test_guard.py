@@ -16,6 +16,7 @@ from flax import nnx
 import spanax
 from pipelines import planned
 from programs import Net
+from sampling import sampled
 from spanax.run.run import Run
 from spanax.run.step.guard import History
 from spanax.trace.program import Program
@@ -245,7 +246,7 @@ PLACES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", sampled(PLACES, ["one device", "fsdp+tensor", "padded pipeline"]))
 def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
     """Parameters, moments, statistics, counts and keys: the bits of a run that did not have the batch."""
     program, plan = (make() for make in PLACES[place])

@@ -90,22 +90,20 @@ def test_uneven_stages_give_the_numbers_of_one_device() -> None:
     assert_same(reference("gpt-6", 4, None), six_in_four()[2])
 
 
-SLOW = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "schedule", "count", "remat"),
     [
-        pytest.param("gpt-5", "pipe=2", "interleaved", 4, None),
-        pytest.param("vit-3", "pipe=2,data=2,model=2", "1f1b", 4, None),
-        pytest.param("gpt-6", "pipe=4", "gpipe", 4, None, marks=SLOW),
-        pytest.param("gpt-6", "pipe=4", "zero-bubble", 4, None, marks=SLOW),
-        pytest.param("gpt-6", "pipe=4", "1f1b", 8, "full", marks=SLOW),
-        pytest.param("gpt-5", "pipe=2", "zero-bubble", 4, "dots", marks=SLOW),
-        pytest.param("gpt-5", "pipe=2,fsdp=2,model=2", "zero-bubble", 4, None, marks=SLOW),
-        pytest.param("gpt-5", "pipe=2,data=2", "interleaved", 4, None, marks=SLOW),
-        pytest.param("mixtral-5", "pipe=2,expert=2", "1f1b", 4, None, marks=SLOW),
-        pytest.param("mixtral-5", "pipe=2", "interleaved", 4, None, marks=SLOW),
+        ("gpt-5", "pipe=2", "interleaved", 4, None),
+        ("vit-3", "pipe=2,data=2,model=2", "1f1b", 4, None),
+        ("gpt-6", "pipe=4", "gpipe", 4, None),
+        ("gpt-6", "pipe=4", "zero-bubble", 4, None),
+        ("gpt-6", "pipe=4", "1f1b", 8, "full"),
+        ("gpt-5", "pipe=2", "zero-bubble", 4, "dots"),
+        ("gpt-5", "pipe=2,fsdp=2,model=2", "zero-bubble", 4, None),
+        ("gpt-5", "pipe=2,data=2", "interleaved", 4, None),
+        ("mixtral-5", "pipe=2,expert=2", "1f1b", 4, None),
+        ("mixtral-5", "pipe=2", "interleaved", 4, None),
     ],
 )
 def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, count: int, remat: str | None) -> None:

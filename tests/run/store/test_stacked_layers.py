@@ -89,7 +89,7 @@ def noise(array: jax.Array, rng: np.random.Generator) -> jax.Array:
     [
         pytest.param("list", "stacked", "fsdp=8", marks=pytest.mark.slow),  # also below, in training
         ("list", "stack", "data=2,fsdp=2,model=2"),
-        ("stack", "list", "fsdp=4,model=2"),
+        pytest.param("stack", "list", "fsdp=4,model=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_in_the_other_form_and_back(here: str, there: str, mesh: str, tmp_path: Path) -> None:

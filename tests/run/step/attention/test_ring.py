@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.plan import Plan, Schedule
 from spanax.run.run import Run
@@ -195,14 +196,9 @@ def differences(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     }
 
 
-QUICK = [("grouped", "context=4,model=2"), ("padded", "data=2,context=4"), ("biased", "data=2,context=4"),
-         ("scan", "context=8")]  # fmt: skip
+QUICK = [("grouped", "context=4,model=2"), ("padded", "data=2,context=4")]
 MESHES = ("context=8", "data=2,context=4", "context=4,model=2")
-CASES = [
-    pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow)
-    for name in BUILDS
-    for mesh in MESHES
-]
+CASES = sampled([(name, mesh) for name in BUILDS for mesh in MESHES], QUICK)
 
 
 @pytest.mark.parametrize("name, mesh", CASES)
@@ -276,6 +272,7 @@ def temporary_bytes(length: int, num_devices: int, layout: str) -> int:
     return int(memory.temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_what_a_device_holds_falls_with_the_ring() -> None:
     four, eight = (temporary_bytes(16384, num_devices, "ring") for num_devices in (4, 8))
     assert eight < 0.55 * four
@@ -316,7 +313,9 @@ def test_a_sequence_of_32k_tokens() -> None:
     assert max(off.values()) < TOLERANCE, off
 
 
-@pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
+@pytest.mark.parametrize(
+    "name, mesh", [("scan", "context=4,model=2"), pytest.param("biased", "data=2,context=4", marks=pytest.mark.slow)]
+)
 def test_what_was_priced_is_what_runs(name: str, mesh: str) -> None:
     """Bytes that go around, sums and FLOPs: the plan's and the compiled program's, to the byte."""
     machine = spanax.cluster("cpu:8")
