@@ -36,8 +36,8 @@ from spanax.run.distributed.devices import simulate
 from spanax.run.distributed.processes import Hosts
 from spanax.run.state.start import start
 from spanax.trace.initial_state import Eager
+from spanax.trace.loss.pure_loss import with_extra
 from spanax.trace.program import Program
-from spanax.trace.pure_loss import with_extra
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.tracing import trace
 from spanax.units import quantity

@@ -67,8 +67,8 @@ MAY_IMPORT = {
 LAYERS = {
     "trace": [
         {"jaxpr"}, {"variables", "batch", "rewrites.remat_policies"}, {"optimizers"},
-        {"pipeline.retrace"}, {"axes"}, {"traced"}, {"analysis"}, {"pure_loss", "user_mesh"}, {"rewrites"},
-        {"pipeline"}, {""},
+        {"pipeline.retrace"}, {"axes"}, {"traced"}, {"analysis"}, {"loss.pure_loss", "user_mesh"}, {"rewrites"},
+        {"variant"}, {"loss"}, {"pipeline"}, {""},
     ],
     "plan": [
         {"layout", "reason", "setting", "defaults", "presets", "cost.prediction", "spmd.partition"},

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
+    from spanax.trace.loss.value_and_grad import value_and_grad as value_and_grad
     from spanax.trace.optimizers.learning_rates import logged as logged
     from spanax.trace.program import Program as Program
     from spanax.trace.tracing import trace as trace
-    from spanax.trace.value_and_grad import value_and_grad as value_and_grad
     from spanax.trace.variables import Leaf as Leaf
     from spanax.trace.workload import Workload as Workload
 
@@ -84,7 +84,7 @@ _NAMES = {
     "trace.optimizers.learning_rates": "logged",
     "trace.program": "Program",
     "trace.tracing": "trace",
-    "trace.value_and_grad": "value_and_grad",
+    "trace.loss.value_and_grad": "value_and_grad",
     "trace.variables": "Leaf",
     "trace.workload": "Workload",
 }

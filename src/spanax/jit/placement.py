@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError
+from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.choose import Request, decided
@@ -107,7 +107,7 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
         except IndivisibleError as error:
             if not is_like or error.axis not in dict(layout.computed):
                 raise
-            warnings.warn(f"{error} It is computed replicated over '{error.axis}'.", stacklevel=7)
+            warnings.warn(f"{first_line(error)} It is computed replicated over '{error.axis}'.", stacklevel=7)
             layout = _without(layout, error.axis)
 
 

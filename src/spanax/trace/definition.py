@@ -14,17 +14,17 @@ from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
+from spanax.trace.loss.pure_loss import numbers_of, with_extra
+from spanax.trace.loss.train_step import as_metrics, chosen_step
 from spanax.trace.optimizers.gradient_recording import recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
 from spanax.trace.pipeline.retrace import Shapes, retraced_graph
-from spanax.trace.pure_loss import numbers_of, with_extra
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
 from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.trace.traced import Traced
-from spanax.trace.train_step import as_metrics, chosen_step
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Variables, lowered, plain_variables, wants_hijax
 from spanax.trace.variant import Variant

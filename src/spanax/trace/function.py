@@ -13,11 +13,11 @@ from spanax.trace.axes.axes import warn_of_unknown
 from spanax.trace.axes.naming import num_examples
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.loss.value_and_grad import loss_form
 from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.program import Program, program_of
 from spanax.trace.rewrites.microbatches.support import Microbatches
 from spanax.trace.user_mesh import UserMesh, outside_meshes
-from spanax.trace.value_and_grad import loss_form
 from spanax.trace.variables import Leaf, Owner, Variables, take_apart
 from spanax.trace.variant import Variant
 

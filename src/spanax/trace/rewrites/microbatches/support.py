@@ -9,7 +9,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError, first_line
 from spanax.trace.axes.naming import with_examples
-from spanax.trace.pure_loss import check_unmoved, pure_loss
+from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import decomposed
 from spanax.trace.rewrites.remat_policies import MEAN

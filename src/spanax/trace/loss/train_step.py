@@ -8,8 +8,8 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.marks import marked_gradients
-from spanax.trace.loss_gradient import loss_gradient
-from spanax.trace.pure_loss import numbers_of, pure_loss
+from spanax.trace.loss.loss_gradient import loss_gradient
+from spanax.trace.loss.pure_loss import numbers_of, pure_loss
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import examples
 from spanax.trace.rewrites.remat_policies import (

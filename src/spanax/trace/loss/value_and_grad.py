@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.trace.loss_gradient import loss_gradient
-from spanax.trace.pure_loss import pure_function
+from spanax.trace.loss.loss_gradient import loss_gradient
+from spanax.trace.loss.pure_loss import pure_function
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import examples
 from spanax.trace.rewrites.remat_policies import EXACT, known_context, known_policy
