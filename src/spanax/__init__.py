@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import show_with
+from spanax.plan.sharding.constrained import constrain_with
 
 if TYPE_CHECKING:
     from spanax.check.check import check as check
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from spanax.hardware.cluster import cluster as cluster
     from spanax.hardware.cluster import local as local
     from spanax.hardware.mesh import MeshShape as MeshShape
+    from spanax.jit.init import init as init
     from spanax.jit.jit import jit as jit
+    from spanax.jit.shardings import shardings as shardings
     from spanax.plan.candidate import Search as Search
     from spanax.plan.choose import plan as plan
     from spanax.plan.layout import Layout as Layout
@@ -60,7 +63,9 @@ _NAMES = {
     "errors": "CompilerError DataError NumbersError SpanaxError WriteError",
     "hardware.cluster": "Cluster cluster local",
     "hardware.mesh": "MeshShape",
+    "jit.init": "init",
     "jit.jit": "jit",
+    "jit.shardings": "shardings",
     "plan.candidate": "Search",
     "plan.choose": "plan",
     "plan.layout": "Layout",
@@ -115,5 +120,13 @@ def _notebook(value: Any) -> str:
     return notebook(value)
 
 
-show_with(_notebook)  # imports the notebook display on first use
+def _constrained(*args: Any, **options: Any) -> Any:
+    from spanax.jit.constrain import constrain
+
+    return constrain(*args, **options)
+
+
+# Both import what they call on first use.
+show_with(_notebook)
+constrain_with(_constrained)
 sys.modules[__name__].__class__ = _Lazy

@@ -18,6 +18,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
+from spanax.plan.sharding.constrained import constrain
 from spanax.plan.sharding.resolve import Spec
 from spanax.schema import parsed
 from spanax.sealed import opened
@@ -185,6 +186,8 @@ class Plan:
             if leaf.path == path:
                 return leaf
         raise SpanaxError(f"the plan has no leaf '{path}'.", fix=nearest(path, [p.path for p in self.leaves]))
+
+    constrain = constrain
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `Plan.from_json` returns an equal plan."""

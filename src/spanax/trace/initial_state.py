@@ -2,7 +2,7 @@
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,16 @@ from jax.extend import core
 from spanax.errors import SpanaxError
 from spanax.frames import is_library
 from spanax.trace.user_mesh import UserMesh, off_mesh, outside_meshes
-from spanax.trace.variables import OPTIMIZER, Owner, Variables, model_of, optimizer_of, take_apart
+from spanax.trace.variables import (
+    OPTIMIZER,
+    Owner,
+    Variables,
+    model_of,
+    optimizer_of,
+    plain_variables,
+    take_apart,
+    traced_as_data,
+)
 
 READS = (
     jax.errors.ConcretizationTypeError,
@@ -131,6 +140,30 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, arrays)]
     jaxpr = jax.make_jaxpr(UserMesh(mesh.mesh).traced(from_arrays))(*avals)
     return structures[0], Initial(jaxpr, build)
+
+
+@outside_meshes
+def created(make_owners: Callable[[], Sequence[Owner]], name: str) -> tuple[Variables, core.ClosedJaxpr]:
+    """Returns the variables of objects that a function creates, and the jaxpr that computes them; allocates nothing.
+
+    Args:
+      make_owners: creates the objects.
+      name: what errors call it.
+
+    Raises:
+      SpanaxError: it reads the value of an array that is traced, or the objects have arrays that are not numbers.
+    """
+    structures: list[Variables] = []
+
+    def values() -> list[Any]:
+        with _reading(name, "compute it with NumPy, or load it into the created objects"):
+            with plain_variables(), traced_as_data():
+                variables, values = take_apart(make_owners())
+        structures.append(variables)
+        return values
+
+    jaxpr = jax.make_jaxpr(values)()
+    return structures[0], jaxpr
 
 
 @contextmanager

@@ -166,6 +166,17 @@ def plain_variables() -> Iterator[None]:
         yield
 
 
+def with_sharding_default(objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns objects that were created under `plain_variables`, with the user's default for eager sharding.
+
+    The default is part of the structure of a state, and Flax has no function that changes it.
+    """
+    for _, node in nnx.iter_graph(objects):
+        if isinstance(node, nnx.Variable):
+            node._var_metadata["eager_sharding"] = nnx.using_eager_sharding()
+    return objects
+
+
 def wants_hijax() -> bool:
     """Returns whether new Variables default to hijax types (`nnx.var_defaults(hijax=True)`) that a step can write."""
     return bool(nnx.var_defaults().hijax) and _is_writable()

@@ -7,14 +7,16 @@ parallel and run in sequence.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from spanax.plan.plan import Placement
 from spanax.run.step.platform import platform_of
@@ -39,11 +41,31 @@ def init_sharded_state(
     The values depend on the seed and not on the mesh. Leaves in `weights`, by index, are used as they are, also in the
     initial values of optimizer state that is computed from them.
     """
-    weights = weights or {}
-    graph = from_jaxpr(program.init.jaxpr)
-    scalars = graph.constants | _scalars(graph, program.init.inputs(seed))
+    shardings = [placement.sharding(mesh) for placement in placements]
+    derived = {index for index, placement in enumerate(placements) if placement.kind == "optimizer"}
+    return init_sharded(program.init.jaxpr, program.init.inputs(seed), shardings, weights or {}, derived)
+
+
+def init_sharded(
+    jaxpr: core.ClosedJaxpr,
+    inputs: Sequence[Any],
+    shardings: Sequence[jax.sharding.NamedSharding],
+    weights: Mapping[int, jax.Array] = MappingProxyType({}),
+    derived: Collection[int] = (),
+) -> list[jax.Array]:
+    """Returns the outputs of a jaxpr, each computed on the devices that store it; the values do not depend on the mesh.
+
+    Args:
+      jaxpr: computes all arrays.
+      inputs: its inputs, such as a seed.
+      shardings: the sharding of each output, all on one mesh.
+      weights: arrays that are used as they are in place of outputs, by index.
+      derived: the indices of outputs that are computed from `weights`, where they depend on them.
+    """
+    graph = from_jaxpr(jaxpr)
+    scalars = graph.constants | _scalars(graph, inputs)
     loaded = {graph.body.outputs[index]: array for index, array in weights.items()}
-    options, programs = _options(mesh), dict[Any, Future[Any]]()
+    options, programs = _options(shardings), dict[Any, Future[Any]]()
 
     def make(value: int, known: dict[int, Any], sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
         if value in known and value in loaded:
@@ -65,17 +87,17 @@ def init_sharded_state(
     # Several processes may synchronize in compilation, and must then compile all programs in the same order.
     with ThreadPoolExecutor(1 if jax.process_count() > 1 else os.cpu_count()) as pool:
         makes = []
-        for index, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
-            known = scalars | loaded if placement.kind == "optimizer" else scalars
-            is_loaded = index in weights
-            makes.append(partial(weights.get, index) if is_loaded else make(value, known, placement.sharding(mesh)))
+        for index, (value, sharding) in enumerate(zip(graph.body.outputs, shardings, strict=True)):
+            known = scalars | loaded if index in derived else scalars
+            makes.append(partial(weights.get, index) if index in weights else make(value, known, sharding))
         return [initialize() for initialize in makes]
 
 
-def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
+def _options(shardings: Sequence[jax.sharding.NamedSharding]) -> dict[str, int] | None:
     """Returns compiler options: at LLVM's level 1, CPU programs compile in 0.4 of the time and run as fast."""
     level = "xla_backend_optimization_level"
-    return {level: 1} if platform_of(mesh) == "cpu" and level not in os.environ.get("XLA_FLAGS", "") else None
+    is_cpu = any(platform_of(sharding.mesh) == "cpu" for sharding in shardings[:1])
+    return {level: 1} if is_cpu and level not in os.environ.get("XLA_FLAGS", "") else None
 
 
 def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:

@@ -57,18 +57,22 @@ class CompiledFunction:
         """Whether the mesh has several devices on CPUs, whose collectives require that calls do not overlap."""
         return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
 
-    @cached_property
-    def jitted(self) -> Any:
-        """The jitted function from (updated leaves, constant leaves, batch) to (updated leaves, results)."""
-        program, updated, constant = self.program, self.updated, self.constant
+    def outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the new state and the results, under the plan's constraints, given state and batch."""
+        program = self.program
         replay = sharded_function(
             program, self.plan, self.mesh, None, program.step, None, is_step=True, inputs_only=False
         )
-        num_leaves = len(self.state)
+        return replay.body(replay.graph.body, inputs)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The jitted function from (updated leaves, constant leaves, batch) to (updated leaves, results)."""
+        updated, constant, num_leaves = self.updated, self.constant, len(self.state)
 
         def function(before: Sequence[Any], read: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             state = dict(zip(updated, before, strict=True)) | dict(zip(constant, read, strict=True))
-            outputs = replay.body(replay.graph.body, [*(state[index] for index in range(num_leaves)), *batch])
+            outputs = self.outputs([*(state[index] for index in range(num_leaves)), *batch])
             return [outputs[index] for index in updated], outputs[num_leaves:]
 
         platform = platform_of(self.mesh)
