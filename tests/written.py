@@ -88,6 +88,8 @@ def read(line: str) -> Any:
         index = words.index("--") if "--" in words else len(words)
         tyro.cli(LAUNCHERS[words[1]][0], prog=line, args=words[2:index])
         if request_of(words[index + 1 :], None, is_here=False).is_program:
+            if words[index + 1] in cli.COMMANDS:
+                raise SpanaxError(f"'{words[index + 1]}' is a command that cannot be launched.")
             return None
         return read(shlex.join(["spanax", *words[index + 1 :]]))
     if words[0] not in cli.COMMANDS:

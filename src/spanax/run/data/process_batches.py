@@ -71,8 +71,8 @@ def global_batch(
 ) -> list[Any]:
     """Returns the leaves of a global batch, with arrays on the host placed on the devices in a group of processes.
 
-    Without a group they are returned unchanged, and transferred with the step. JAX itself does not accept arrays on the
-    host where a sharding includes devices of other processes.
+    Without a group they are returned unchanged, and transferred with the step. In a group `jax.jit` accepts no sharded
+    arrays on the host, and nothing in JAX would notice that they differ.
 
     Raises:
       SpanaxError: the batch differs between processes.
