@@ -53,7 +53,7 @@ def linear(**options: Any) -> Program:
     )
 
 
-@pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1], CASES[2]]))
+@pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1]]))
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
     output = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data

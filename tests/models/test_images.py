@@ -30,7 +30,7 @@ def noise(size: int, batch_size: int = 4) -> np.ndarray:
     ("name", "expected"),
     # torchvision's resnet50, vit_b_16, vit_l_16 and vit_h_14, timm's vit_giant_patch14_224: each with 1,000 classes.
     [
-        ("resnet50", 25_557_032),
+        pytest.param("resnet50", 25_557_032, marks=pytest.mark.slow),
         ("vit-b16", 86_567_656),
         ("vit-l16", 304_326_632),
         ("vit-h14", 632_045_800),

@@ -215,6 +215,7 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
         spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=BATCH, loss=wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled([AxisType.Explicit, AxisType.Auto], [AxisType.Explicit]))
 def test_a_plan_for_another_number_of_devices_than_the_mesh_of_the_user(kind: AxisType, tmp_path: Any) -> None:
     with jax.set_mesh(user_mesh(kind)):
