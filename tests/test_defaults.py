@@ -148,6 +148,7 @@ def test_requests_that_contradict_each_other_are_errors() -> None:
         spanax.plan(linear(), "h100:8", layout="ring", attention="flash")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
     program = load("gpt-nano", batch_size=64).trace(learning_rate=1e-3, num_steps=10, remat="none")
     roomy = spanax.cluster("a100:8")

@@ -63,6 +63,7 @@ def described(name: str) -> str:
 
 
 LARGE = {
+    "across", "alibi", "normed_weights", "per_example", "qwix_lora",
     "actor_critic", "capsules", "conformer", "convnext", "diffusion", "evoformer", "half", "hyper", "implicit", "linen",
     "longformer", "lstm_lm", "mae", "mobilenet", "moco", "nerf", "operator", "perceiver", "rwkv", "scanned", "swin",
     "t5", "wavenet",

@@ -70,6 +70,7 @@ def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
     assert run_report.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
 def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
     """On more devices than level 2 simulates, too."""
@@ -281,6 +282,7 @@ def test_an_unknown_compiler_flag_raises(monkeypatch: pytest.MonkeyPatch) -> Non
         compile_for(simulated_target(8), lower(program, plan, "cpu"), plan.mesh, flags={"xla_no_such_flag": "1"})
 
 
+@pytest.mark.slow
 def test_the_predictions_equal_those_of_the_search() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
     search_result = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)

@@ -121,6 +121,7 @@ def test_memory_is_in_binary_units(answered: tuple[str, dict[str, Any]]) -> None
     assert f"all-gather over fsdp {bytes_text(size)}" in moved and not re.search(r"\d [kMGT]B\b", answered[0])
 
 
+@pytest.mark.slow
 def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
     assert all(candidate["stages"] == 1 for candidate in ask(top=50, remat="none")[1]["candidates"])
     staged = ask(on="a100:2x2", top=200, remat="none", pipeline=True)[1]["candidates"]

@@ -26,6 +26,7 @@ def read(text: str, tmp_path: Path) -> Cluster:
     return cluster(str(path))
 
 
+@pytest.mark.slow
 def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> None:
     text = probe(devices, seconds=1.5)
     actual = read(text, tmp_path)

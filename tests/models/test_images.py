@@ -49,6 +49,7 @@ def test_vit_1b_is_the_one_of_the_paper():
     assert round((num_params - 1000 * 1409 - 2 * 1408) / 1e6) == 1011
 
 
+@pytest.mark.slow
 def test_resnet_shapes_are_those_of_the_paper():
     """Table 1: 112, then 56, 28, 14 and 7 pixels; 256 to 2048 channels."""
 
@@ -67,6 +68,7 @@ def test_resnet_shapes_are_those_of_the_paper():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_block_of_a_resnet_is_born_the_identity():
     model = build(resnet.ResNet, TINY_RESNET)
     x = np.abs(np.random.default_rng(0).normal(size=(2, 8, 8, 32))).astype(np.float32)

@@ -148,7 +148,7 @@ def test_halt_names_the_step_and_saves_nothing_of_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", sampled(MADE, ["data=1", "pipe=2,fsdp=2"]))
+@pytest.mark.parametrize("mesh", sampled(MADE, ["pipe=2,fsdp=2"]))
 def test_rollback_goes_on_as_if_the_batch_had_not_come(mesh: str, folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "run", batches({BAD: NAN})
     done = trained(source, config(out, "rollback", mesh=mesh), **MADE[mesh])
@@ -173,6 +173,7 @@ def test_skip_goes_on_with_the_state_of_before(mesh: str, folder: Path, tmp_path
         np.testing.assert_allclose(array, result[STEPS + 1][path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_ignore_saves_what_comes(tmp_path: Path) -> None:
     """What the tests above would see if nothing watched."""
     out, source = tmp_path / "run", batches({BAD: NAN})

@@ -215,6 +215,7 @@ def test_under_remat_and_in_microbatches(schedule: Any) -> None:
     assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
 
+@pytest.mark.slow
 def test_only_keys_go_around() -> None:
     text = spanax.start(program("causal"), ring_plan("causal", "context=8")).lower().compile().as_text()
     assert "collective-permute" in text and "all-to-all" not in text
