@@ -86,6 +86,7 @@ def test_batch_statistics_move_in_training_and_stay_in_evaluation():
     assert not np.array_equal(before, moved) and np.array_equal(moved, model.stem.norm.mean[...])
 
 
+@pytest.mark.slow
 def test_a_vit_knows_where_a_patch_is():
     model, x = build(vit.ViT, TINY_VIT), noise(16)
     swapped = x.copy()
