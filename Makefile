@@ -22,7 +22,7 @@ help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
 	@echo 'make frozen  compare programs, plans, prices and texts with the golden digests; make freeze writes them'
-	@echo 'make slow    the long campaigns'
+	@echo 'make slow    every case of the large matrices, and the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
 	@echo 'make browser the tests of pages in a browser'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
@@ -53,6 +53,7 @@ golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/check/test_frozen.py
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/byo -k every_preset
+	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/test_guides.py
 
 freeze: $(STAMP)
 	SPANAX_GOLDEN=update $(FROZEN) $(ARGS)

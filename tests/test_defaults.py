@@ -53,7 +53,7 @@ def linear(**options: Any) -> Program:
     )
 
 
-@pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1], CASES[2]]))
+@pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1]]))
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
     output = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data
@@ -148,6 +148,7 @@ def test_requests_that_contradict_each_other_are_errors() -> None:
         spanax.plan(linear(), "h100:8", layout="ring", attention="flash")
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
     program = load("gpt-nano", batch_size=64).trace(learning_rate=1e-3, num_steps=10, remat="none")
     roomy = spanax.cluster("a100:8")

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from sampling import sampled
 from spanax import cli
 from spanax.errors import SpanaxError
 from written import Block, blocks, commands, looks_like_python, pages, read
@@ -80,7 +81,11 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
         names.clear()  # functions refer to it: without this, batches and their thread outlive the page
 
 
-@pytest.mark.parametrize("page", [page for page in with_blocks("python") if page not in FIRST_PAGES])
+PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
+QUICK = [page for page in PAGES_OF_PYTHON if page != "docs/monitoring.md"]
+
+
+@pytest.mark.parametrize("page", sampled(PAGES_OF_PYTHON, QUICK))
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in EXTRAS:
         pytest.importorskip(EXTRAS[page])
@@ -113,7 +118,7 @@ def _is_line(shown: str, printed: str) -> bool:
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.1)
 
 
-@pytest.mark.parametrize("page", FIRST_PAGES)
+@pytest.mark.parametrize("page", sampled(FIRST_PAGES, ["README.md"]))
 def test_a_first_page_runs_as_a_script_and_prints_what_it_shows(page: str, tmp_path: Path) -> None:
     """In a process of its own, without the settings that these tests give JAX."""
     needs_devices()

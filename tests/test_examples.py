@@ -45,7 +45,15 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, argumen
 
 
 # The first examples train one model on few meshes, so that later ones find in the cache what those compiled.
-LONG = {"05_switch_the_mesh", "10_three_dimensions", "11_real_images", "12_real_text"}
+LONG = {
+    "02_fsdp",
+    "03_tensor",
+    "05_switch_the_mesh",
+    "09_pipeline",
+    "10_three_dimensions",
+    "11_real_images",
+    "12_real_text",
+}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sampling import sampled
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
 from spanax.usage import EXAMPLES
@@ -182,7 +183,7 @@ def in_front() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("when", AT_WORK)
+@pytest.mark.parametrize("when", sampled(AT_WORK, ["at work"]))
 def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path, in_front: None) -> None:
     (tmp_path / "mine.py").write_text(AT_WORK[when])
     argv = [*PYTHON, "axes", "mine.py:workload"]
@@ -213,7 +214,7 @@ AT_ITS_END = {
 }
 
 
-@pytest.mark.parametrize("when", AT_ITS_END)
+@pytest.mark.parametrize("when", sampled(AT_ITS_END, ["waiting for a thread"]))
 def test_ctrl_c_again_changes_no_exit_code(when: str, tmp_path: Path, in_front: None) -> None:
     first = "def workload():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(600)\n"
     (tmp_path / "mine.py").write_text(f"{BEGIN}{AT_ITS_END[when]}{first}")

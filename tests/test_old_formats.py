@@ -45,7 +45,7 @@ def test_an_old_plan_keeps_its_values(name: str) -> None:
 TRAINED = [name for name in PLANS if name != "plan_searched"]  # that one is for H100s
 
 
-@pytest.mark.parametrize("name", sampled(TRAINED, ["plan_accumulation", "plan_pipeline"]))
+@pytest.mark.parametrize("name", sampled(TRAINED, ["plan_accumulation"]))
 def test_an_old_plan_trains(name: str, in_folder: Path) -> None:
     cli.main(["train", "workload.py:tiny", "--plan", f"{name}.json", "--devices", "4", "--steps", "4", "--out", "new"])
     assert losses("new") == LOSSES

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+# A benchmark in a process of its own; the planner's prices are frozen elsewhere.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 TRUTH = ROOT / "tests" / "data" / "truth"
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 import programs
 import spanax
+from sampling import sampled
 from spanax.check import check as checking
 from spanax.check.compilers import report_cache, target
 from spanax.check.compilers.abstract_mesh import is_available
@@ -59,7 +60,7 @@ def report(layout: str, mesh: str, level: int) -> Report:
 LAYOUTS = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
 
 
-@pytest.mark.parametrize("layout, mesh", LAYOUTS)
+@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[1:]))
 def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
     run_report = report(layout, mesh, 2)
     assert run_report.errors["state_bytes"] == 0 and run_report.errors["flops"] == pytest.approx(0, abs=0.02)
@@ -69,6 +70,7 @@ def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
     assert run_report.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
 def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
     """On more devices than level 2 simulates, too."""
@@ -88,7 +90,7 @@ def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
 
 
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
-@pytest.mark.parametrize("layout, mesh", LAYOUTS)
+@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[1:]))
 def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
     passes, simulated_devices = report(layout, mesh, 1), report(layout, mesh, 2)
     for axes, kinds in simulated_devices.compiled.collectives.items():
@@ -280,6 +282,7 @@ def test_an_unknown_compiler_flag_raises(monkeypatch: pytest.MonkeyPatch) -> Non
         compile_for(simulated_target(8), lower(program, plan, "cpu"), plan.mesh, flags={"xla_no_such_flag": "1"})
 
 
+@pytest.mark.slow
 def test_the_predictions_equal_those_of_the_search() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
     search_result = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)

@@ -151,6 +151,7 @@ def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
         ask_planned()
 
 
+@pytest.mark.slow
 def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
     text, data = ask(inputs_only=True)
     assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
@@ -172,7 +173,6 @@ def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
         "float32",
         "--json",
     ]
-    cli.main(command)
     cli.main([*command, "--fail-on", "error"])
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--fail-on", "warning"])

@@ -13,6 +13,7 @@ import pytest
 import spanax
 from programs import zoo_program
 from requested import with_flags
+from sampling import sampled
 from spanax import cli
 from spanax.commands.plan import PlanCommand, answer
 from spanax.errors import SpanaxError
@@ -64,6 +65,7 @@ def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
     assert data["best"]["layout"] in text and max(map(len, text.splitlines())) < 400
 
 
+@pytest.mark.slow
 def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, dict[str, Any]]) -> None:
     text, data = answered
     first = "(fsdp=8): batch 16, sequence 64, float32, attention plain, remat none, 1 microbatch"
@@ -76,7 +78,10 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
     assert "attention" not in text.splitlines()[0]
 
 
-@pytest.mark.parametrize("name, on", [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")])
+TABLES = [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")]
+
+
+@pytest.mark.parametrize("name, on", sampled(TABLES, TABLES[:2]))
 def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
     searched = search(name, on)
@@ -116,6 +121,7 @@ def test_memory_is_in_binary_units(answered: tuple[str, dict[str, Any]]) -> None
     assert f"all-gather over fsdp {bytes_text(size)}" in moved and not re.search(r"\d [kMGT]B\b", answered[0])
 
 
+@pytest.mark.slow
 def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
     assert all(candidate["stages"] == 1 for candidate in ask(top=50, remat="none")[1]["candidates"])
     staged = ask(on="a100:2x2", top=200, remat="none", pipeline=True)[1]["candidates"]

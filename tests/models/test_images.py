@@ -30,7 +30,7 @@ def noise(size: int, batch_size: int = 4) -> np.ndarray:
     ("name", "expected"),
     # torchvision's resnet50, vit_b_16, vit_l_16 and vit_h_14, timm's vit_giant_patch14_224: each with 1,000 classes.
     [
-        ("resnet50", 25_557_032),
+        pytest.param("resnet50", 25_557_032, marks=pytest.mark.slow),
         ("vit-b16", 86_567_656),
         ("vit-l16", 304_326_632),
         ("vit-h14", 632_045_800),
@@ -49,6 +49,7 @@ def test_vit_1b_is_the_one_of_the_paper():
     assert round((num_params - 1000 * 1409 - 2 * 1408) / 1e6) == 1011
 
 
+@pytest.mark.slow
 def test_resnet_shapes_are_those_of_the_paper():
     """Table 1: 112, then 56, 28, 14 and 7 pixels; 256 to 2048 channels."""
 
@@ -67,6 +68,7 @@ def test_resnet_shapes_are_those_of_the_paper():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_block_of_a_resnet_is_born_the_identity():
     model = build(resnet.ResNet, TINY_RESNET)
     x = np.abs(np.random.default_rng(0).normal(size=(2, 8, 8, 32))).astype(np.float32)
@@ -84,6 +86,7 @@ def test_batch_statistics_move_in_training_and_stay_in_evaluation():
     assert not np.array_equal(before, moved) and np.array_equal(moved, model.stem.norm.mean[...])
 
 
+@pytest.mark.slow
 def test_a_vit_knows_where_a_patch_is():
     model, x = build(vit.ViT, TINY_VIT), noise(16)
     swapped = x.copy()

@@ -144,6 +144,7 @@ def test_grouped_queries_equal_repeated_keys_and_values():
     np.testing.assert_allclose(grouped(x_BTD), full(x_BTD), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_remat_changes_no_number():
     batch = {"inputs": tokens(0), "targets": tokens(1)}
     gradient = nnx.jit(nnx.value_and_grad(loss))

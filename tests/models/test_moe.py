@@ -112,6 +112,7 @@ def test_the_loss_is_cross_entropy_plus_the_weighted_balance():
     assert 0.9 < float(reported["balance"]) < 2
 
 
+@pytest.mark.slow
 def test_the_router_learns_from_the_balance():
     model = experts(TINY)
     grads = nnx.grad(lambda model: model(hidden())[1]["balance"])(model)

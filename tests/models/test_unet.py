@@ -27,6 +27,7 @@ def noise(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_parameters_match_the_published_model(published):
     """35.7 M in appendix B; to the last one, those of the authors' weights as Hugging Face has them."""
     leaves = jax.tree.leaves(nnx.state(published, nnx.Param))
@@ -51,6 +52,7 @@ def test_the_time_is_told_in_waves_from_one_to_a_ten_thousandth():
     np.testing.assert_array_equal(actual[0], [0] * 4 + [1] * 4)
 
 
+@pytest.mark.slow
 def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
     call, x_BYXC = nnx.jit(lambda model, *args: model(*args)), noise(2, 8, 8, 3)
     assert np.abs(call(tiny, x_BYXC, jnp.array([0, 999]))).max() < 1e-3

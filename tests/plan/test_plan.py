@@ -16,6 +16,7 @@ from flax import nnx
 
 import spanax
 import zoo
+from sampling import sampled
 from spanax.errors import DataError, SpanaxError
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import plan_of
@@ -147,7 +148,7 @@ def test_a_plan_that_was_read_runs_the_same_constraints(which: tuple[str, str | 
     assert list(fresh.constraints(step)) == list(read.constraints(step))
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", sampled(zoo.ZOO, [*zoo.ZOO][::2]))
 @pytest.mark.parametrize(("layout", "mesh"), [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")])
 def test_every_model_of_the_zoo_is_planned(name: str, layout: str, mesh: str) -> None:
     plan = planned(name, layout, mesh)
@@ -299,6 +300,7 @@ def test_the_chosen_plan_has_the_pin() -> None:
         spanax.plan(program(), spanax.cluster("a100:8"), pin={"vocap": "model"})
 
 
+@pytest.mark.slow
 def test_arguments_of_the_trace_take_precedence() -> None:
     case = zoo.ZOO["gpt"]
     actual = spanax.trace(

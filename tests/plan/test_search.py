@@ -84,6 +84,7 @@ def test_every_candidate_is_sound(place: tuple[str, str]) -> None:
         assert each.bottleneck.split(" goes to ")[1] == max(each.seconds, key=lambda name: each.seconds[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_name_that_is_a_presets_means_that_preset(place: tuple[str, str]) -> None:
     names = set()

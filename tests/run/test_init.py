@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from sampling import sampled
 from spanax.errors import DataError
 from spanax.run.config import TrainConfig
 from spanax.run.state import weights
@@ -171,7 +172,7 @@ def grown(stacked: bool = False, build: Any = None) -> spanax.Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", sampled([False, True], [True]))
 def test_a_model_with_more_weights_begins_from_those_it_shares(trained: tuple[spanax.Run, Path], stacked: bool) -> None:
     before, folder = trained
     of = grown(stacked)

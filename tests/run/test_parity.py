@@ -70,7 +70,7 @@ QUICK = {
     "gqa": {"context", "ring"},
     "moe": {"expert", "data+tensor"},
     "indexed-moe": {"expert"},
-} | dict.fromkeys(("annotated", "clip", "lora", "mixed-dtype", "mixer", "vae"), {"fsdp"})
+} | dict.fromkeys(("annotated", "lora", "mixed-dtype"), {"fsdp"})
 
 
 def cases() -> list[Any]:

@@ -139,6 +139,7 @@ def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> No
         process.wait()
 
 
+@pytest.mark.slow
 def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
     before = time.time()
     start_and_kill(place, "killed", r"\.6\.new\w*\.[0-9a-f]{32}")

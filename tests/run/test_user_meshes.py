@@ -162,6 +162,7 @@ def test_a_program_under_a_mesh_of_the_user_trains_as_in_nnx(build: Any, kind: A
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_variants_are_traced_under_the_same_mesh(tmp_path: Any) -> None:
     """Remat, microbatches, gradients, checks and checkpoints of a program that was traced under an Explicit mesh."""
     with jax.set_mesh(user_mesh(AxisType.Explicit)):
@@ -215,6 +216,7 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
         spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=BATCH, loss=wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled([AxisType.Explicit, AxisType.Auto], [AxisType.Explicit]))
 def test_a_plan_for_another_number_of_devices_than_the_mesh_of_the_user(kind: AxisType, tmp_path: Any) -> None:
     with jax.set_mesh(user_mesh(kind)):

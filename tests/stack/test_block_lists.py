@@ -108,6 +108,7 @@ def test_a_loop_that_passes_x_on_runs_as_one(forward: Callable[[Any, Any], Any],
     assert ("checkpoint" in program or "remat" in program) == (remat == "full")
 
 
+@pytest.mark.slow
 def test_a_gpt_in_a_list_becomes_the_gpt_in_a_scan() -> None:
     listed = GPT(LISTED, nnx.Rngs(0))
     stacked = spanax.stack(listed, TOKENS)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from sampling import sampled
 from spanax.models.gpt import Block, GPTConfig
 
 CONFIG = GPTConfig(vocab_size=64, seq_len=8, num_layers=3, num_heads=2, embed_dim=16, dropout=0.5)
@@ -55,8 +56,11 @@ def equal(first: Any, second: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+REMATS = [None, "none", "dots", "full", jax.checkpoint_policies.everything_saveable]
+
+
 @pytest.mark.parametrize("kind", [functools.partial(Block, CONFIG), Normed], ids=["gpt", "normed"])
-@pytest.mark.parametrize("remat", [None, "none", "dots", "full", jax.checkpoint_policies.everything_saveable])
+@pytest.mark.parametrize("remat", sampled(REMATS, [None, "dots"]))
 def test_a_stack_of_blocks_is_the_blocks_in_turn(kind: Callable[[nnx.Rngs], nnx.Module], remat: Any) -> None:
     blocks = blocks_of(kind)
     stack = spanax.Stack.of(blocks, remat=remat)

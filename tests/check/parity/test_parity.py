@@ -113,6 +113,7 @@ def test_keys_keep_their_implementation() -> None:
     assert parity(program, planned(program, "fsdp", "fsdp=8"), steps=2).passes
 
 
+@pytest.mark.slow
 def test_the_lowest_precision_determines_the_tolerance() -> None:
     assert coarsest_dtype(zoo_program("mlp")) == "float32"
     program = zoo_program("mixed-dtype")

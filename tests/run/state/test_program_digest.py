@@ -103,6 +103,7 @@ def test_a_train_step_of_ones_own_goes_on_with_more_steps(tmp_path: Path) -> Non
         run(tmp_path / "run", tiny(jnp.sin, owns_step=True), resume=True, steps=6)
 
 
+@pytest.mark.slow
 def test_with_other_versions_arrays_alone_are_compared(started: Path) -> None:
     step = started / "checkpoints" / "2"
     saved = json.loads((step / "meta.json").read_text())

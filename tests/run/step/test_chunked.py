@@ -160,6 +160,7 @@ def test_auto_leaves_logits_whole_where_chunks_have_few_tokens() -> None:
     assert re.search(r"; logits in one chunk: 2 chunks take \d+% longer$", plan.why)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
     # A row a device: no microbatch makes its logits smaller.
     batch = {name: jax.ShapeDtypeStruct((4, 512), "int32") for name in BATCH}

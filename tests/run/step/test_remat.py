@@ -110,7 +110,7 @@ def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh
 @pytest.mark.parametrize(
     ("name", "policy", "moves"),
     [
-        ("scanned, its own remat, dropout", "full", "count"),
+        pytest.param("scanned, its own remat, dropout", "full", "count", marks=pytest.mark.slow),
         ("mlp with dropout", "dots", "count"),
         ("cnn with batch norm", "dots", "mean"),
     ],
@@ -148,6 +148,7 @@ def test_a_derivative_of_ones_own_survives(policy: str) -> None:
         np.testing.assert_allclose(other, item, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(item).max()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_policy(tmp_path: Any) -> None:
     name, plan = "scanned", spanax.plan(program("scanned"), spanax.cluster("cpu:1"))
     run = spanax.start(program(name), plan)

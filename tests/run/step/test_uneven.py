@@ -146,6 +146,7 @@ def test_padding_is_kept_and_never_shown(tmp_path: Path) -> None:
             np.testing.assert_array_equal(numbers(array), result[path], path)
 
 
+@pytest.mark.slow
 def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
     built = program("gpt-5", 4)
     plan = planned(built, "pipe=2", "interleaved")

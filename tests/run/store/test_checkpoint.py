@@ -487,6 +487,7 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", DEATHS)
 def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
     root, left = graves / where, values(2 if DEATHS[where] else 1)

@@ -110,6 +110,7 @@ def test_a_run_goes_on_in_the_other_form_and_back(here: str, there: str, mesh: s
     assert_same_bits(run, back)
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_the_same_training(tmp_path: Path) -> None:
     run = spanax.start(program("list"), planned("list", "data=8"))
     run.step(BATCH)
@@ -120,6 +121,7 @@ def test_what_goes_on_is_the_same_training(tmp_path: Path) -> None:
     assert losses[0][2] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_only_lists_and_stacks_are_the_same_program(tmp_path: Path) -> None:
     plan = planned("stack", "data=8")
     run = spanax.start(program("stack"), plan)

@@ -73,9 +73,9 @@ def test_gradients_are_summed_once_a_step(layout: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "mesh"),
     [
-        ("gpt", "context", "data=2,context=4"),
+        pytest.param("gpt", "context", "data=2,context=4", marks=pytest.mark.slow),
         pytest.param("gpt", "hsdp", "data=2,fsdp=4", marks=pytest.mark.slow),
-        pytest.param("cnn", "data+tensor", "data=4,model=2", marks=pytest.mark.slow),
+        ("cnn", "data+tensor", "data=4,model=2"),
     ],
 )
 def test_the_numbers_are_those_of_one_device(name: str, layout: str, mesh: str) -> None:
