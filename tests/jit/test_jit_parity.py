@@ -85,3 +85,18 @@ def test_objects_after_twenty_steps_are_those_of_one_device(name: str, layout: s
     factor = LOOSER.get(name, 1.0) / TOLERANCE if name in LOOSER else 1.0
     assert worst.pop("loss") < TOLERANCE * factor
     assert max(worst.values()) < OF_STATE * factor, max(worst, key=worst.__getitem__)
+
+
+def test_collectives_and_memory_are_those_of_a_run() -> None:
+    case, step = zoo.ZOO["mlp"], train_step("mlp")
+    program = spanax.trace(
+        build=case.build, optimizer=lambda model: nnx.Optimizer(model, case.optimizer, wrt=case.wrt),
+        batch=case.batch(SIZE), train_step=lambda *args: {"loss": step(*args)},
+    )  # fmt: skip
+    function = spanax.jit(step, layout="fsdp+tensor", mesh="fsdp=4,model=2")
+    trained("mlp", function)
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp+tensor", mesh="fsdp=4,model=2")
+    assert function.plan == plan
+    expected, result = spanax.check(program, plan, "cpu:8", level=2), function.check(level=2)
+    assert result.compiled.collectives == expected.compiled.collectives
+    assert result.compiled.flops == expected.compiled.flops
