@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from spanax.check.check import check
@@ -22,6 +23,7 @@ from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shar
 from spanax.jit.results import attributes, has_objects, returned, with_objects
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
+from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.step.compiled_function import CompiledFunction
 from spanax.run.step.platform import platform_of
@@ -256,6 +258,10 @@ class ShardedFunction:
         compiled, state = executable.compiled, objects.arrays()
         moved = self._placed(executable, state, arrays)
         before, read = [state[index] for index in compiled.updated], [state[index] for index in compiled.constant]
+        if jax.process_count() > 1:
+            leaves = compiled.program.batch
+            arrays = [_on_host(array, leaf.dtype) for array, leaf in zip(arrays, leaves, strict=True)]
+            arrays = global_batch(arrays, compiled.batch, [leaf.path for leaf in leaves])
         batch = [place_argument(array, sharding) for array, sharding in zip(arrays, compiled.batch, strict=True)]
         after, results = executable.jitted(before, read, batch)
         if moved:
@@ -321,6 +327,12 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
         return array
     aval = jax.typeof(array)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _on_host(array: Any, dtype: Any) -> Any:
+    """Returns an array that only this process has as a NumPy array, and a global one unchanged."""
+    is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
+    return array if is_global else np.asarray(array, dtype)
 
 
 def _type(array: Any) -> Any:
