@@ -296,7 +296,7 @@ def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches])
 
 
 def test_an_example_batch_is_a_plan_for_the_host(opened: Callable[..., Batches]) -> None:
-    like = {"label": np.zeros(B, np.int32), "image": {"pixels": jax.ShapeDtypeStruct((B, 3), "float32")}}
+    like = {"label": np.zeros(B, int), "image": {"pixels": jax.ShapeDtypeStruct((B, 3), "float32")}}
     items = [example(i) for i in range(40)]
     reader, planned = opened(items, like, epochs=2, seed=3), opened(items, IMAGE_PLAN, epochs=2, seed=3)
     assert len(reader) == len(planned) == 10 and reader.state() == planned.state()

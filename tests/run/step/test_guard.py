@@ -161,6 +161,7 @@ def test_a_watch_that_was_restored_decides_as_before() -> None:
     for step, value in enumerate(values, 1):
         if step == 40:
             again.restore(json.loads(json.dumps(watch.state())))
+            assert again.history == watch.history != History()
         reason = watch.judge(step, {"loss": value})
         assert step < 40 or again.judge(step, {"loss": value}) == reason
     assert again.state() == watch.state() and len(watch.state()) == guard.window + 2

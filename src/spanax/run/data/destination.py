@@ -81,7 +81,8 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
             fix="spanax.plan(...), or a dict of arrays or jax.ShapeDtypeStructs",
         )
     by_path = {jax.tree_util.keystr(path, simple=True, separator=".") or "batch": leaf for path, leaf in pairs}
-    leaves = [ExampleLeaf(path, tuple(leaf.shape), str(np.dtype(leaf.dtype))) for path, leaf in by_path.items()]
+    dtypes = {path: str(jax.dtypes.canonicalize_dtype(leaf.dtype)) for path, leaf in by_path.items()}  # as in a plan
+    leaves = [ExampleLeaf(path, tuple(leaf.shape), dtypes[path]) for path, leaf in by_path.items()]
     if mesh is not None:
         raise SpanaxError(
             "an example batch has no plan, and so no layout on a mesh.",
