@@ -4,6 +4,7 @@
     ├── SizeError          2: a workload does not have the size to change
     ├── NoLayoutError      2: no layout shards a program over these devices
     ├── IdleAxisError      2: a mesh axis has nothing to shard in a program
+    ├── IndivisibleError   2: a mesh axis does not divide an axis that it must shard
     ├── ResizeError        2: a step cannot be traced with arrays of other sizes
     ├── DataError          65: data, a file or a checkpoint is invalid
     │   └── EntryError     65: an entry of a run folder is not a regular file
@@ -67,6 +68,17 @@ class NoLayoutError(SpanaxError):
 
 class IdleAxisError(SpanaxError):
     """A mesh axis shards no weight and saves no work in a program; exit code 2.
+
+    `axis` is the name of the mesh axis.
+    """
+
+    def __init__(self, what: str, *, axis: str, where: str = "", fix: str = ""):
+        super().__init__(what, where=where, fix=fix)
+        self.axis = axis
+
+
+class IndivisibleError(SpanaxError):
+    """A mesh axis does not divide an axis of a program that it must shard; exit code 2.
 
     `axis` is the name of the mesh axis.
     """

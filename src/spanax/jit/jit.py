@@ -82,16 +82,18 @@ def jit(
             static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
     request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}))
-    placed_by = {"layout": layout, "mesh": mesh, "on": on, "pin": pin, "plan": plan, "like": like}
-    set_by = [name for name, value in placed_by.items() if value is not None]
-    if len(set_by) > 1 and not {"plan", "like"}.isdisjoint(set_by):
+    others = {"layout": layout, "mesh": mesh, "on": on, "pin": pin, "plan": plan if like is not None else None}
+    if (plan is not None or like is not None) and (
+        names := [name for name, value in others.items() if value is not None]
+    ):
+        source = "plan" if like is None else "like"
         raise SpanaxError(
-            f"{set_by[-1]} decides the placement, without {' or '.join(set_by[:-1])}.", fix=f"leave {set_by[0]} out"
+            f"`{names[0]}` does not apply: `{source}` decides the placement.", fix=f"leave {names[0]} out"
         )
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
-    numbers, names = _static(function, static_argnums, static_argnames)
+    numbers, keywords = _static(function, static_argnums, static_argnames)
     losses = LossOptions(Variant(remat=remat, microbatches=microbatches), attention, loss_chunks)
-    sharded = ShardedFunction(function, placement, donate, numbers, names, losses)
+    sharded = ShardedFunction(function, placement, donate, numbers, keywords, losses, is_like=like is not None)
     return update_wrapper(sharded, function)
 
 

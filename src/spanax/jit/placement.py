@@ -1,5 +1,6 @@
 """The mesh and layout that functions of the same objects share."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spanax.errors import IdleAxisError, SpanaxError
+from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.choose import Request, decided
+from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import check_made_for
 from spanax.run.distributed.processes import join_group
@@ -52,8 +54,14 @@ class SharedPlacement:
     plan: Plan | None = None
     mesh: jax.sharding.Mesh | None = None
 
-    def plan_for(self, program: Program, losses: LossOptions) -> Plan:
+    def plan_for(self, program: Program, losses: LossOptions, *, is_like: bool) -> Plan:
         """Returns the plan of a program, with its losses in a form, on the shared mesh.
+
+        Args:
+          program: the program.
+          losses: the form of its losses.
+          is_like: whether mesh axes that do not divide the batch compute it replicated, as for the last batch of an
+            evaluation; otherwise they raise.
 
         Raises:
           SpanaxError: the program cannot be sharded as requested, or there are too few devices.
@@ -65,7 +73,7 @@ class SharedPlacement:
             check_made_for(program, self.plan)
             plan = self.plan
         else:
-            plan = _planned_like(program, self.cluster(), self.plan, losses)
+            plan = _planned_like(program, self.cluster(), self.plan, losses, is_like=is_like)
         if plan.schedule.num_stages > 1:
             raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
         if self.mesh is None:
@@ -85,7 +93,7 @@ class SharedPlacement:
         return local(devices)
 
 
-def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions) -> Plan:
+def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions, *, is_like: bool) -> Plan:
     """Returns the plan of a program on the mesh of another plan; mesh axes may have nothing to shard in it."""
     request = Request(mesh=plan.mesh, attention=losses.attention, loss_chunks=losses.loss_chunks)
     layout = plan.layout
@@ -95,7 +103,16 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
         try:
             return decided(program, cluster, replace(request, layout=layout, pins=pins))
         except IdleAxisError as error:  # such as `data` where a function has no batch: it computes replicated there
-            layout = replace(layout, computed=tuple(pair for pair in layout.computed if pair[0] != error.axis))
+            layout = _without(layout, error.axis)
+        except IndivisibleError as error:
+            if not is_like or error.axis not in dict(layout.computed):
+                raise
+            warnings.warn(f"{error} It is computed replicated over '{error.axis}'.", stacklevel=7)
+            layout = _without(layout, error.axis)
+
+
+def _without(layout: Layout, axis: str) -> Layout:
+    return replace(layout, computed=tuple(pair for pair in layout.computed if pair[0] != axis))
 
 
 def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> tuple[jax.sharding.Sharding, ...]:

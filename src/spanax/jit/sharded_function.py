@@ -19,7 +19,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
-from spanax.jit.results import has_objects, pure_results, with_objects
+from spanax.jit.results import attributes, has_objects, returned, with_objects
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
@@ -48,7 +48,7 @@ class Executable:
     Attributes:
       compiled: the function and its shardings.
       jitted: the jitted function.
-      has_objects: whether its results contain NNX objects.
+      has_objects: whether its results contain NNX objects, or it adds Variables to its objects.
       seen: by leaf, the last sharding object that is equivalent to the planned one: comparing identities is cheaper.
     """
 
@@ -69,6 +69,7 @@ class ShardedFunction:
       static_argnums: the positions of static arguments.
       static_argnames: the names of static arguments.
       losses: the form of the function's losses.
+      is_like: whether another function decides the placement.
     """
 
     function: Callable[..., Any]
@@ -77,6 +78,7 @@ class ShardedFunction:
     static_argnums: frozenset[int] = frozenset()
     static_argnames: frozenset[str] = frozenset()
     losses: LossOptions = LossOptions()
+    is_like: bool = False
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _structures: dict[Any, int] = field(default_factory=dict, repr=False)
     _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
@@ -152,7 +154,10 @@ class ShardedFunction:
         program, plan = self._latest
         placement = self.placement if on is None else SharedPlacement(self.placement.request, on)
         return check(
-            program, plan if on is None else placement.plan_for(program, self.losses), placement.cluster(), **options
+            program,
+            plan if on is None else placement.plan_for(program, self.losses, is_like=False),
+            placement.cluster(),
+            **options,
         )
 
     def explain(self, path: str | None = None) -> str:
@@ -191,13 +196,14 @@ class ShardedFunction:
 
         def function(nodes: tuple[Any, ...], arrays: list[Any]) -> Any:
             args, kwargs = form.arguments(nodes, arrays)
-            return pure_results(self.function(*args, **kwargs), nodes)
+            before = attributes(nodes)
+            return returned(self.function(*args, **kwargs), nodes, before)
 
         shapes = [_shape(array) for array in arrays]
         program = trace_function(
             function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
         )
-        plan = self.placement.plan_for(program, self.losses)
+        plan = self.placement.plan_for(program, self.losses, is_like=self.is_like)
         self._prepared = as_planned(program, plan), plan
         return self._prepared
 
@@ -214,19 +220,20 @@ class ShardedFunction:
         return Executable(compiled, jitted, has_objects(leaves), [None] * len(shardings))
 
     def _check_structure(self, key: Key, program: Program) -> None:
-        """Checks that the objects have the arrays of the first call with the same arguments.
+        """Checks that the objects have the arrays of the first call with the same arguments; they may have more.
 
         Raises:
-          SpanaxError: they have others.
+          SpanaxError: an array is missing, or has another shape or dtype.
         """
-        arrays = {(leaf.path, leaf.shape, leaf.dtype) for leaf in program.leaves}
-        for (form, _, _), executable in self._executables.items():
-            traced = {(leaf.path, leaf.shape, leaf.dtype) for leaf in executable.compiled.program.leaves}
-            if form == key[0] and traced != arrays:
-                path, shape, dtype = min(traced ^ arrays, key=str)
+        arrays = {leaf.path: (leaf.shape, leaf.dtype) for leaf in program.leaves}
+        first = next((executable for (form, *_), executable in self._executables.items() if form == key[0]), None)
+        for leaf in () if first is None else first.compiled.program.leaves:
+            if arrays.get(leaf.path) != (leaf.shape, leaf.dtype):
+                shape, dtype = arrays.get(leaf.path, (None, None))
                 raise SpanaxError(
                     f"the objects passed to `{self._name}` have another structure than in its first call.",
-                    where=f"`{path}`, {dtype}{list(shape)}, is only in one of them",
+                    where=f"`{leaf.path}` was {leaf.dtype}{list(leaf.shape)} and is "
+                    + ("missing" if shape is None else f"{dtype}{list(shape)}"),
                     fix="a function of its own for them: spanax.jit(function, like=...)",
                 )
 
@@ -256,8 +263,8 @@ class ShardedFunction:
         objects.update(compiled.updated, after)
         if compiled.is_simulated:
             jax.block_until_ready(results or after)
-        tree = jax.tree.unflatten(compiled.program.step.result, results)
-        return with_objects(tree, objects.by_path) if executable.has_objects else tree
+        call = jax.tree.unflatten(compiled.program.step.result, results)
+        return with_objects(call, objects.by_path) if executable.has_objects else call.results
 
     def _placed(self, executable: Executable, state: list[Any], arrays: Sequence[Any]) -> list[int]:
         """Places the arrays that are not sharded as compiled, in `state`, and returns their indices."""
@@ -291,8 +298,9 @@ def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the names of arrays without the name of the argument, if they all belong to one."""
-    if len({name.partition(".")[0] for name in names}) != 1 or any("." not in name for name in names):
+    """Returns the names of arrays without the name of the argument, if they are the items of one dict."""
+    heads, tails = ({part[index] for part in (name.partition(".") for name in names)} for index in (0, 2))
+    if len(heads) != 1 or any(not tail or tail[0].isdecimal() for tail in tails):
         return list(names)
     return [name.partition(".")[2] for name in names]
 

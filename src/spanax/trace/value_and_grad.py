@@ -59,7 +59,7 @@ def value_and_grad(
     it is `nnx.value_and_grad`.
 
     Args:
-      function: the loss, a function of NNX objects and arrays. For microbatches, the batch must be one of its arguments.
+      function: the loss, a function of NNX objects and arrays; for microbatches, the batch must be an argument.
       argnums: the position of the object whose parameters are differentiated, or an `nnx.DiffState`.
       has_aux: whether the function returns `(loss, other results)`.
 
@@ -92,14 +92,13 @@ def _gradient(
     model = args[state.argnum]
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     nodes = [model, *(leaf for leaf in leaves if _is_object(leaf) and leaf is not model)]
-    arrays = [leaf for leaf in leaves if not _is_object(leaf)]
-    places = {id(node): index for index, node in enumerate(nodes)}
-    positions = [places.get(id(leaf)) for leaf in leaves]
+    arrays = [leaf for leaf in leaves if not _is_object(leaf) and hasattr(leaf, "shape")]
+    places = {id(node): index for index, node in enumerate((*nodes, *arrays))}
     is_trained = nnx.filterlib.to_predicate(state.filter)
 
     def call(nodes: Any, arrays: list[Any]) -> tuple[Any, Any]:
-        values = iter(arrays)
-        merged = [next(values) if position is None else nodes[position] for position in positions]
+        values = *nodes, *arrays
+        merged = [values[places[id(leaf)]] if id(leaf) in places else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(treedef, merged)
         returned = function(*args, **kwargs)
         return returned if has_aux else (returned, None)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spanax.errors import IdleAxisError, SpanaxError, nearest
+from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
 from spanax.plan.pipeline.layer_partition import Parts
@@ -115,7 +115,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
                 if axes.ways[label] % num_shards and not in_parts and _is_uneven(program, name, label, num_shards):
                     reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
                     if name == "batch" or pins.get(name):
-                        raise _does_not_divide(program, name, axes.ways[label], num_shards, layout, mesh)
+                        raise _does_not_divide(program, name, axes.ways[label], num_shards, axis, layout, mesh)
                 elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
                     reasons.setdefault(label, Reason(Code.AXIS_USED, path, axis))
                     square.setdefault(label, rank)
@@ -205,15 +205,16 @@ def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
 
 
 def _does_not_divide(
-    program: Program, name: str, size: int, shards: int, layout: Layout, mesh: MeshShape
-) -> SpanaxError:
+    program: Program, name: str, size: int, shards: int, axis: str, layout: Layout, mesh: MeshShape
+) -> IndivisibleError:
     lower, upper = size // shards * shards, -(-size // shards) * shards
     near = f"{lower} or {upper}" if lower else f"{upper}"
     row = next((row for row in program.axes if row.name == name and row.leaves), None)
     # A loop over parts of the batch in the step itself shards the examples of one part.
     parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
-    return SpanaxError(
+    return IndivisibleError(
         f"'{name}' of size {size}{parts} is not divisible by {shards}: {size} % {shards} = {size % shards}.",
+        axis=axis,
         where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
         fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis",
     )

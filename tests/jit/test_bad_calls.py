@@ -1,0 +1,99 @@
+"""Each bad call of a function of `spanax.jit` is one error, and leaves the objects as they were."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import errors, nnx
+
+import spanax
+from spanax.errors import SpanaxError
+
+X = np.ones((8, 16), np.float32)
+CAPTURED = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+
+
+def update(model: Any, x: Any) -> Any:
+    model.bias[...] += 1
+    return model(x).sum()
+
+
+def as_float(model: Any, x: Any) -> float:
+    return float(update(model, x))
+
+
+def captured(model: Any, x: Any) -> Any:
+    CAPTURED.bias[...] += 1
+    return update(model, x)
+
+
+def model() -> nnx.Linear:
+    return nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+
+
+def elsewhere() -> nnx.Linear:
+    result = model()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    result.kernel[...] = jax.device_put(result.kernel[...], jax.NamedSharding(mesh, jax.P(None, "x")))
+    return result
+
+
+CASES = {
+    "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, "float"),
+    "a captured object": (captured, "data=8", model, (X,), errors.TraceContextError, "different trace level"),
+    "an odd batch": (update, "data=8", model, (X[:6],), SpanaxError, "'batch' of size 6 is not divisible by 8"),
+    "another mesh": (update, "data=8", elsewhere, (X,), SpanaxError, "`kernel` is already sharded over another mesh"),
+    "too few devices": (update, "data=16", model, (np.ones((16, 16)),), SpanaxError, "data=16 needs 16 devices"),
+    "an unknown axis": (update, "bogus=8", model, (X,), SpanaxError, "mesh axis 'bogus' has no default meaning"),
+    "a string": (update, "data=8", model, ("x",), SpanaxError, "a str, neither an NNX object nor an array"),
+    "shapes": (update, "data=8", lambda: nnx.eval_shape(model), (X,), SpanaxError, "is a shape without a value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_call_is_one_error(name: str) -> None:
+    function, mesh, make, arguments, kind, message = CASES[name]
+    objects = make()
+    before = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
+    with pytest.raises(kind, match=message):
+        spanax.jit(function, mesh=mesh)(objects, *arguments)
+    after = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
+    assert all(old.get_raw_value() is new.get_raw_value() for old, new in zip(before, after, strict=True))
+
+
+def test_other_objects_in_a_later_call_leave_both_unchanged() -> None:
+    step, first, second = spanax.jit(update, mesh="fsdp=8"), model(), nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+    step(first, X)
+    with pytest.raises(SpanaxError, match=r"another structure than in its first call(.|\n)*`bias` was float32\[32\]"):
+        step(second, X)
+    with pytest.raises(SpanaxError, match="not divisible by 8"):
+        step(first, X[:6])
+    assert float(second.bias[0]) == 0 and float(first.bias[0]) == 1
+    first.kernel.set_raw_value(np.ones((16, 64), np.float32))
+    with pytest.raises(SpanaxError, match=r"`kernel` is float32\[16, 64\], but the function was traced with"):
+        step(first, X)
+    assert float(first.bias[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"like": spanax.jit(update), "mesh": "data=8"}, "`mesh` does not apply"),
+        ({"plan": object(), "layout": "fsdp"}, "`layout` does not apply"),
+        ({"remat": "bogus"}, "unknown remat policy 'bogus'"),
+        ({"attention": "bogus"}, "unknown attention 'bogus'"),
+        ({"remat": "dots"}, "the function has none"),
+        ({"microbatches": 2}, "the function has none"),
+        ({"loss_chunks": 2}, "the function has none"),
+        ({"mesh": "pipe=2,data=4"}, "no repeated blocks"),
+    ],
+)
+def test_bad_options_are_one_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpanaxError, match=message):
+        spanax.jit(update, **options)(model(), X)
+
+
+def test_a_function_without_a_call_has_no_plan() -> None:
+    with pytest.raises(SpanaxError, match="`update` has no plan before it is called"):
+        _ = spanax.jit(update).plan
