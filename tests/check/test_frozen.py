@@ -58,7 +58,6 @@ MATRIX = {
 
 QUICK = {
     "gpt": {"fsdp+tensor+seq"},
-    "moe": {"expert"},
 }
 """Programs that test_parity.py compiles as well."""
 

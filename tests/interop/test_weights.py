@@ -69,7 +69,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(jnp.asarray(inputs)))
 
 
-@pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "qwen3", "vit"]))
+@pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "vit"]))
 def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
     done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
     assert not done.left_out and view.verify(tmp_path / "in") == []

@@ -34,7 +34,10 @@ def is_reported(name: str) -> bool:
 
 
 # One of each code; `slow` is all of them, and their recall.
-OF_EACH_CODE = {case.code: name for name, case in MISTAKES.items()} | {"SPX013": "16 layers in a list"}
+OF_EACH_CODE = {case.code: name for name, case in MISTAKES.items()} | {
+    "SPX005": "one name misspelt", "SPX006": "12 heads over 8", "SPX008": "FSDP across nodes with a small batch",
+    "SPX013": "16 layers in a list",
+}  # fmt: skip
 NEAR_EACH_CODE = {case.code: name for name, case in reversed(NEAR.items())}
 FEW_CLEAN = [
     "the best for gpt-nano on cpu:8", "the best for moe-nano on h100:8", "a replicated matrix that fits",

@@ -77,6 +77,7 @@ def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
     assert np.all(np.diff(share) < 0)
 
 
+@pytest.mark.slow
 def test_sampling_with_perfect_knowledge_gives_the_images_asked_for():
     """Of images that are noise of spread 0.5 themselves, what is noise in a sum is known in closed form."""
     share = signal_share(TINY)

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 import spanax
-from sampling import sampled
 from spanax.errors import DataError
 from spanax.run.config import TrainConfig
 from spanax.run.state import weights
@@ -172,7 +171,8 @@ def grown(stacked: bool = False, build: Any = None) -> spanax.Program:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stacked", sampled([False, True], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stacked", [False, True])
 def test_a_model_with_more_weights_begins_from_those_it_shares(trained: tuple[spanax.Run, Path], stacked: bool) -> None:
     before, folder = trained
     of = grown(stacked)

@@ -68,7 +68,7 @@ QUICK = {
     "cnn": {"hsdp", "tensor"},
     "gpt": {"fsdp+tensor+seq"},
     "gqa": {"context", "ring"},
-    "moe": {"expert", "data+tensor"},
+    "moe": {"expert"},
     "indexed-moe": {"expert"},
 } | dict.fromkeys(("annotated", "lora", "mixed-dtype"), {"fsdp"})
 

@@ -161,7 +161,8 @@ def test_halt_names_the_step_inside_of_the_call(tmp_path: Path, monkeypatch: pyt
 OUTCOMES = [("rollback", ("rolled_back", 5)), ("skip", ("skipped", BAD + 1))]
 
 
-@pytest.mark.parametrize("policy, outcome", sampled(OUTCOMES, OUTCOMES[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("policy, outcome", OUTCOMES)
 def test_a_bad_step_costs_what_it_costs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any, policy: str, outcome: tuple[str, int]
 ) -> None:

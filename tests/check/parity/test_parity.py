@@ -34,7 +34,8 @@ def held(name: str, layout: str, mesh: str) -> Parity:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "mesh"), [("mlp", "fsdp+tensor", "fsdp=4,model=2"), ("gpt", "fsdp", "fsdp=8")]
+    ("name", "layout", "mesh"),
+    [("mlp", "fsdp+tensor", "fsdp=4,model=2"), pytest.param("gpt", "fsdp", "fsdp=8", marks=pytest.mark.slow)],
 )
 def test_a_layout_that_is_right_passes(name: str, layout: str, mesh: str) -> None:
     result = held(name, layout, mesh)

@@ -94,6 +94,7 @@ def test_other_parameters_are_listed_and_never_loaded(started: Path) -> None:
         run(started, tiny(width=12), resume=True, steps=4, accept_changed_model=True)
 
 
+@pytest.mark.slow
 def test_a_train_step_of_ones_own_goes_on_with_more_steps(tmp_path: Path) -> None:
     """It contains the schedule, which follows from `--steps` and `--lr`."""
     run(tmp_path / "run", tiny(owns_step=True))

@@ -49,7 +49,7 @@ TRIED = [(name, policy) for name in list(CASES)[:3] for policy in ("none", "dots
 TRIED += [("mlp with dropout", "dots"), ("mlp with dropout", "offload"), ("cnn with batch norm", "dots")]
 
 # Every policy, and every kind of what the forward pass draws and changes; `slow` is all of it.
-QUICK = [("scanned", "full"), ("scanned, its own remat, dropout", "none"), *TRIED[13:]]
+QUICK = [("scanned", "full"), *TRIED[13:]]
 
 
 @functools.cache

@@ -219,6 +219,7 @@ def test_a_step_moves_computes_and_holds_what_the_plan_says(mesh: str) -> None:
     assert reported.collectives[AXIS] == {"collective-permute": result.collectives[AXIS]["collective-permute"]}
 
 
+@pytest.mark.slow
 def test_padding_takes_memory_and_time() -> None:
     """Six layers in four stages are priced as the eight rows that they are, and not as a stage and a half."""
     program = spanax.trace(

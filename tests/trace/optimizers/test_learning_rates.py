@@ -60,7 +60,7 @@ def test_every_step_returns_its_learning_rate(name: str, step: str) -> None:
     np.testing.assert_allclose(rates, [SCHEDULE(count) for count in range(3)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", ["pipe=2,data=2", "fsdp=4"])
+@pytest.mark.parametrize("mesh", sampled(["pipe=2,data=2", "fsdp=4"], ["pipe=2,data=2"]))
 def test_on_any_mesh(mesh: str) -> None:
     microbatches = 2 if "pipe" in mesh else 1
     run = run_of(mesh, OPTIMIZERS["a logged schedule"], microbatches=microbatches)

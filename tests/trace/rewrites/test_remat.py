@@ -16,6 +16,7 @@ from jax import lax
 
 import spanax
 import zoo
+from sampling import sampled
 from spanax.models import gpt
 from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
 from spanax.trace.jaxpr.marks import LOSS_CHUNKS
@@ -246,7 +247,7 @@ def test_axes_are_the_same(policy: str) -> None:
 QUICK = ("cnn", "moe", "rnn", "ssm", "vae")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in zoo.ZOO])
+@pytest.mark.parametrize("name", sampled(zoo.ZOO, QUICK))
 def test_every_model_takes_dots(name: str) -> None:
     case = zoo.ZOO[name]
     optimizer: Any = lambda model: nnx.Optimizer(model, case.optimizer, wrt=case.wrt)  # noqa: E731
@@ -373,7 +374,7 @@ def test_complex_contractions_are_recomputed() -> None:
     assert jnp.allclose(gradient, jax.grad(loss)(weights, x), rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+@pytest.mark.parametrize("policy", sampled(["none", "dots", "full"], ["dots"]))
 def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
     """A loss that is not linear in its tokens recomputes its chunks; by name, weights are gathered once."""
 

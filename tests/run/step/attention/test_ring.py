@@ -197,6 +197,7 @@ def differences(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 QUICK = [("padded", "data=2,context=4")]
+"""Attention as models write it is in run/test_parity.py, and under a scan below."""
 MESHES = ("context=8", "data=2,context=4", "context=4,model=2")
 CASES = sampled([(name, mesh) for name in BUILDS for mesh in MESHES], QUICK)
 
@@ -314,9 +315,8 @@ def test_a_sequence_of_32k_tokens() -> None:
     assert max(off.values()) < TOLERANCE, off
 
 
-@pytest.mark.parametrize(
-    "name, mesh", [("scan", "context=4,model=2"), pytest.param("biased", "data=2,context=4", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
 def test_what_was_priced_is_what_runs(name: str, mesh: str) -> None:
     """Bytes that go around, sums and FLOPs: the plan's and the compiled program's, to the byte."""
     machine = spanax.cluster("cpu:8")
