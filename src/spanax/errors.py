@@ -67,14 +67,14 @@ class NoLayoutError(SpanaxError):
 
 
 class IdleAxisError(SpanaxError):
-    """A mesh axis shards no weight and saves no work in a program; exit code 2.
+    """A mesh axis shards no weight and saves no work in a program, or no array in storage; exit code 2.
 
-    `axis` is the name of the mesh axis.
+    `axis` is the name of the mesh axis, and `in_storage` whether it was to shard arrays in storage.
     """
 
-    def __init__(self, what: str, *, axis: str, where: str = "", fix: str = ""):
+    def __init__(self, what: str, *, axis: str, in_storage: bool = False, where: str = "", fix: str = ""):
         super().__init__(what, where=where, fix=fix)
-        self.axis = axis
+        self.axis, self.in_storage = axis, in_storage
 
 
 class IndivisibleError(SpanaxError):

@@ -39,6 +39,11 @@ def elsewhere() -> nnx.Linear:
     return result
 
 
+def hijax() -> nnx.Linear:
+    with nnx.var_defaults(hijax=True):
+        return model()
+
+
 CASES = {
     "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, "float"),
     "a captured object": (captured, "data=8", model, (X,), errors.TraceContextError, "different trace level"),
@@ -47,6 +52,7 @@ CASES = {
     "too few devices": (update, "data=16", model, (np.ones((16, 16)),), SpanaxError, "data=16 needs 16 devices"),
     "an unknown axis": (update, "bogus=8", model, (X,), SpanaxError, "mesh axis 'bogus' has no default meaning"),
     "a string": (update, "data=8", model, ("x",), SpanaxError, "a str, neither an NNX object nor an array"),
+    "hijax": (update, "data=8", hijax, (X,), SpanaxError, "`bias` is a HijaxVariable, which spanax.jit does not"),
     "shapes": (update, "data=8", lambda: nnx.eval_shape(model), (X,), SpanaxError, "is a shape without a value"),
 }  # fmt: skip
 

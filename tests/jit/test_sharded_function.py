@@ -113,6 +113,10 @@ def test_functions_share_a_placement_whichever_runs_first() -> None:
     np.testing.assert_allclose([float(step(model, optimizer, X)), float(loss(linear(), X))], first, rtol=1e-6)
     assert float(evaluate(model, X)) < first and evaluate.placement.mesh is step.placement.mesh
     assert model.kernel.sharding.spec == optimizer.opt_state[0].mu.kernel.sharding.spec == jax.P("fsdp", "model")
+    # Metrics have nothing that fsdp could store sharded.
+    metrics = nnx.metrics.Average("loss")
+    spanax.jit(lambda metrics, losses: metrics.update(loss=losses), like=step)(metrics, np.ones(8, np.float32))
+    assert float(metrics.compute()) == 1
     # A function without a batch has nothing to shard over fsdp; a batch that does not divide is computed replicated.
     assert sample(model, nnx.Rngs(params=0)).shape == (32,)
     with pytest.warns(UserWarning, match="'batch' of size 6 is not divisible by 4"):
@@ -203,6 +207,14 @@ def test_one_array_in_two_variables_is_donated_once() -> None:
         step(model, average, X)
     np.testing.assert_allclose(model.kernel[...], before * 0.25, rtol=1e-6)
     np.testing.assert_allclose(average.kernel[...], before * 0.475, rtol=1e-6)
+
+
+def test_under_a_mesh_of_the_user() -> None:
+    model, step = linear(), spanax.jit(lambda model, x: model(x).sum(), mesh="fsdp=8")
+    expected = float(model(X).sum())
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        np.testing.assert_allclose([float(step(model, X)), float(step(model, X))], expected, rtol=1e-4)
+        assert "all-gather" in step.lower().compile().as_text()
 
 
 def test_without_donation_old_arrays_stay() -> None:

@@ -45,12 +45,21 @@ class Objects:
 
     @staticmethod
     def of(nodes: tuple[Any, ...]) -> "Objects":
-        """Returns the arrays of objects."""
+        """Returns the arrays of objects.
+
+        Raises:
+          SpanaxError: a Variable is a hijax one.
+        """
         graphdef, state = nnx.split(nodes)
         by_path = dict(nnx.iter_graph(nodes))
         slots: list[Slot] = []
         for path, _ in nnx.to_flat_state(state):
             node = by_path[path]
+            if isinstance(node, nnx.Variable) and nnx.Variable not in type(node).__mro__:
+                raise SpanaxError(
+                    f"`{'.'.join(map(str, path[1:]))}` is a {type(node).__name__}, which spanax.jit does not support.",
+                    fix="nnx.var_defaults(hijax=False)",
+                )
             if not isinstance(node, nnx.Variable):
                 slots.append(Attribute(by_path[path[:-1]], path[-1]))
             elif jax.tree_util.all_leaves([node.get_raw_value()]):

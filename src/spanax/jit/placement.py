@@ -103,12 +103,20 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
         try:
             return decided(program, cluster, replace(request, layout=layout, pins=pins))
         except IdleAxisError as error:  # such as `data` where a function has no batch: it computes replicated there
-            layout = _without(layout, error.axis)
+            layout = _stored_without(layout, error.axis) if error.in_storage else _without(layout, error.axis)
         except IndivisibleError as error:
             if not is_like or error.axis not in dict(layout.computed):
                 raise
             warnings.warn(f"{first_line(error)} It is computed replicated over '{error.axis}'.", stacklevel=7)
             layout = _without(layout, error.axis)
+
+
+def _stored_without(layout: Layout, axis: str) -> Layout:
+    stored: dict[str, Any] = {
+        name: tuple(other for other in getattr(layout, name) if other != axis)
+        for name in ("stored_params", "stored_gradients", "stored_optimizer")
+    }
+    return replace(layout, **stored)
 
 
 def _without(layout: Layout, axis: str) -> Layout:
@@ -142,7 +150,7 @@ def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
         raise SpanaxError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
-            fix="spanax.jit(like=...) with the function that sharded it, or the same mesh",
+            fix="the same mesh, spanax.jit(like=...), or objects that are created without a mesh",
         )
 
 

@@ -32,6 +32,7 @@ from spanax.show.axes import axes_text
 from spanax.show.search import array_lines
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import outside_meshes
 from spanax.trace.variables import OPTIMIZER, Owner
 
 MANY = 5
@@ -144,7 +145,7 @@ class ShardedFunction:
         assert mesh is not None
         state = tuple(leaf.sharding(mesh) for leaf in plan.leaves)
         compiled = CompiledFunction(program, plan, mesh, state, self.donate)
-        return compiled.jitted.lower(*compiled.arguments())
+        return outside_meshes(compiled.jitted.lower)(*compiled.arguments())
 
     def check(self, on: Cluster | str | None = None, **options: Any) -> Report:
         """Compares the plan with XLA's program, as `spanax.check` does.
@@ -217,9 +218,9 @@ class ShardedFunction:
         assert mesh is not None
         shardings = state_shardings(plan, mesh, objects.arrays())
         compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
-        jitted = compiled_with_barrier(compiled.jitted, compiled.arguments(), platform_of(mesh))
+        jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
-        return Executable(compiled, jitted, has_objects(leaves), [None] * len(shardings))
+        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [None] * len(shardings))
 
     def _check_structure(self, key: Key, program: Program) -> None:
         """Checks that the objects have the arrays of the first call with the same arguments; they may have more.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spanax.errors import SpanaxError
+from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.defaults import computed_in
 from spanax.plan.layout import Layout
@@ -137,12 +137,17 @@ def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
     if any(set(axes) & axes_of(place.spec) for place in arrays):
         return
     if not arrays:
-        raise SpanaxError(
-            f"the optimizer has no arrays: {layout.name} would shard nothing in storage.", fix="layout 'data'"
+        raise IdleAxisError(
+            f"the optimizer has no arrays: {layout.name} would shard nothing in storage.",
+            axis=axes[0],
+            in_storage=True,
+            fix="layout 'data'",
         )
     largest = max(arrays, key=lambda place: place.local_bytes)
-    raise SpanaxError(
+    raise IdleAxisError(
         f"no parameter is divisible by {resolver.mesh.ways(axes)}: {layout.name} would shard nothing in storage.",
+        axis=axes[0],
+        in_storage=True,
         where=f"the largest is {largest.path} {list(largest.shape)}",
         fix="a smaller mesh axis, or layout 'data'",
     )
