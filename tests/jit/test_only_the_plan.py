@@ -11,6 +11,7 @@ from flax import nnx
 
 import spanax
 from spanax.check.hlo.collectives import collectives, totals
+from spanax.jit.shardings import placements
 from spanax.plan.plan import Schedule
 
 MESH = "fsdp=4,model=2"
@@ -101,6 +102,7 @@ def test_shardings_of_a_second_model_are_those_of_its_argument() -> None:
     mesh = plan.mesh.build()
     paths = [placement.path for placement in plan.leaves]
     assert "teacher.blocks.0.up.kernel" in paths
+    assert [placement.path for placement in placements(models, plan)] == paths
     shardings = jax.tree.leaves(spanax.shardings(models, plan, mesh=mesh))
     assert shardings == [plan[path].sharding(mesh) for path in paths]
 
