@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import errors, nnx
 
 from spanax.errors import SpanaxError
-from spanax.jit.call import as_array, is_object, split_call
+from spanax.jit.call import is_object, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import SharedPlacement
 from spanax.jit.results import with_objects
@@ -18,6 +18,7 @@ from spanax.jit.shardings import mesh_of
 from spanax.plan.choose import Request
 from spanax.plan.plan import Plan
 from spanax.run.step.compiled_function import CompiledFunction
+from spanax.trace.user_mesh import is_typed, outside_meshes
 
 
 def constrain(
@@ -51,13 +52,46 @@ def constrain(
                 f"`{getattr(function, '__name__', 'function')}` is constrained, and runs in jax.jit or nnx.jit only.",
                 fix="nnx.jit(plan.constrain(function)), or spanax.jit(function, plan=plan)",
             )
+        _check_context(on, [*objects.arrays(), *arrays])
         sharded = ShardedFunction(function, SharedPlacement(Request(), None, plan, on), False, numbers, names)
         planned = sharded.prepare(*args, **kwargs)
         state = tuple(placement.sharding(on) for placement in planned.leaves)
         compiled = CompiledFunction(sharded.program, planned, on, state, donate=False)
-        return _run(compiled, objects, arrays)
+        _check_schedule(compiled, plan)
+        return outside_meshes(_run)(compiled, objects, arrays)
 
     return constrained
+
+
+def _check_context(mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> None:
+    """Checks that arrays can be constrained to shardings over a mesh.
+
+    Raises:
+      SpanaxError: `jax.set_mesh` has another mesh, or the sharding of an array is part of its type.
+    """
+    current = jax.sharding.get_abstract_mesh()
+    is_other = not current.empty and dict(current.shape) != dict(mesh.shape)
+    if is_other or any(is_typed(array) for array in arrays if isinstance(array, jax.Array)):
+        raise SpanaxError(
+            "the surrounding mesh is not the plan's, or has Explicit axes.",
+            where=f"{current or 'the mesh of an array'}; the plan's mesh is {dict(mesh.shape)}",
+            fix="jax.set_mesh(plan.mesh.build()), or no jax.set_mesh",
+        )
+
+
+def _check_schedule(compiled: CompiledFunction, plan: Plan) -> None:
+    """Checks that a function which trains has the plan's rematerialization, microbatches and loss chunks.
+
+    Raises:
+      SpanaxError: the plan is for other arguments, for which these are not known to apply.
+    """
+    trains = any(compiled.plan.leaves[index].kind == "param" for index in compiled.updated)
+    if trains and compiled.plan.schedule != plan.schedule:
+        raise SpanaxError(
+            "the function trains on other arrays than those of the plan, whose schedule would not apply.",
+            where=f"planned {plan.schedule}",
+            fix="a plan for these arrays: spanax.jit(function, ...).prepare(...)",
+        )
 
 
 def _run(compiled: CompiledFunction, objects: Objects, arrays: Sequence[Any]) -> Any:
@@ -101,14 +135,4 @@ def _check_writable(compiled: CompiledFunction, objects: Objects) -> None:
 def _is_static(value: Any) -> bool:
     """Returns whether an argument has neither objects nor arrays, so that it is static in the surrounding trace."""
     leaves = jax.tree.leaves(value, is_leaf=is_object)
-    return not any(is_object(leaf) or _is_array(leaf) for leaf in leaves)
-
-
-def _is_array(value: Any) -> bool:
-    if isinstance(value, bool | int | float | complex | str):
-        return False
-    try:
-        as_array(value)
-    except SpanaxError:
-        return False
-    return True
+    return not any(is_object(leaf) or hasattr(leaf, "__array__") or hasattr(leaf, "__jax_array__") for leaf in leaves)

@@ -10,6 +10,7 @@ from spanax.jit.call import is_object
 from spanax.jit.sharded_function import ShardedFunction, owners
 from spanax.run.state.sharded_init import init_sharded
 from spanax.trace.initial_state import created
+from spanax.trace.user_mesh import outside_meshes
 from spanax.trace.variables import Owner, with_sharding_default
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -68,7 +69,8 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
     args, keywords = _arguments(parameters, len(abstract), batch)
     plan, mesh = like.prepare(*abstract, *args, **keywords), like.placement.mesh
     assert mesh is not None
-    arrays = init_sharded(jaxpr, [], [plan[leaf.path].sharding(mesh) for leaf in variables.leaves])
+    shardings = [plan[leaf.path].sharding(mesh) for leaf in variables.leaves]
+    arrays = outside_meshes(init_sharded)(jaxpr, [], shardings)
     objects = with_sharding_default(variables.merge(arrays))
     return objects if is_tuple[0] else objects[0]
 

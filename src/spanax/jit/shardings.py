@@ -8,7 +8,6 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.plan.plan import Placement, Plan
-from spanax.run.distributed.processes import join_group
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
 
 
@@ -54,7 +53,6 @@ def mesh_of(plan: Plan, mesh: jax.sharding.Mesh | None, devices: Sequence[Any] |
       SpanaxError: the mesh has other axes, or there are too few devices.
     """
     if mesh is None:
-        join_group()
         return plan.mesh.build(devices)
     if devices is not None or dict(mesh.shape) != dict(plan.mesh.axes):
         raise SpanaxError(

@@ -6,7 +6,7 @@ Under Explicit axes every type carries a sharding, and operations refer to meshe
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -35,10 +35,19 @@ def outside_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if _current().empty else jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        with _without_mesh():
             return function(*args, **kwargs)
 
     return outside
+
+
+def _without_mesh() -> AbstractContextManager[Any]:
+    if _current().empty:
+        return nullcontext()
+    try:
+        return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+    except ValueError:  # inside `jax.jit`, which has only an abstract mesh
+        return jax.sharding.use_abstract_mesh(NO_MESH)
 
 
 def methods_outside_meshes(kind: type) -> type:
