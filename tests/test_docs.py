@@ -82,7 +82,7 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
 
 
 PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
-QUICK = [page for page in PAGES_OF_PYTHON if page != "docs/monitoring.md"]
+QUICK = [page for page in PAGES_OF_PYTHON if page not in ("docs/checkpoints.md", "docs/monitoring.md")]
 
 
 @pytest.mark.parametrize("page", sampled(PAGES_OF_PYTHON, QUICK))

@@ -44,16 +44,11 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, argumen
     runpy.run_path(str(example), run_name="__main__")
 
 
-# The first examples train one model on few meshes, so that later ones find in the cache what those compiled.
 LONG = {
-    "02_fsdp",
-    "03_tensor",
-    "05_switch_the_mesh",
-    "09_pipeline",
-    "10_three_dimensions",
-    "11_real_images",
-    "12_real_text",
-}
+    "02_fsdp", "03_tensor", "04_two_dimensions", "05_switch_the_mesh", "09_pipeline", "10_three_dimensions",
+    "11_real_images", "12_real_text",
+}  # fmt: skip
+"""Examples that `slow` runs: those of one layout each, which differ in a word, and those that take tens of seconds."""
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,11 @@ def described(name: str) -> str:
     )
 
 
-LARGE = {
-    "across", "alibi", "normed_weights", "per_example", "qwix_lora",
-    "actor_critic", "capsules", "conformer", "convnext", "diffusion", "evoformer", "half", "hyper", "implicit", "linen",
-    "longformer", "lstm_lm", "mae", "mobilenet", "moco", "nerf", "operator", "perceiver", "rwkv", "scanned", "swin",
-    "t5", "wavenet",
+SMALL = {
+    "byol", "ema_clone", "ensemble", "explicit", "flow", "gan", "graph_net", "lora_gpt", "lru", "masked_loss",
+    "multi_task", "pixelcnn", "sharded", "solver", "sorted_moe", "tagged", "transformer_xl", "vqvae",
 }  # fmt: skip
-"""Models that take seconds to trace, of kinds that a smaller one of the corpus stands for."""
-
-SMALL = [name for name in corpus.FILES if name not in LARGE]
+"""Of each kind the models that are traced fast."""
 
 
 @pytest.mark.parametrize("name", sampled([*corpus.FILES, *zoo.ZOO], SMALL))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from launched import WORKLOAD, arrays, examples, losses
+from sampling import sampled
 from spanax.errors import ConfigError, SpanaxError
 from spanax.models.workloads import load
 from spanax.run.config import TrainConfig
@@ -29,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def go_on(num_devices: int, until: int, **settings: Any) -> list[dict[str, Any]]:
+def go_on(num_devices: int, until: int, resume: bool | None = None, **settings: Any) -> list[dict[str, Any]]:
     """A part of the run `elastic`, as the command line would start it, asked to stop behind a step."""
     output: list[dict[str, Any]] = []
 
@@ -40,19 +41,27 @@ def go_on(num_devices: int, until: int, **settings: Any) -> list[dict[str, Any]]
 
     config = TrainConfig(
         workload="small.py:small", out="elastic", steps=8, save_every=0, seed=5, keep=9, devices=num_devices,
-        resume=until > 2, **settings,
+        resume=until > 2 if resume is None else resume, **settings,
     )  # fmt: skip
     train(lambda **sizes: load(config.workload, **sizes), config, jax.devices()[:num_devices], emit)
     assert output[-1]["event"] == ("preempted" if until < 8 else "done")
     return output
 
 
-def test_eight_four_six_eight(place: Path) -> None:
+COURSES = [((8, 2), (4, 4), (6, 6), (8, 8)), ((8, 4), (6, 8))]
+"""Devices, and the step until which a run has them."""
+
+
+@pytest.mark.parametrize("course", sampled([(course,) for course in COURSES], [(COURSES[1],)]))
+def test_eight_four_six_eight(place: Path, course: tuple[tuple[int, int], ...]) -> None:
     """The examples come in the order of a run that never changed, and the losses are its losses."""
-    for part, num_devices in enumerate((8, 4, 6, 8)):
-        go_on(num_devices, 2 * part + 2, layout="fsdp")
+    for num_devices, until in course:
+        go_on(num_devices, until, layout="fsdp", resume=(num_devices, until) != course[0])
     begins = [event for event in events.read(place / "elastic").records if event["event"] == "begin"]
-    assert [(event["devices"], event["step"]) for event in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
+    ends = [0, *(until for _, until in course)]
+    assert [(event["devices"], event["step"]) for event in begins] == [
+        (num_devices, begin) for (num_devices, _), begin in zip(course, ends, strict=False)
+    ]
     whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
     train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
     assert examples(place / "elastic") == examples(place / "whole")
@@ -80,6 +89,7 @@ def _planned(num_devices: int) -> tuple[Any, Any]:
     return program, spanax.plan(program, local(jax.devices()[:num_devices]), layout="fsdp")
 
 
+@pytest.mark.slow
 def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None:
     go_on(8, 2, layout="fsdp+tensor", mesh="fsdp=2,model=4")
     output = go_on(5, 4, layout="fsdp+tensor")

@@ -107,6 +107,7 @@ def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launch
         same(again, whole)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_refused_is_refused_once(place: Path, form: str) -> None:
     """Every process says why; the supervisor says it once, and starts nothing again."""
     hosts, devices = FORMS[form]

@@ -42,7 +42,6 @@ NEAR_EACH_CODE = {case.code: name for name, case in reversed(NEAR.items())}
 FEW_CLEAN = [
     "the best for gpt-nano on cpu:8", "the best for moe-nano on h100:8", "a replicated matrix that fits",
     "an MLP with float32 on a CPU", "half of the memory", "7 layers in a list", "HSDP of Llama 3 8B on two nodes",
-    "the best for a GPT, as compiled",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ def shapes(workload: spanax.Workload) -> dict[str, tuple[int, ...]]:
     return {leaf.path: leaf.shape for leaf in (*program.leaves, *program.batch)}
 
 
+@pytest.mark.slow
 def test_the_page_lists_every_workload_as_it_is():
     """Name, parameters and the sizes of a batch in each row of the table."""
     result = {}

@@ -39,6 +39,7 @@ def test_half_the_bytes_in_the_plan_and_in_the_compiled_step() -> None:
     assert memory.argument_size_in_bytes == half.state_bytes() + batch
 
 
+@pytest.mark.slow
 def test_nearly_the_same_course() -> None:
     losses = {}
     for state in ("float32", "bfloat16"):

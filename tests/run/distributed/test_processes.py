@@ -262,19 +262,12 @@ def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> No
         bind_data_sockets({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        pytest.param(
-            GROUP | {"SPANAX_HOST": "1"},
-            "JAX started before this process joined its group of 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"SPANAX_NUM_HOSTS": "2"},
-            "SPANAX_NUM_HOSTS is 2, but SPANAX_COORDINATOR is not set",
-            marks=pytest.mark.slow,
-        ),
+        (GROUP | {"SPANAX_HOST": "1"}, "JAX started before this process joined its group of 4"),
+        ({"SPANAX_NUM_HOSTS": "2"}, "SPANAX_NUM_HOSTS is 2, but SPANAX_COORDINATOR is not set"),
         (SLURM, "JAX started before this process joined its group of 2"),
     ],
     ids=["joined too late", "no coordinator", "detected too late"],

@@ -134,6 +134,7 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
     assert saved_bytes(program(), plans[1], machine) == round(reported[0] - reported[1])
 
 
+@pytest.mark.slow
 def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
     config = gpt.GPTConfig(vocab_size=50257, seq_len=256, num_layers=2, num_heads=4, embed_dim=256)
     build = lambda rngs: gpt.GPT(config, rngs)  # noqa: E731

@@ -499,6 +499,7 @@ def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
     assert_same(checkpoint.restore(root, targets(), step=1).arrays, left)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_waiting_loses_nothing_older(graves: Path) -> None:
     root = graves / "not waited for"
     restored = checkpoint.restore(root, targets(), warn=no_warning)

@@ -197,7 +197,7 @@ def differences(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 QUICK = [("padded", "data=2,context=4")]
-"""Attention as models write it is in run/test_parity.py, and under a scan below."""
+"""Attention as models write it is in run/test_parity.py."""
 MESHES = ("context=8", "data=2,context=4", "context=4,model=2")
 CASES = sampled([(name, mesh) for name in BUILDS for mesh in MESHES], QUICK)
 
@@ -209,7 +209,8 @@ def test_a_ring_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
     assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
 
-@pytest.mark.parametrize("schedule", [{"remat": "full"}, pytest.param({"remat": "dots"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [{"remat": "full"}, {"remat": "dots"}])
 def test_under_remat_and_in_microbatches(schedule: Any) -> None:
     plan = ring_plan("scan", "data=2,context=4", microbatches=2, **schedule)
     problems = differences(numbers(spanax.start(program("scan"), plan)), on_one_device("scan"))
