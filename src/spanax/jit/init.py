@@ -49,8 +49,8 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
       ...     model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
       ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
       >>> model, optimizer = init(make_objects, like=train_step, batch=jax.ShapeDtypeStruct((8, 16), "float32"))
-      >>> model.kernel.sharding.spec, model.kernel.addressable_shards[0].data.shape
-      (PartitionSpec(None, 'fsdp'), (16, 4))
+      >>> tuple(model.kernel.sharding.spec), model.kernel.addressable_shards[0].data.shape
+      ((None, 'fsdp'), (16, 4))
     """
     if not isinstance(like, ShardedFunction):
         raise SpanaxError("`like` is not a function of spanax.jit.", fix="like=spanax.jit(train_step)")

@@ -37,8 +37,8 @@ def shardings(
       >>> model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
       >>> plan = predict.prepare(model, jax.ShapeDtypeStruct((8, 16), "float32"))
       >>> state = jax.device_put(nnx.state(model), shardings(model, plan))
-      >>> state["kernel"].sharding.spec
-      PartitionSpec(None, 'fsdp')
+      >>> tuple(state["kernel"].sharding.spec)
+      (None, 'fsdp')
     """
     nodes = objects if isinstance(objects, tuple) else (objects,)
     on = mesh_of(plan, mesh, devices)
