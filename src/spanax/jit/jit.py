@@ -72,8 +72,8 @@ def jit(
       ...     optimizer.update(model, gradients)
       ...     return loss
       >>> first, second = (float(train_step(model, optimizer, np.ones((8, 16), "float32"))) for _ in range(2))
-      >>> second < first, model.kernel.sharding.spec
-      (True, PartitionSpec(None, 'fsdp'))
+      >>> second < first, tuple(model.kernel.sharding.spec)
+      (True, (None, 'fsdp'))
     """
     if function is None:
         return partial(
