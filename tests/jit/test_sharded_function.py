@@ -280,6 +280,7 @@ def test_what_the_command_line_answers() -> None:
     assert step.prepare(abstract, jax.ShapeDtypeStruct((8, 16), "float32")) is step.plan
     assert [axis.name for axis in step.program.axes] and step.num_compilations == 0
     assert "layout fsdp on 8 devices" in step.explain() and "stored over fsdp" in step.explain("kernel")
+    assert "all-gather" in step.explain("kernel")
     report = step.check(level=2)
     assert report.compiled.state_bytes == step.plan.state_bytes()
     assert "all-gather" in step.lower().compile().as_text()

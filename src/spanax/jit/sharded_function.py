@@ -21,10 +21,12 @@ from spanax.jit.call import CallForm, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
 from spanax.jit.results import attributes, has_objects, returned, with_objects
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
+from spanax.run.state.sharded_init import placed
 from spanax.run.step.compiled_function import CompiledFunction
 from spanax.run.step.platform import platform_of
 from spanax.run.step.validate_batch import place_argument
@@ -33,7 +35,7 @@ from spanax.show.search import array_lines
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import outside_meshes
-from spanax.trace.variables import OPTIMIZER, Owner
+from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 
 MANY = 5
 """The number of compilations of one function from which each is reported."""
@@ -119,7 +121,8 @@ class ShardedFunction:
           'data=8'
         """
         form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
-        return self._planned(form, nodes, arrays)[1]
+        self._prepared = self._planned(form, nodes, arrays)
+        return self._prepared[1]
 
     @property
     def num_compilations(self) -> int:
@@ -164,9 +167,16 @@ class ShardedFunction:
         )
 
     def explain(self, path: str | None = None) -> str:
-        """Returns the named axes and the sharding of every array as text; for one path, the reason for its sharding."""
+        """Returns the named axes and the sharding of every array as text.
+
+        Args:
+          path: an array; returns its sharding, the reason for it, and the collectives that move it.
+        """
         program, plan = self._latest
-        return "\n".join(array_lines(plan[path], {}) if path is not None else [axes_text(program), "", str(plan)])
+        if path is None:
+            return "\n".join([axes_text(program), "", str(plan)])
+        leaf, evaluation = plan[path], evaluate(program, plan, self.placement.cluster())
+        return "\n".join(array_lines(leaf, evaluation.collectives_of(path) if leaf.kind != "batch" else {}))
 
     @property
     def _latest(self) -> tuple[Program, Plan]:
@@ -207,12 +217,12 @@ class ShardedFunction:
             function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
         )
         plan = self.placement.plan_for(program, self.losses, is_like=self.is_like)
-        self._prepared = as_planned(program, plan), plan
-        return self._prepared
+        return as_planned(program, plan), plan
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         program, plan = self._planned(key[0], objects.nodes, arrays)
         self._check_structure(key, program)
+        self._prepared = program, plan
         self._report(key, program)
         mesh = self.placement.mesh
         assert mesh is not None
@@ -261,7 +271,7 @@ class ShardedFunction:
         before, read = [state[index] for index in compiled.updated], [state[index] for index in compiled.constant]
         if jax.process_count() > 1:
             leaves = compiled.program.batch
-            arrays = [_on_host(array, leaf.dtype) for array, leaf in zip(arrays, leaves, strict=True)]
+            arrays = [_for_group(*each) for each in zip(arrays, leaves, compiled.batch, strict=True)]
             arrays = global_batch(arrays, compiled.batch, [leaf.path for leaf in leaves])
         batch = [place_argument(array, sharding) for array, sharding in zip(arrays, compiled.batch, strict=True)]
         after, results = executable.jitted(before, read, batch)
@@ -330,10 +340,12 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _on_host(array: Any, dtype: Any) -> Any:
-    """Returns an array that only this process has as a NumPy array, and a global one unchanged."""
-    is_global = isinstance(array, jax.Array) and not array.is_fully_addressable
-    return array if is_global else np.asarray(array, dtype)
+def _for_group(array: Any, leaf: Leaf, sharding: jax.sharding.NamedSharding) -> Any:
+    """Returns a global array or a random key as a global array, and any other array as a NumPy array."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return array
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return placed(array, sharding) if is_key else np.asarray(array, leaf.dtype)
 
 
 def _type(array: Any) -> Any:
