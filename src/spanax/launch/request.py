@@ -178,7 +178,7 @@ def scheduler_name(folder: Path) -> str:
 
 def _check_program(argv: Sequence[str], is_here: bool) -> None:
     program = argv[0]
-    if Path(program).name == "spanax" or list(argv[1:3]) == ["-m", "spanax"]:
+    if Path(program).name == "spanax" or (["-m"], ["spanax"]) == ([*argv[1:2]], [*argv[2:3]]):
         raise SpanaxError(
             f"'-- {shlex.join(argv)[:80]}' would not be resumed after a restart.",
             fix="-- train ..., without 'spanax' before it",
