@@ -21,7 +21,9 @@ pytestmark = [
 ]
 
 PRESETS = [preset for preset in corpus.MESHES if corpus.microbatches(preset) == 1]
-CASES = [(name, preset) for name in corpus.FILES for preset in PRESETS]
+# Objects that are created under a mesh of the user are sharded over it, which is an error: test_bad_calls.py.
+FILES = [name for name in corpus.FILES if not hasattr(corpus.model(name), "mesh")]
+CASES = [(name, preset) for name in FILES for preset in PRESETS]
 QUICK = [("gan", "hsdp"), ("raw_arrays", "fsdp"), ("multi_task", "fsdp+tensor"), ("ema_clone", "zero1")]
 
 
