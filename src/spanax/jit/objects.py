@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 
@@ -25,8 +26,8 @@ class Objects:
       graphdef: their structure.
       slots: where each array is stored.
       is_variable: whether each slot is a Variable.
-      containers: every module, list and dict of the objects, as a function that returns its items, these items, and
-        their ids.
+      containers: the items of every module, list and dict of the objects: a view, which changes with them.
+      items: all of these items when the objects were flattened.
 
     Example:
       >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -41,7 +42,8 @@ class Objects:
     graphdef: Any
     slots: tuple["Slot", ...]
     is_variable: tuple[bool, ...]
-    containers: tuple[tuple[Any, list[Any], list[int]], ...]
+    containers: tuple[Any, ...]
+    items: list[Any]
 
     @staticmethod
     def of(nodes: tuple[Any, ...]) -> "Objects":
@@ -68,9 +70,14 @@ class Objects:
                 leaves, treedef = jax.tree.flatten(node.get_raw_value())
                 slots += [Part(node, treedef, index) for index in range(len(leaves))]
         is_variable = tuple(isinstance(slot, nnx.Variable) for slot in slots)
-        items = [items for items in map(_items, by_path.values()) if items is not None]
-        containers = tuple((read, list(read()), [*map(id, read())]) for read in items)
-        return Objects(nodes, by_path, graphdef, tuple(slots), is_variable, containers)
+        containers = tuple(items for items in map(_items, by_path.values()) if items is not None)
+        items = [*chain.from_iterable(containers)]
+        return Objects(nodes, by_path, graphdef, tuple(slots), is_variable, containers, items)
+
+    @cached_property
+    def has_only_variables(self) -> bool:
+        """Whether every array is the value of a Variable."""
+        return all(self.is_variable)
 
     @cached_property
     def is_traced(self) -> bool:
@@ -87,11 +94,16 @@ class Objects:
 
     def is_current(self) -> bool:
         """Returns whether every container has the items that it had when the objects were flattened."""
-        return all([*map(id, read())] == ids for read, _, ids in self.containers)
+        # Without a Python loop: a module takes 0.2 us instead of 2.
+        count = sum(map(len, self.containers))
+        return count == len(self.items) and all(map(is_, chain.from_iterable(self.containers), self.items))
 
     def arrays(self) -> list[Any]:
         """Returns the arrays."""
-        read, pairs = _VALUE.__get__, zip(self.slots, self.is_variable, strict=True)
+        read = _VALUE.__get__
+        if self.has_only_variables:
+            return [*map(read, self.slots)]
+        pairs = zip(self.slots, self.is_variable, strict=True)
         return [read(slot) if is_variable else slot.read() for slot, is_variable in pairs]
 
     def update(self, indices: Iterable[int], arrays: Sequence[Any]) -> None:
@@ -102,9 +114,8 @@ class Objects:
                 write(slots[index], array)
             else:
                 slots[index].write(array)
-        if not all(is_variable):
-            for read, values, ids in self.containers:
-                values[:], ids[:] = read(), map(id, read())
+        if not self.has_only_variables:
+            self.items[:] = chain.from_iterable(self.containers)
 
 
 class Slot(Protocol):
@@ -170,9 +181,9 @@ class Part:
 
 
 def _items(node: Any) -> Any:
-    """Returns a function that returns the items of a mutable container; None for any other node."""
+    """Returns a view of the items of a mutable container; None for any other node."""
     if isinstance(node, nnx.Pytree):
-        return vars(node).values
+        return vars(node).values()
     if isinstance(node, dict):
-        return node.values
-    return partial(iter, node) if isinstance(node, list) else None
+        return node.values()
+    return node if isinstance(node, list) else None

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -42,6 +43,8 @@ MANY = 5
 
 NUM_OBJECTS = 2
 """The number of tuples of objects whose structure is cached, such as a model and its moving average."""
+
+_UNSEEN = object()
 
 Key = tuple[CallForm, int, tuple[Any, ...]]
 
@@ -230,7 +233,7 @@ class ShardedFunction:
         compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
         jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
-        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [None] * len(shardings))
+        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
 
     def _check_structure(self, key: Key, program: Program) -> None:
         """Checks that the objects have the arrays of the first call with the same arguments; they may have more.
@@ -285,10 +288,11 @@ class ShardedFunction:
 
     def _placed(self, executable: Executable, state: list[Any], arrays: Sequence[Any]) -> list[int]:
         """Places the arrays that are not sharded as compiled, in `state`, and returns their indices."""
-        compiled, seen, moved = executable.compiled, executable.seen, []
-        for index, array in enumerate(state):
-            if getattr(array, "sharding", None) is not seen[index] or seen[index] is None:
-                leaf = compiled.program.leaves[index]
+        compiled, seen, moved = executable.compiled, executable.seen, list[int]()
+        shardings = [getattr(array, "sharding", None) for array in state]
+        for index in () if all(map(is_, shardings, seen)) else range(len(state)):
+            if shardings[index] is not seen[index]:
+                leaf, array = compiled.program.leaves[index], state[index]
                 state[index] = place(leaf.path, array, leaf, compiled.state[index], compiled.mesh)
                 seen[index] = state[index].sharding
                 if state[index] is not array:
