@@ -100,6 +100,26 @@ def test_bad_options_are_one_error(options: dict[str, Any], message: str) -> Non
         spanax.jit(update, **options)(model(), X)
 
 
+def test_a_function_without_objects_names_what_it_lacks() -> None:
+    with pytest.raises(SpanaxError, match=r"`model` has no objects and no arrays to shard(.|\n)*spanax.init"):
+        spanax.jit(model, mesh="fsdp=8")()
+    with pytest.raises(SpanaxError, match=r"no NNX objects: fsdp would shard nothing(.|\n)*an nnx.Module or an nnx.State"):
+        spanax.jit(lambda weights, x: x @ weights["kernel"], mesh="fsdp=8")({"kernel": X.T}, X)
+
+
+@pytest.mark.filterwarnings("ignore:Using .Module.sow:DeprecationWarning")
+def test_values_that_a_function_records_are_one_error() -> None:
+    def record(model: Any, x: Any) -> Any:
+        y = model(x)
+        model.sow(nnx.Intermediate, "y", y)
+        return y
+
+    step, target = spanax.jit(record, mesh="data=8"), model()
+    with pytest.raises(SpanaxError, match=r"nnx.pop\(model, nnx.Intermediate\)"):
+        for _ in range(2):
+            step(target, X)
+
+
 def test_a_function_without_a_call_has_no_plan() -> None:
     with pytest.raises(SpanaxError, match="`update` has no plan before it is called"):
         _ = spanax.jit(update).plan

@@ -14,6 +14,7 @@ from byo import corpus
 from byo.test_byo import NOUGHT, OF_MOMENTS, TOLERANCE
 from sampling import sampled
 from spanax.errors import SpanaxError
+from spanax.trace.variables import model_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
@@ -52,7 +53,7 @@ def trained(name: str, step: Callable[..., Any]) -> dict[str, np.ndarray]:
     """The losses, and every array of the objects after the last step."""
     case = corpus.model(name)
     with corpus.under_its_mesh(case):
-        built = case.build(nnx.Rngs(3)) if callable(case.build) else case.build
+        built = model_of(case.build, 3) if callable(case.build) else case.build
         model, optimizer = built, corpus.optimizer(name)(built)
         losses = [float(step(model, optimizer, corpus.batch(name, index))) for index in range(corpus.STEPS)]
     state = nnx.to_flat_state(nnx.state((model, optimizer)))

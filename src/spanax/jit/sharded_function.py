@@ -216,6 +216,11 @@ class ShardedFunction:
             return returned(self.function(*args, **kwargs), nodes, before)
 
         shapes = [_shape(array) for array in arrays]
+        if not nodes and not shapes:
+            raise SpanaxError(
+                f"`{self._name}` has no objects and no arrays to shard.",
+                fix="spanax.init(make_objects, like=train_step) to create sharded objects",
+            )
         program = trace_function(
             function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
         )

@@ -133,7 +133,7 @@ def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxErr
     return SpanaxError(
         f"{by} changed the model's variables: {', '.join(odd[:3])}.",
         where=where,
-        fix="create every variable in the model's __init__, or use nnx.Intermediate for discarded values",
+        fix="create variables in the model's __init__, and remove recorded values: nnx.pop(model, nnx.Intermediate)",
     )
 
 

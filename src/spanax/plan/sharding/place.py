@@ -137,11 +137,14 @@ def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
     if any(set(axes) & axes_of(place.spec) for place in arrays):
         return
     if not arrays:
+        leaves = resolver.program.leaves
+        owner = "optimizer has no arrays" if leaves else "function has no NNX objects"
         raise IdleAxisError(
-            f"the optimizer has no arrays: {layout.name} would shard nothing in storage.",
+            f"the {owner}: {layout.name} would shard nothing in storage.",
             axis=axes[0],
             in_storage=True,
-            fix="layout 'data'",
+            where="" if leaves else "arrays that are not in NNX objects are sharded as batches",
+            fix="layout 'data'" if leaves else "parameters in an nnx.Module or an nnx.State, or layout 'data'",
         )
     largest = max(arrays, key=lambda place: place.local_bytes)
     raise IdleAxisError(
