@@ -41,6 +41,10 @@ def cluster_of(row: Row) -> Cluster:
             result = cluster(f"{name}:{size}" + (f":{nodes}" if nodes > 1 else ""))
         elif row.num_devices % nodes == 0 and row.num_devices // nodes <= (chip.inside.max_devices or 1):
             result = cluster(f"{name}:{nodes}x{row.num_devices // nodes}")
+        elif row.num_devices > (most := chip.inside.max_devices or 1) and row.num_devices % most:
+            # A job that does not fill a domain of NVLink takes the same number of devices of each.
+            inside = next(size for size in range(most, 0, -1) if row.num_devices % size == 0)
+            result = cluster(f"{name}:{row.num_devices // inside}x{inside}")
         else:
             result = cluster(name, row.num_devices)
     except SpanaxError as error:

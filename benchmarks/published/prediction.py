@@ -81,7 +81,7 @@ def assumptions_of(case: Case, values: Mapping[str, float]) -> Assumptions:
 
 
 def listed_seconds(case: Case) -> float:
-    """Returns what DeepSpeed's ZeRO-3 takes beyond the bytes: each array goes alone, as a list with one tensor a device."""
+    """Returns what DeepSpeed's ZeRO-3 takes beyond the bytes: each array is sent as a list with one tensor a device."""
     if not case.gathers_again:
         return 0.0
     moves = (repeated(case.terms, True) if case.redone == "all" else case.terms).collectives

@@ -32,6 +32,7 @@ class Runtime:
       overlaps_tensor: whether collectives of tensor parallelism run beside the matmuls that need them.
       latency_hiding: whether XLA schedules collectives to run beside computation.
       distributed_optimizer: whether optimizer state is sharded over data parallelism.
+      interleaves: whether its pipelines are interleaved unless a row states otherwise.
     """
 
     compiler: str
@@ -42,6 +43,7 @@ class Runtime:
     overlaps_tensor: bool
     latency_hiding: bool
     distributed_optimizer: bool
+    interleaves: bool
 
 
 def runtime_of(row: Row, chip: Chip) -> Runtime:
@@ -65,6 +67,7 @@ def runtime_of(row: Row, chip: Chip) -> Runtime:
         overlaps_tensor=_stated(row, r"tp[-_ ]comm[-_ ]overlap|async ?tp|collective.matmul", family == "xla tpu"),
         latency_hiding=is_xla and _stated(row, r"latency[-_ ]hiding", True),
         distributed_optimizer=bool(row.zero_stage) or row.states(r"distributed.optim"),
+        interleaves=family == "megatron" and is_modern,
     )
 
 
