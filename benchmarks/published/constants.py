@@ -82,7 +82,7 @@ CONSTANTS = (
     Constant("attention", "attention", "logit", 0.05, 0.95, 0.4, 0.5, "fused attention", "FlashAttention-2"),
     Constant("start", "start", "logit", 0.02, 0.98, 0.5, 0.7, "all", SPEC),
     Constant(
-        "dispatch_seconds", "dispatch_seconds", "log", 1e-6, 1e-3, 50e-6, 0.7, "eager", "PyTorch: 5 to 10 us an "
+        "dispatch_seconds", "dispatch_seconds", "log", 1e-6, 1e-3, 50e-6, 0.4, "eager", "PyTorch: 5 to 10 us an "
         "operation, about ten operations a fused kernel", compiler="eager", start=79e-6,
     ),
     Constant(
