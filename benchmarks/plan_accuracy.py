@@ -1,11 +1,10 @@
-"""What the planner predicts, beside what was published: step time, memory, and which of several plans is the fastest.
+"""What the planner predicts, compared with what was published: step time, memory, and which plan is the fastest.
 
 Takes any folder of CSV files with the columns of tests/data/truth/README.md. Rows that cannot be expressed are counted
-by reason. The constants of the cost model were fitted on half of some files (--fit does it anew); those rows are left
-out of every figure that is reported, but for ranks, which need all plans of a group.
+by reason. With --leave-one-out all constants are fitted again without each source, and predict it: the figure to trust.
 
 Usage:
-  python benchmarks/plan_accuracy.py --truth DIR [--json] [--fit]
+  python benchmarks/plan_accuracy.py --truth DIR [--json] [--fit] [--leave-one-out] [--cache FILE]
 """
 
 import argparse
@@ -14,7 +13,6 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,153 +20,156 @@ os.environ["JAX_PLATFORMS"] = "none_such"  # nothing here needs a device
 
 import numpy as np  # noqa: E402
 
-import published  # noqa: E402
-import published_fit  # noqa: E402
-import published_memory  # noqa: E402
-from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, cases, predicted  # noqa: E402
-from published_ranks import ranks  # noqa: E402
-from spanax.plan.cost.calibration import Assumptions  # noqa: E402
+from published import memory, rows, stored  # noqa: E402
+from published.accuracy import accuracy, summaries, summary  # noqa: E402
+from published.cases import Case, cases  # noqa: E402
+from published.constants import CONSTANTS, defaults  # noqa: E402
+from published.fit import Fit  # noqa: E402
+from published.prediction import Prices  # noqa: E402
+from published.ranks import ranks  # noqa: E402
+from published.report import table  # noqa: E402
 
-Found = tuple[list[published.Row], list[published_memory.Measured], dict[str, str], dict[str, str]]
+FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_mpt": 4, "maxtext_readme": 2}
+"""Files of which rows were fitted on: those whose number in the id is a multiple."""
 
 
-def read_folder(folder: Path) -> Found:
-    """Runs, memory, and why each of the other rows was skipped: of runs by id, of memory by id."""
-    runs: list[published.Row] = []
-    memory: list[published_memory.Measured] = []
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """What the files of a folder state: runs ready to be priced, memory, and why each other row was skipped."""
+
+    cases: list[Case]
+    memory: list[memory.Measured]
+    skipped: dict[str, str]
+    memory_skipped: dict[str, str]
+
+
+def read_folder(folder: Path) -> Folder:
+    """Returns the cases and the memory of a folder; a row that cannot be expressed is skipped with its reason."""
+    runs: list[rows.Row] = []
+    measured: list[memory.Measured] = []
     skipped: dict[str, str] = {}
-    no_memory: dict[str, str] = {}
-    for file, rows in published.files(folder):
-        for at, text in enumerate(rows):
-            id = text.get("id") or f"{file}-{at:04d}"
-            if published_memory.is_compiled(rows):
+    memory_skipped: dict[str, str] = {}
+    for file, texts in rows.files(folder):
+        for number, text in enumerate(texts):
+            id = text.get("id") or f"{file}-{number:04d}"
+            if memory.is_compiled(texts):
                 try:
-                    memory += published_memory.compiled(text, id)
-                except published.Skipped as reason:
-                    no_memory[id] = str(reason)
-            elif published.is_runs(rows):
+                    measured += memory.compiled(text, id)
+                except rows.Skipped as reason:
+                    memory_skipped[id] = str(reason)
+            elif rows.is_runs(texts):
                 try:
-                    runs.append(published.read(file, text, at))
-                except published.Skipped as reason:
+                    runs.append(rows.read(file, text, number))
+                except rows.Skipped as reason:
                     skipped[id] = str(reason)
                 if text.get("mem_gib"):
                     try:
-                        memory.append(published_memory.stated(text, file, at))
-                    except published.Skipped as reason:
-                        no_memory[id] = str(reason)
+                        measured.append(memory.stated(text, file, number))
+                    except rows.Skipped as reason:
+                        memory_skipped[id] = str(reason)
             else:
                 skipped[id] = "a file of another kind"
-    return runs, memory, skipped, no_memory
+    expressed, refused = cases(runs)
+    return Folder(expressed, measured, skipped | refused, memory_skipped)
 
 
-def summary(errors: np.ndarray) -> dict[str, float]:
-    """Mean, median and 90th percentile of the absolute error, and the mean error."""
-    sizes = np.abs(errors)
-    return {
-        "rows": int(errors.size),
-        "mae": float(sizes.mean()),
-        "median": float(np.median(sizes)),
-        "p90": float(np.percentile(sizes, 90)),
-        "bias": float(errors.mean()),
-    }
+def is_fitted(case: Case) -> bool:
+    """Returns whether the constants of Spanax have seen a row."""
+    tail = case.row.id.rsplit("-", 1)[-1]
+    return case.row.file in FITTED and tail.isdigit() and int(tail) % FITTED[case.row.file] == 0
 
 
-def summaries(names: Sequence[str], errors: np.ndarray) -> dict[str, dict[str, float]]:
-    """The summary of each name's errors, in order of name."""
-    return {name: summary(errors[[name == other for other in names]]) for name in sorted(set(names))}
-
-
-def measure(folder: Path, constants: published_fit.Constants | None = None, fit: bool = False) -> dict[str, Any]:
-    """All that is printed, as one object."""
-    runs, memory, skipped, no_memory = read_folder(folder)
-    made, refused = cases(runs)
-    skipped |= refused
-    fitted = published_fit.fit(made) if fit else constants
-    chosen = fitted or published_fit.Constants(Assumptions(), DISPATCH_SECONDS, LOSS_PASSES, {})
-    seconds = predicted(made, chosen.given, chosen.dispatch_seconds, chosen.loss_passes, chosen.sustained)
-    errors = seconds / np.asarray([case.measured_seconds for case in made]) - 1 if made else np.zeros(0)
-    seen = np.asarray([published_fit.is_fitted(case) for case in made], bool)
-    held_out = errors[~seen]
+def measure(folder: Folder, fit: bool = False, leave_one_out: bool = False) -> dict[str, Any]:
+    """Returns all that is printed, as one object."""
+    prices = Prices(folder.cases)
+    values = Fit(prices).all_sources() if fit and folder.cases else defaults()
+    seconds = prices.seconds(values)
+    errors = seconds / np.asarray([case.measured_seconds for case in folder.cases]) - 1
+    fitted = np.asarray([is_fitted(case) for case in folder.cases], bool)
+    held_out = errors[~fitted]
+    files = [case.row.file for case in folder.cases]
     result: dict[str, Any] = {
-        "rows": [_row(*row) for row in zip(made, seconds, errors, seen, strict=True)],
-        "files": summaries([case.row.file for case, yes in zip(made, seen, strict=True) if not yes], held_out),
+        "rows": [_row(*row) for row in zip(folder.cases, seconds, errors, fitted, strict=True)],
+        "files": summaries([file for file, yes in zip(files, fitted, strict=True) if not yes], held_out),
         "held_out": summary(held_out) if held_out.size else None,
-        "fitted": summary(errors[seen]) if seen.any() else None,
-        "ranks": _ranks(made, seconds),
-        "memory_rows": [dataclasses.asdict(one) | {"error": one.error} for one in memory],
-        "memory": summaries([one.kind for one in memory], np.asarray([one.error for one in memory])),
-        "skipped": dict(Counter(skipped.values()).most_common()),
-        "skipped_rows": skipped,
-        "memory_skipped": dict(Counter(no_memory.values()).most_common()),
+        "fitted": summary(errors[fitted]) if fitted.any() else None,
+        "ranks": _ranks(folder.cases, seconds),
+        "memory_rows": [dataclasses.asdict(each) | {"error": each.error} for each in folder.memory],
+        "memory": summaries([each.kind for each in folder.memory], np.asarray([m.error for m in folder.memory])),
+        "skipped": dict(Counter(folder.skipped.values()).most_common()),
+        "skipped_rows": folder.skipped,
+        "memory_skipped": dict(Counter(folder.memory_skipped.values()).most_common()),
+        "constants": _constants(values),
     }
-    if fitted is not None:
-        result["constants"] = dataclasses.asdict(fitted)
+    if leave_one_out:
+        result["leave_one_out"] = _leave_one_out(prices)
     return result
 
 
-def _row(case: Case, seconds: float, error: float, seen: bool) -> dict[str, Any]:
+def _leave_one_out(prices: Prices) -> dict[str, Any]:
+    """Returns the accuracy on every source of constants that were fitted without it, and what they are."""
+    if len({case.row.source for case in prices.cases}) < 2:
+        return {"refused": "fewer than two sources"}
+    fit = Fit(prices)
+    values = fit.all_sources()
+    held_out = fit.leave_one_out(values)
+    seconds = np.nansum([held.seconds for held in held_out], axis=0)
+    everything = prices.seconds(values)
+    return dataclasses.asdict(accuracy(prices.cases, seconds)) | {
+        "predictions": [_row(*row) for row in zip(
+            prices.cases, seconds, seconds / np.asarray([case.measured_seconds for case in prices.cases]) - 1,
+            [False] * len(prices.cases), strict=True,
+        )],
+        "ranks": _ranks(prices.cases, seconds),
+        "fitted_on_all": dataclasses.asdict(accuracy(prices.cases, everything)),
+        "constants": {held.source: held.values for held in held_out},
+        "constants_of_all": values,
+    }  # fmt: skip
+
+
+def _constants(values: dict[str, float]) -> list[dict[str, Any]]:
+    keys = ("name", "field", "chips", "compiler", "prior", "fitted_on", "source")
+    return [{key: getattr(c, key) for key in keys} | {"value": values[c.name]} for c in CONSTANTS]
+
+
+def _row(case: Case, seconds: float, error: float, fitted: bool) -> dict[str, Any]:
     return {
         "id": case.row.id,
         "file": case.row.file,
-        "fitted": bool(seen),
+        "source": case.row.source,
+        "runtime": dataclasses.asdict(case.runtime),
+        "fitted": bool(fitted),
         "measured": case.measured_seconds,
         "predicted": float(seconds),
         "error": float(error),
     }
 
 
-def _ranks(made: list[Case], seconds: np.ndarray) -> dict[str, Any]:
-    found = {}
-    for file in sorted({case.row.file for case in made}):
-        places = [at for at, case in enumerate(made) if case.row.file == file]
-        if (of := ranks([made[at] for at in places], seconds[places])) is not None:
-            found[file] = dataclasses.asdict(of)
-    return found
-
-
-def table(result: dict[str, Any], worst: int = 8) -> str:
-    """The result in words."""
-    line = "{:<46} {:>5} {:>7.1f} {:>7.1f} {:>7.1f} {:>+7.1f}"
-    head = "{:<46} {:>5} {:>7} {:>7} {:>7} {:>7}".format("", "rows", "MAE %", "median", "P90", "bias")
-
-    def rows(found: dict[str, Any]) -> list[str]:
-        kinds = ("mae", "median", "p90", "bias")
-        return [
-            line.format(name, one["rows"], *(100 * one[key] for key in kinds)) for name, one in found.items() if one
-        ]
-
-    lines = ["Step time, rows that no constant was fitted on", head, *rows(result["files"])]
-    lines += rows({"all of them together": result["held_out"], "(the rows that were fitted on)": result["fitted"]})
-    bad = sorted((row for row in result["rows"] if not row["fitted"]), key=lambda row: -abs(row["error"]))[:worst]
-    lines += ["", "The worst of them"]
-    for row in bad:
-        times = f"{row['measured']:9.3f} s, predicted {row['predicted']:9.3f} s"
-        lines.append(f"  {row['id']:<36} {times}, {100 * row['error']:+5.0f} %")
-    lines += ["", "Rank: runs of one model, batch and number of devices, four plans or more"]
-    for file, of in result["ranks"].items():
-        lines.append(
-            f"  {file}: {of['groups']} groups of {of['plans']} plans; regret of the first choice, median "
-            f"{100 * of['median_regret']:.1f} %, mean {100 * of['mean_regret']:.1f} %; first is best in "
-            f"{100 * of['first_is_best']:.0f} %, first three hold it in {100 * of['top3_holds_best']:.0f} % "
-            f"(at worst {100 * of['top3_worst_regret']:.1f} % off)"
-        )
-    lines += ["", "Memory of one device", head, *rows(result["memory"]), "", "Rows that are not expressed"]
-    lines += [f"  {count:>5}  {reason}" for reason, count in result["skipped"].items()]
-    lines += [f"  {count:>5}  {reason}" for reason, count in result["memory_skipped"].items()]
-    if "constants" in result:
-        lines += ["", "Fitted: " + json.dumps(result["constants"])]
-    return "\n".join(lines)
+def _ranks(expressed: list[Case], seconds: np.ndarray) -> dict[str, Any]:
+    result = {}
+    for file in sorted({case.row.file for case in expressed}):
+        indices = [index for index, case in enumerate(expressed) if case.row.file == file]
+        if (of := ranks([expressed[index] for index in indices], seconds[indices])) is not None:
+            result[file] = dataclasses.asdict(of)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--truth", type=Path, required=True, help="a folder of CSV files")
     parser.add_argument("--json", action="store_true", help="one object on stdout")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print and use them")
+    parser.add_argument("--fit", action="store_true", help="fit the constants to all rows, and print and use them")
+    parser.add_argument("--leave-one-out", action="store_true", help="predict each source by a fit without it")
+    parser.add_argument("--cache", type=Path, help="a file that stores the traced programs of the folder")
     args = parser.parse_args()
     if not args.truth.is_dir():
         sys.exit(f"there is no folder '{args.truth}'")
-    result = measure(args.truth, fit=args.fit)
+    folder = stored.load(args.cache, args.truth) if args.cache else None
+    if folder is None:
+        folder = read_folder(args.truth)
+        if args.cache:
+            stored.store(args.cache, args.truth, folder)
+    result = measure(folder, fit=args.fit, leave_one_out=args.leave_one_out)
     print(json.dumps(result) if args.json else table(result))
 
 

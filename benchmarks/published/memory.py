@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 import spanax
-from published import Skipped, number, read, whole
-from published_costs import split_of
-from published_models import padded, program_of, shape_of
+from published.cases import degrees_of
+from published.decoder import padded, program_of, shape_of
+from published.rows import Skipped, number, read, whole
+from published.runtime import compiler_of
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
@@ -71,7 +72,7 @@ def compiled(text: Mapping[str, str], id: str) -> list[Measured]:
     d, heads, kv, f, vocab, s = map(int, sizes.groups())
     config = llama.LlamaConfig(vocab, s, layers, heads, kv, d, f)
     program = _llama(config, batch, REMAT[text["remat_policy"]])
-    groups = _held(program, MeshShape.of({AXIS[text["strategy"]]: devices}))
+    groups = _peak_groups(program, MeshShape.of({AXIS[text["strategy"]]: devices}))
     state = sum(groups[name] for name in ("parameters", "optimizer", "other state"))
     arguments, temporary = (number(dict(text), key) or math.nan for key in ("argument_bytes", "temp_bytes"))
     remat = REMAT[text["remat_policy"]]
@@ -82,7 +83,7 @@ def compiled(text: Mapping[str, str], id: str) -> list[Measured]:
     ]
 
 
-def stated(text: dict[str, str], file: str, at: int) -> Measured:
+def stated(text: dict[str, str], file: str, number_in_file: int) -> Measured:
     """The state that a published run keeps on one device.
 
     Raises:
@@ -93,20 +94,20 @@ def stated(text: dict[str, str], file: str, at: int) -> Measured:
         raise Skipped("no memory was measured")
     if not re.search(r"params?\+grads?\+opt", text.get("mem_kind", "")):
         raise Skipped("memory of another framework's activations and allocator")
-    row = read(file, text, at)
+    row = read(file, text, number_in_file)
     shape = shape_of(row)
     shape = type(shape)(**{**vars(shape), "vocab_size": padded(shape.vocab_size, row.tensor)})
-    sizes, storing = split_of(row)
+    sizes, storing = degrees_of(row, compiler_of(row))
     mesh = mesh_of(sizes)
-    program = program_of(shape, 16 * row.ways, "full")
+    program = program_of(shape, 16 * row.batch_shards, "full")
     resolver = resolve(program, layout_on(storing, False, mesh), mesh, {})
-    one = np.ones(1)
-    ways = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
-    found = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step)), ways, num_stages=one * row.stages,
-        num_microbatches=one, in_flight=one, scale=one,
+    ones = np.ones(1)
+    shards = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
+    memory = memory_use(
+        state_of(resolver), walk(ShardedProgram(resolver, program.step)), shards, num_stages=ones * row.stages,
+        num_microbatches=ones, in_flight=ones, scale=ones,
     )  # fmt: skip
-    params = float(found.groups["parameters"][0]) / 4
+    params = float(memory.groups["parameters"][0]) / 4
     return Measured(row.id, "state of published runs", size * 2**30, params * MEGATRON_BYTES)
 
 
@@ -117,13 +118,15 @@ def _llama(config: llama.LlamaConfig, batch: int, remat: str) -> spanax.Program:
     return workload.trace(learning_rate=1e-4, num_steps=10, compute_dtype=jax.numpy.bfloat16, remat=remat)
 
 
-def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
+def _peak_groups(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
     try:
         resolver = resolve(program, layout_for(mesh), mesh, {})
     except SpanaxError as error:
         raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
-    one = np.ones(1)
-    ways = np.asarray([[mesh.size]], float)
+    ones = np.ones(1)
+    shards = np.asarray([[mesh.size]], float)
     level = walk(ShardedProgram(resolver, program.step), is_tpu=True)
-    memory = memory_use(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one)
+    memory = memory_use(
+        state_of(resolver), level, shards, num_stages=ones, num_microbatches=ones, in_flight=ones, scale=ones
+    )
     return {name: int(values[0]) for name, values in memory.groups.items()}

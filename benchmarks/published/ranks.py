@@ -1,4 +1,4 @@
-"""Rank: among runs of one model, batch and number of devices, is the plan priced lowest the fastest measured?"""
+"""Ranks: among runs of one model, batch and number of devices, is the plan priced lowest the fastest measured?"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from published_costs import Case
+from published.cases import Case
 
 AT_LEAST = 4
 """Fewer plans to choose from are no choice: with three, the first three hold the best whatever they are."""
@@ -14,7 +14,7 @@ AT_LEAST = 4
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over all groups: how much slower the first choice is than the best, and how often the first three hold it."""
+    """Over all groups: how much slower the first choice is than the best, and how often it is among the first three."""
 
     groups: int
     plans: int
@@ -30,21 +30,20 @@ class Ranks:
 def ranks(cases: Sequence[Case], predicted: np.ndarray) -> Ranks | None:
     """Compare orders by predicted and by measured time; None where no group has enough plans."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for at, case in enumerate(cases):
+    for index, case in enumerate(cases):
         row = case.row
         shape = (row.num_layers, row.embed_dim, row.num_heads, row.mlp_dim, row.seq_len)
-        groups[row.file, shape, row.num_devices, row.batch, case.cluster.chip.name, case.row.text["precision"]].append(
-            at
-        )
+        job = (row.num_devices, row.batch, case.cluster.chip.name, row.text.get("precision"))
+        groups[row.file, shape, job].append(index)
     regrets, firsts, among = [], [], []
     count = 0
-    for places in groups.values():
-        plans = {(cases[at].sizes, cases[at].row.stages, cases[at].num_microbatches) for at in places}
+    for indices in groups.values():
+        plans = {(cases[index].sizes, cases[index].row.stages, cases[index].num_microbatches) for index in indices}
         if len(plans) < AT_LEAST:
             continue
-        count += len(places)
-        measured = np.asarray([cases[at].measured_seconds for at in places])
-        order = np.argsort(predicted[places], kind="stable")
+        count += len(indices)
+        measured = np.asarray([cases[index].measured_seconds for index in indices])
+        order = np.argsort(predicted[indices], kind="stable")
         regrets.append(measured[order[0]] / measured.min() - 1)
         among.append(measured[order[:3]].min() / measured.min() - 1)
         firsts.append(order[0] == measured.argmin())

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from published.source import source_key
+
 SHAPE = ("n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "n_devices")
 MEASURED = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu_pct")
 SAME = 0.03
@@ -49,30 +51,34 @@ class Row:
     params: float | None
 
     @property
-    def ways(self) -> int:
-        """How many ways the batch is split."""
+    def batch_shards(self) -> int:
+        """Returns the number of shards of the batch."""
         return self.num_devices // (self.tensor * self.stages * self.context)
 
-    def says(self, *words: str) -> bool:
-        """Whether any of the words stands in the row's own texts."""
-        return any(re.search(word, self.words) for word in words)
+    @property
+    def source(self) -> str:
+        """Returns the key of the document or repository that the row is from."""
+        return source_key(self.text.get("source", ""), self.file)
 
     @property
-    def words(self) -> str:
-        """The row's texts, in lower case."""
-        keys = ("file", "source", "framework", "model", "precision", "remat", "notes")
-        return " | ".join([self.file, *(self.text.get(key, "") for key in keys)]).lower()
+    def cells(self) -> list[str]:
+        """Returns what the row states of the model and its software, in lower case."""
+        return [self.text.get(key, "").lower() for key in ("framework", "model", "precision", "remat", "notes")]
+
+    def states(self, *words: str) -> bool:
+        """Returns whether any of the patterns is in the row's cells."""
+        return any(re.search(word, text) for word in words for text in self.cells)
 
 
 def files(folder: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """Name and rows of every CSV file of a folder, in order of name."""
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8", errors="replace") as lines:
-            found = [
+            texts = [
                 {key: (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)}
                 for row in csv.DictReader(lines)
             ]
-        yield path.stem, found
+        yield path.stem, texts
 
 
 def is_runs(rows: list[dict[str, str]]) -> bool:
@@ -80,8 +86,8 @@ def is_runs(rows: list[dict[str, str]]) -> bool:
     return bool(rows) and {"device", "n_devices"} <= set(rows[0]) and bool(set(MEASURED) & set(rows[0]))
 
 
-def read(file: str, text: dict[str, str], at: int) -> Row:
-    """One row of a file; `at` names it where it has no id.
+def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
+    """Returns one row of a file; its number names it where it has no id.
 
     Raises:
       Skipped: what a model or a mesh needs is missing or no number.
@@ -102,7 +108,7 @@ def read(file: str, text: dict[str, str], at: int) -> Row:
     if heads % tensor:
         raise Skipped("the tensor degree does not divide the heads")
     return Row(
-        id=text.get("id") or f"{file}-{at:04d}",
+        id=text.get("id") or f"{file}-{number_in_file:04d}",
         file=file,
         text=text,
         num_layers=size["n_layers"],
@@ -162,12 +168,12 @@ def step_seconds(row: Row, batch: int, peak_flops: float, matmul_params: float) 
         return _positive(seconds)
     if rate is not None:
         return batch * row.seq_len / (_positive(rate) * row.num_devices)
-    done = number(row.text, "tflops_per_device")
-    if done is None and (share := number(row.text, "mfu_pct")) is not None:
-        done = share / 100 * peak_flops / 1e12
-    if done is None:
+    achieved = number(row.text, "tflops_per_device")
+    if achieved is None and (share := number(row.text, "mfu_pct")) is not None:
+        achieved = share / 100 * peak_flops / 1e12
+    if achieved is None:
         raise Skipped("nothing of a step's time was measured")
-    return step_flops(row, batch, matmul_params) / (_positive(done) * 1e12 * row.num_devices)
+    return step_flops(row, batch, matmul_params) / (_positive(achieved) * 1e12 * row.num_devices)
 
 
 def step_flops(row: Row, batch: int, matmul_params: float) -> float:
@@ -177,18 +183,18 @@ def step_flops(row: Row, batch: int, matmul_params: float) -> float:
 
     Source: PaLM (arXiv 2204.02311) appendix B; hardware FLOPs, Narayanan et al. (arXiv 2104.04473), appendix.
     """
-    says = row.text.get("flops_convention", "").lower()
+    stated = row.text.get("flops_convention", "").lower()
     tokens = batch * row.seq_len
     h, s, layers, vocab = row.embed_dim, row.seq_len, row.num_layers, row.vocab_size
-    if "96*b*s*l*h" in says or ("hardware" in says and row.says("full")):
+    if "96*b*s*l*h" in stated or ("hardware" in stated and row.states("full")):
         return 96.0 * tokens * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
-    if not re.search(r"6n|model flops|model_flops|mfu", says) or "hfu" in says or "hardware" in says:
+    if not re.search(r"6n|model flops|model_flops|mfu", stated) or "hfu" in stated or "hardware" in stated:
         raise Skipped("what counts as a FLOP is not clear")
-    whole_scores = 12.0 * layers * h * s
-    either = [6.0 * matmul_params + whole_scores / 2, 6.0 * matmul_params + whole_scores]
-    if re.search(r"non-?causal|not halved", says):
+    all_scores = 12.0 * layers * h * s
+    either = [6.0 * matmul_params + all_scores / 2, 6.0 * matmul_params + all_scores]
+    if re.search(r"non-?causal|not halved", stated):
         return tokens * either[1]
-    if re.search(r"causal|halved", says):
+    if re.search(r"causal|halved", stated):
         return tokens * either[0]
     if either[1] / either[0] - 1 > SAME:
         raise Skipped("what counts as a FLOP is not clear")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import spanax
-from published import Row, Skipped
+from published.rows import Row, Skipped
 from spanax.models import gpt
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
@@ -39,6 +39,7 @@ class Shape:
     vocab_size: int
     seq_len: int
     gated: bool
+    is_mixture: bool = False
 
     @property
     def layer_params(self) -> float:
@@ -58,7 +59,7 @@ def shape_of(row: Row) -> Shape:
     Raises:
       Skipped: it is no dense decoder, or none with so many parameters.
     """
-    if row.says(*EXPERTS) or (row.text.get("ep") or "1") not in ("1", "1.0"):
+    if row.states(*EXPERTS) or (row.text.get("ep") or "1") not in ("1", "1.0"):
         raise Skipped("a mixture of experts, of which no column tells the experts")
     if row.embed_dim % row.num_heads:
         raise Skipped("the heads do not divide the width")
@@ -71,17 +72,17 @@ def shape_of(row: Row) -> Shape:
         mlp_dim=row.mlp_dim,
         vocab_size=row.vocab_size,
         seq_len=row.seq_len,
-        gated=row.says(*GATED) or row.num_kv_heads < row.num_heads or row.mlp_dim != 4 * row.embed_dim,
+        gated=row.states(*GATED) or row.num_kv_heads < row.num_heads or row.mlp_dim != 4 * row.embed_dim,
     )
     if row.params is None:
         return usual
-    may = [
+    candidates = [
         replace(usual, gated=gated, head_dim=head_dim)
         for gated in (usual.gated, not usual.gated)
         for head_dim in (usual.head_dim, 128, 256)
     ]
     # Whether embeddings are counted, of positions too, or an output matrix beside them, is the source's choice.
-    for shape in may:
+    for shape in candidates:
         tables = [k * shape.vocab_size + positions for k in (1, 2, 0) for positions in (0, shape.seq_len)]
         if any(abs((shape.layer_params + shape.embed_dim * size) / row.params - 1) <= NEAR for size in tables):
             return shape

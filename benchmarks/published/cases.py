@@ -1,0 +1,225 @@
+"""A published run as the planner sees it: cluster, mesh, layout, microbatches and software, ready to be priced."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from published.decoder import Shape, padded, program_of, shape_of
+from published.machine import cluster_of
+from published.rows import Row, Skipped, step_seconds
+from published.runtime import Runtime, runtime_of
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.plan.cost.terms import Terms
+from spanax.plan.sharding.resolve import resolve
+from spanax.plan.space import layout_on, mesh_of
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
+
+TRACED = 16
+"""The batch that is traced is a multiple of it, and of every number of batch shards: a batch of one would be no axis at all."""
+
+PADS = ("megatron", "deepspeed", "nemo")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A run ready to be priced."""
+
+    row: Row
+    shape: Shape
+    cluster: Cluster
+    terms: Terms
+    sizes: tuple[int, ...]
+    num_microbatches: int
+    scale: float
+    runtime: Runtime
+    redone: str
+    gathers_again: bool
+    measured_seconds: float
+
+
+def remat_of(row: Row, runtime: Runtime) -> tuple[str, str]:
+    """Returns the policy under which a run is traced, and whether the layers' forward pass is repeated as written.
+
+    PyTorch's checkpoints repeat all of it. MaxText's `minimal` saves the results of matmuls; its policies in between
+    count as the nearer of `dots` and `full`. Megatron's `selective` forgets attention scores only, which a fused kernel
+    does not save anyway.
+    """
+    stated = row.text.get("remat", "").lower()
+    if not stated or re.match(r"none|no\b|false|off", stated):
+        return "none", ""
+    if runtime.compiler == "xla":
+        return (
+            "dots" if re.match(r"minimal|dots|selective|save_dot_with|save_dot_except_mlpwi", stated) else "full"
+        ), ""
+    if "selective" in stated:
+        return ("none" if runtime.fused_attention and runtime.family == "megatron" else "dots"), ""
+    return "none", "all"
+
+
+def degrees_of(row: Row, compiler: str) -> tuple[tuple[int, ...], str]:
+    """Returns the sizes of AXES, and what is stored sharded over `fsdp`.
+
+    In a pipeline PyTorch's FSDP keeps what it gathered from one microbatch to the next, as below stage 3.
+
+    Raises:
+      Skipped: the degrees contradict each other.
+    """
+    shards, stage = row.batch_shards, row.zero_stage
+    fsdp = row.fsdp if row.fsdp is not None else (shards if stage else 1)
+    if row.fsdp is None and stage and row.data is not None and row.data < shards:
+        raise Skipped("the degrees do not multiply to the devices")
+    if shards % fsdp or (row.data is not None and row.data not in (shards, shards // fsdp)):
+        raise Skipped("the degrees do not multiply to the devices")
+    storing = {1: "zero1", 2: "zero2"}.get(stage or 3, "fsdp")
+    if storing == "fsdp" and row.stages > 1 and compiler != "xla":
+        storing = "zero2"
+    return (shards // fsdp, fsdp, 1, row.context, row.tensor), storing
+
+
+def batch_of(row: Row, compiler: str) -> tuple[int, int]:
+    """Returns the sequences of a step, and the number of microbatches of each device's shard of them.
+
+    A compiled JAX step takes the batch at once unless it states otherwise. torchtitan's pipeline cuts its local batch
+    into single sequences.
+
+    Raises:
+      Skipped: it is not stated, or not a multiple of the microbatch.
+    """
+    shards = row.batch_shards
+    if row.states("torchtitan") and row.stages > 1:
+        local = re.search(r"local batch (\d+)", row.text.get("notes", ""))
+        size = int(local[1]) if local else row.microbatch or (row.batch // shards if row.batch else None)
+        if not size:
+            raise Skipped("the batch is not stated")
+        return size * shards, size
+    if compiler == "xla" and row.stages == 1:
+        count = row.accumulated or 1
+        each = row.microbatch * row.num_devices if row.microbatch and not row.batch else 0
+        batch = row.batch or each * count
+    else:
+        batch = row.batch or (row.microbatch or 0) * shards * (row.accumulated or 1)
+        each = row.microbatch or (batch // (shards * row.accumulated) if row.accumulated else 0)
+        if not each and row.stages > 1:
+            raise Skipped("the microbatch is not stated")
+        count = batch // (each * shards) if each else 1
+    if not batch:
+        raise Skipped("the batch is not stated")
+    is_uneven = bool(each) and compiler != "xla" and count * each * shards != batch
+    if not count or batch % count or batch % shards or is_uneven:
+        raise Skipped("the batch is no whole number of microbatches")
+    return batch, count
+
+
+def cases(rows: Sequence[Row]) -> tuple[list[Case], dict[str, str]]:
+    """Returns every run that can be expressed, ready to be priced; and the reason for each of the others, by id."""
+    together: dict[tuple[object, ...], list[Setting]] = defaultdict(list)
+    skipped: dict[str, str] = {}
+    for row in rows:
+        try:
+            setting = setting_of(row)
+            together[setting.shape, setting.remat].append(setting)
+        except Skipped as reason:
+            skipped[row.id] = str(reason)
+    result = []
+    for alike in together.values():
+        traced = math.lcm(TRACED, *(setting.row.batch_shards for setting in alike))
+        known: dict[tuple[object, ...], Terms] = {}
+        for setting in alike:
+            try:
+                result.append(case_of(setting, traced, known))
+            except Skipped as reason:
+                skipped[setting.row.id] = str(reason)
+            except SpanaxError as error:
+                message = re.sub(r"\d+", "N", str(error).splitlines()[0])
+                skipped[setting.row.id] = "the planner refuses it: " + message
+    return result, skipped
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row's program is traced with, and where it runs."""
+
+    row: Row
+    shape: Shape
+    cluster: Cluster
+    runtime: Runtime
+    remat: str
+    redone: str
+
+
+def setting_of(row: Row) -> Setting:
+    """Returns the shape, machine and software of a row.
+
+    Raises:
+      Skipped: one of them cannot be expressed.
+    """
+    shape = shape_of(row)
+    if row.states(*PADS):
+        shape = replace(shape, vocab_size=padded(shape.vocab_size, row.tensor))
+    machine = cluster_of(row)
+    runtime = runtime_of(row, machine.chip)
+    return Setting(row, shape, machine, runtime, *remat_of(row, runtime))
+
+
+def case_of(setting: Setting, traced: int, known: dict[tuple[object, ...], Terms]) -> Case:
+    """Returns one run, ready to be priced.
+
+    PyTorch's FSDP and DeepSpeed shard weights laid end to end, which any number of devices divides: the terms are those
+    of two devices, on which every array divides, and are priced on the true number.
+    """
+    row, machine, compiler = setting.row, setting.cluster, setting.runtime.compiler
+    sizes, storing = degrees_of(row, compiler)
+    batch, count = batch_of(row, compiler)
+    sequence = row.text.get("seq_parallel", "").lower() in ("1", "1.0", "true", "yes") and row.tensor > 1
+    row = row if row.stages > 1 else replace(row, chunks=1)
+    if row.chunks > 1 and count % row.stages:
+        raise Skipped("interleaved stages take a multiple of their number of microbatches")
+    dtype = dtype_of(row)
+    if dtype not in machine.chip.peak_flops:
+        raise Skipped(f"the chip's rate in {dtype} is not known")
+    peak = machine.chip.peak_flops["bf16" if dtype == "fp8" else dtype]
+    seconds = step_seconds(row, batch, peak, setting.shape.matmul_params)
+    resolved = sizes if compiler == "xla" else (sizes[0], min(sizes[1], 2), *sizes[2:])
+    key = (resolved, storing, sequence)
+    if key not in known:
+        known[key] = terms_of(setting, traced, *key)
+    if (*key, dtype) not in known:
+        known[*key, dtype] = in_dtype(known[key], dtype)
+    return Case(
+        row=row, shape=setting.shape, cluster=machine, terms=known[*key, dtype], sizes=sizes, num_microbatches=count,
+        scale=batch / count / traced, runtime=setting.runtime, redone=setting.redone,
+        gathers_again=storing == "fsdp" and setting.runtime.family == "zero", measured_seconds=seconds,
+    )  # fmt: skip
+
+
+def terms_of(setting: Setting, traced: int, sizes: tuple[int, ...], storing: str, sequence: bool) -> Terms:
+    """Returns the terms of a setting's step on a mesh of those sizes."""
+    mesh = mesh_of(sizes)
+    program = program_of(setting.shape, traced, setting.remat)
+    resolver = resolve(program, layout_on(storing, sequence, mesh), mesh, {})
+    return count_terms(ShardedProgram(resolver, program.step))
+
+
+def dtype_of(row: Row) -> str:
+    """Returns what the layers' matmuls compute in."""
+    stated = row.text.get("precision", "").lower()
+    if re.search(r"fp4|nvfp4|mxfp4|int4", stated):
+        raise Skipped("matmuls in four bits")
+    if re.search(r"fp8|float8|mxfp8", stated):
+        return "fp8"
+    return "fp16" if "fp16" in stated or "float16" in stated.replace("bfloat16", "") else "bf16"
+
+
+def in_dtype(terms: Terms, dtype: str) -> Terms:
+    """Returns the terms with matmuls in another dtype: all of them in fp16; in fp8 those of the layers, not attention."""
+    matmuls = terms.matmuls
+    num = len(matmuls.dtypes)
+    changes = np.ones(num, bool) if dtype == "fp16" else matmuls.in_layers & ~matmuls.scores.any(1)
+    names = tuple(dtype if name == "bf16" and yes else name for name, yes in zip(matmuls.dtypes, changes, strict=True))
+    return replace(terms, matmuls=replace(matmuls, dtypes=names))

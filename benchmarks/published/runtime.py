@@ -1,0 +1,108 @@
+"""What runs a published step: features of its software, read from what the row itself states.
+
+Defaults are those of the framework's documentation; what the row states replaces them. A feature never depends on the
+source, on the file, or on a date.
+"""
+
+import re
+from dataclasses import dataclass
+
+from published.rows import Row
+from spanax.hardware.chip import Chip
+
+XLA = (r"maxtext", r"\bjax\b", r"axlearn", r"\bpax", r"praxis", r"\bxla\b", r"\btpu")
+FULLY_SHARDED = (r"\bfsdp", r"torchtitan", r"fully.sharded", r"llm-foundry", r"simplefsdp")
+MEGATRON = (r"megatron", r"nemo")
+ZERO = (r"zero", r"deepspeed")
+MODERN_MEGATRON = (r"megatron[- ]?core", r"megatron[- ]?bridge", r"nemo", r"mcore", r"\b4d\b")
+FUSED = (r"flash", r"fused.attention", r"splash", r"cudnn.attention", r"\bsdpa\b", r"transformer.engine", r"\bte\b")
+UNFUSED = (r"unfused.attention", r"naive.attention", r"no.flash", r"dot.product.attention")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Features of a run's software.
+
+    Attributes:
+      compiler: `eager` (one operation dispatched after another), `torch.compile`, or `xla`.
+      family: `megatron`, `fsdp`, `zero`, `xla gpu` or `xla tpu`: who issues the collectives.
+      fused_attention: whether attention scores stay on the chip.
+      overlaps_gradients: whether reductions of gradients run beside computation.
+      overlaps_gathers: whether gathers of parameters run beside computation.
+      overlaps_tensor: whether collectives of tensor parallelism run beside the matmuls that need them.
+      latency_hiding: whether XLA schedules collectives to run beside computation.
+      distributed_optimizer: whether optimizer state is sharded over data parallelism.
+    """
+
+    compiler: str
+    family: str
+    fused_attention: bool
+    overlaps_gradients: bool
+    overlaps_gathers: bool
+    overlaps_tensor: bool
+    latency_hiding: bool
+    distributed_optimizer: bool
+
+
+def runtime_of(row: Row, chip: Chip) -> Runtime:
+    """Returns the features of a row's software.
+
+    Source: PyTorch FSDP (gathers are prefetched, gradients reduced in the backward pass, by default); Megatron-LM's
+    arguments `--overlap-grad-reduce`, `--overlap-param-gather`, `--tp-comm-overlap` (off by default, on in the recipes
+    of Megatron Core and NeMo); DeepSpeed's `overlap_comm` (on by default in stage 3); XLA's latency-hiding scheduler
+    (`xla_gpu_enable_latency_hiding_scheduler`, on in JAX-Toolbox and MaxText recipes; TPUs always).
+    """
+    compiler = compiler_of(row)
+    family = family_of(row, compiler)
+    is_xla, is_modern = compiler == "xla", row.states(*MODERN_MEGATRON)
+    by_default = {"fsdp": True, "megatron": is_modern, "zero": row.zero_stage == 3}.get(family, is_xla)
+    return Runtime(
+        compiler=compiler,
+        family=family,
+        fused_attention=has_fused_attention(row, compiler, family, chip),
+        overlaps_gradients=_stated(row, r"overlap[-_ ]grad", by_default),
+        overlaps_gathers=_stated(row, r"overlap[-_ ]param", by_default),
+        overlaps_tensor=_stated(row, r"tp[-_ ]comm[-_ ]overlap|async ?tp|collective.matmul", family == "xla tpu"),
+        latency_hiding=is_xla and _stated(row, r"latency[-_ ]hiding", True),
+        distributed_optimizer=bool(row.zero_stage) or row.states(r"distributed.optim"),
+    )
+
+
+def compiler_of(row: Row) -> str:
+    """Returns `xla`, `torch.compile` or `eager`."""
+    if row.states(*XLA) or "tpu" in row.text.get("device", "").lower():
+        return "xla"
+    return "torch.compile" if row.states(r"\bcompile") else "eager"
+
+
+def family_of(row: Row, compiler: str) -> str:
+    """Returns who issues the collectives of a run."""
+    if compiler == "xla":
+        return "xla tpu" if "tpu" in row.text.get("device", "").lower() else "xla gpu"
+    if row.states(*FULLY_SHARDED):
+        return "fsdp"
+    if row.states(*ZERO) and row.zero_stage == 3:
+        return "zero"
+    return "megatron" if row.states(*MEGATRON) or row.tensor * row.stages > 1 else "fsdp"
+
+
+def has_fused_attention(row: Row, compiler: str, family: str, chip: Chip) -> bool:
+    """Returns whether attention scores stay on the chip.
+
+    A row that does not state it: compiled frameworks and PyTorch's FSDP call a fused kernel (XLA's, or PyTorch 2's
+    `scaled_dot_product_attention`). Megatron and DeepSpeed had none before the chips that compute in eight bits.
+    """
+    if row.states(*UNFUSED):
+        return False
+    if row.states(*FUSED) or compiler != "eager" or family == "fsdp":
+        return True
+    return "fp8" in chip.peak_flops
+
+
+def _stated(row: Row, words: str, default: bool) -> bool:
+    """Returns whether the words are stated as on; the default where they are not there."""
+    for text in row.cells:
+        if match := re.search(words, text):
+            rest = text[match.end() :].split(",")[0].split(";")[0]
+            return not re.search(r"\b(off|false|disabled|no|0)\b", rest)
+    return default
