@@ -77,6 +77,8 @@ def assumptions_of(case: Case, values: Mapping[str, float]) -> Assumptions:
         gathers_again=case.gathers_again,
         fused_attention=case.runtime.fused_attention,
         causal_share=0.5 if case.runtime.fused_attention else 1.0,
+        overlap=case.runtime.overlap,
+        attention=case.runtime.attention or None,
     )
 
 
