@@ -20,57 +20,18 @@ os.environ["JAX_PLATFORMS"] = "none_such"  # nothing here needs a device
 
 import numpy as np  # noqa: E402
 
-from published import memory, rows, stored  # noqa: E402
+from published import stored  # noqa: E402
 from published.accuracy import accuracy, summaries, summary  # noqa: E402
-from published.cases import Case, cases  # noqa: E402
+from published.cases import Case  # noqa: E402
 from published.constants import CONSTANTS, defaults  # noqa: E402
 from published.fit import Fit  # noqa: E402
+from published.folder import Folder, read_folder  # noqa: E402
 from published.prediction import Prices  # noqa: E402
 from published.ranks import ranks  # noqa: E402
 from published.report import table  # noqa: E402
 
 FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_mpt": 4, "maxtext_readme": 2}
 """Files of which rows were fitted on: those whose number in the id is a multiple."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Folder:
-    """What the files of a folder state: runs ready to be priced, memory, and why each other row was skipped."""
-
-    cases: list[Case]
-    memory: list[memory.Measured]
-    skipped: dict[str, str]
-    memory_skipped: dict[str, str]
-
-
-def read_folder(folder: Path) -> Folder:
-    """Returns the cases and the memory of a folder; a row that cannot be expressed is skipped with its reason."""
-    runs: list[rows.Row] = []
-    measured: list[memory.Measured] = []
-    skipped: dict[str, str] = {}
-    memory_skipped: dict[str, str] = {}
-    for file, texts in rows.files(folder):
-        for number, text in enumerate(texts):
-            id = text.get("id") or f"{file}-{number:04d}"
-            if memory.is_compiled(texts):
-                try:
-                    measured += memory.compiled(text, id)
-                except rows.Skipped as reason:
-                    memory_skipped[id] = str(reason)
-            elif rows.is_runs(texts):
-                try:
-                    runs.append(rows.read(file, text, number))
-                except rows.Skipped as reason:
-                    skipped[id] = str(reason)
-                if text.get("mem_gib"):
-                    try:
-                        measured.append(memory.stated(text, file, number))
-                    except rows.Skipped as reason:
-                        memory_skipped[id] = str(reason)
-            else:
-                skipped[id] = "a file of another kind"
-    expressed, refused = cases(runs)
-    return Folder(expressed, measured, skipped | refused, memory_skipped)
 
 
 def is_fitted(case: Case) -> bool:
@@ -164,11 +125,12 @@ def main() -> None:
     args = parser.parse_args()
     if not args.truth.is_dir():
         sys.exit(f"there is no folder '{args.truth}'")
-    folder = stored.load(args.cache, args.truth) if args.cache else None
+    key = stored.digest(args.truth) if args.cache else ""
+    folder = stored.load(args.cache, key) if args.cache else None
     if folder is None:
         folder = read_folder(args.truth)
         if args.cache:
-            stored.store(args.cache, args.truth, folder)
+            stored.store(args.cache, key, folder)
     result = measure(folder, fit=args.fit, leave_one_out=args.leave_one_out)
     print(json.dumps(result) if args.json else table(result))
 

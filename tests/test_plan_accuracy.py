@@ -6,7 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from published.alternatives import measurements, nearest
+from published.cases import cases
+from published.prediction import Prices
+from published.rows import Row, Skipped, read
+from published.runtime import runtime_of
+from published.shapes import completed
+from published.source import source_key
+from spanax.hardware.chips import catalogue
+from spanax.plan.cost.terms import KINDS
 
 # A benchmark in a process of its own; the planner's prices are frozen elsewhere.
 pytestmark = pytest.mark.slow
@@ -36,7 +47,7 @@ SKIPPED = {
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     script = ROOT / "benchmarks" / "plan_accuracy.py"
-    command = [sys.executable, str(script), "--truth", str(TRUTH), "--json"]
+    command = [sys.executable, str(script), "--truth", str(TRUTH), "--json", "--leave-one-out"]
     return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
 
@@ -54,3 +65,119 @@ def test_compiled_steps_hold_what_is_predicted(result: dict[str, Any]) -> None:
     of = result["memory"]
     assert of["state of compiled steps"]["mae"] < 0.002
     assert of["state and temporaries, Llama 8B, remat full"]["mae"] < 0.1
+
+
+def test_every_source_is_predicted_by_constants_of_the_others(result: dict[str, Any]) -> None:
+    of = result["leave_one_out"]
+    assert set(of["constants"]) == set(of["sources"]) == {row["source"] for row in result["rows"]}
+    assert sum(source["rows"] for source in of["sources"].values()) == of["rows"]["rows"] == 10
+    assert of["mean_over_sources"] == pytest.approx(np.mean([source["mae"] for source in of["sources"].values()]))
+    # Only MaxText's rows ran on TPUs: without them, the prior is all there is.
+    without, all_of_them = of["constants"]["ai-hypercomputer/maxtext"], of["constants_of_all"]
+    assert without["sustained tpu"] == pytest.approx(0.9, abs=0.001) != all_of_them["sustained tpu"]
+    assert of["groups"]["chip v5p"] == of["xla"] == of["sources"]["ai-hypercomputer/maxtext"]
+
+
+ROW = {
+    "framework": "PyTorch FSDP + compile", "model": "Llama2-7b", "n_layers": "2", "d_model": "1024", "n_heads": "8",
+    "n_kv_heads": "8", "d_ff": "2816", "vocab": "32000", "seq_len": "512", "device": "H100", "tp": "1", "pp": "1",
+    "zero_stage": "3", "microbatch_seqs": "2", "precision": "bf16", "remat": "none", "step_time_s": "1",
+}  # fmt: skip
+
+
+def row(id: str = "", **cells: str) -> Row:
+    return read("a", {**ROW, "id": id, **cells}, 0)
+
+
+def test_cases_with_equal_terms_are_each_priced_with_their_degrees() -> None:
+    # PyTorch shards weights evenly whatever their sizes: both have the terms of two devices.
+    rows = [row(str(n), n_devices=str(n), fsdp=str(n), global_batch_seqs=str(2 * n)) for n in (8, 64)]
+    expressed, skipped = cases(rows)
+    assert not skipped and expressed[0].terms is expressed[1].terms
+    alone = [Prices([case]).seconds()[0] for case in expressed]
+    assert Prices(expressed).seconds().tolist() == pytest.approx(alone)
+    assert alone[1] > 1.1 * alone[0]
+
+
+def test_alternatives_of_one_measurement_count_once() -> None:
+    guesses = [row("x-full", n_devices="8", remat="full"), row("x-none", n_devices="8"), row("y", n_devices="16")]
+    groups = measurements(cases(guesses)[0])
+    assert sorted(map(len, groups)) == [1, 2]
+    ids = [case.row.id for case in cases(guesses)[0]]
+    counted = nearest(groups, np.asarray([{"x-full": 0.3, "x-none": 0.1, "y": 0.5}[id] for id in ids]))
+    assert {id for id, yes in zip(ids, counted, strict=True) if yes} == {"x-none", "y"}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("pytorch/torchtitan benchmarks/a.md Table 1", "pytorch/torchtitan"),
+        ("https://github.com/NVIDIA/JAX-Toolbox @8b3ce014 README.md (line 159)", "nvidia/jax-toolbox"),
+        ("Llama 3 Herd (arXiv 2407.21783) Table 4; TP/CP/PP from memory", "arxiv 2407.21783"),
+        ("Korthikanti et al. 2022 (arXiv 2205.05198) as encoded in calculon-ai/calculon", "arxiv 2205.05198"),
+        ("measured by us: jax 0.10.2", "measured by us"),
+        ("", "a file"),
+    ],
+)
+def test_a_source_is_the_repository_or_paper_that_is_named_first(text: str, key: str) -> None:
+    assert source_key(text, "a file") == key
+
+
+@pytest.mark.parametrize(
+    ("cells", "features"),
+    [
+        ({}, ("torch.compile", "fsdp", True, True, True, False)),
+        ({"framework": "Megatron-LM", "zero_stage": "1"}, ("eager", "megatron", True, False, False, False)),
+        ({"framework": "Megatron-LM", "device": "A100"}, ("eager", "megatron", False, False, False, False)),
+        ({"framework": "Megatron-LM", "device": "A100", "notes": "flash attention"},
+         ("eager", "megatron", True, False, False, False)),
+        ({"framework": "Megatron-Core", "notes": "overlap-grad-reduce off, tp-comm-overlap on"},
+         ("eager", "megatron", True, False, True, True)),
+        ({"framework": "DeepSpeed ZeRO-3"}, ("eager", "zero", True, True, True, False)),
+        ({"framework": "MaxText", "device": "TPU v5p"}, ("xla", "xla tpu", True, True, True, True)),
+        ({"framework": "PAX on JAX/XLA:GPU"}, ("xla", "xla gpu", True, True, True, False)),
+    ],
+)  # fmt: skip
+def test_features_of_software_are_read_from_what_a_row_states(cells: dict[str, str], features: tuple[object]) -> None:
+    of = runtime_of(row(n_devices="8", **cells), catalogue()["a100-80gb" if cells.get("device") == "A100" else "h100"])
+    assert (of.compiler, of.family, of.fused_attention) == features[:3]
+    assert (of.overlaps_gradients, of.overlaps_gathers, of.overlaps_tensor) == features[3:]
+
+
+def test_a_published_name_completes_a_shape_that_does_not_contradict_it() -> None:
+    assert completed({"model": "Qwen3_30B_a3B"})["num_experts"] == "128"
+    assert completed({"model": "LLAMA3.1_405B", "n_layers": "126"})["d_model"] == "16384"
+    assert "d_model" not in completed({"model": "Llama2-7b", "n_layers": "2"})
+    assert "d_model" not in completed({"model": "of our own"})
+
+
+def test_experts_are_exchanged_by_all_to_all_and_cost_what_a_token_passes() -> None:
+    sizes = {"num_experts": "8", "top_k": "2", "expert_d_ff": "1024", "n_devices": "8", "ep": "8", "zero_stage": "1"}
+    dense, mixture = (
+        cases([row(framework="Megatron-Core", global_batch_seqs="16", **cells)])[0][0]
+        for cells in ({"d_ff": "2048", "n_devices": "8", "zero_stage": "1"}, sizes)
+    )
+    assert mixture.sizes == (1, 1, 8, 1, 1) and mixture.shape.is_mixture
+    flops = [(case.terms.matmuls.flops * case.terms.matmuls.runs).sum() for case in (dense, mixture)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.01)
+    moves = mixture.terms.collectives
+    exchanged = (moves.kind == KINDS.index("all-to-all")) & ~moves.of_weights
+    assert moves.runs[exchanged].sum() == 4 * mixture.shape.num_layers
+
+
+COLUMNS = (*ROW, "n_devices", "ep", "fsdp", "vpp", "notes", "source", "num_experts", "global_batch_seqs", "topology")
+CELLS = ("", "nan", "-3", "0", "1e400", "7", "(", "fp4 fsdp tpu v5p:0x3 torchtitan \x00")
+
+
+def test_malformed_cells_are_skipped_and_never_raise() -> None:
+    texts = [{"n_devices": "8", column: cell} for column in COLUMNS for cell in CELLS]
+    rows, unread = [], 0
+    for number, cells in enumerate(texts):
+        try:
+            rows.append(row(str(number), **cells))
+        except Skipped:
+            unread += 1
+    expressed, skipped = cases(rows)
+    assert unread + len(expressed) + len(skipped) == len(texts)
+    assert np.isfinite(Prices(expressed).seconds()).all()
+    assert unread > 20 and skipped and len(expressed) > 50

@@ -14,14 +14,14 @@ from published.rows import Row, Skipped, step_seconds
 from published.runtime import Runtime, runtime_of
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.plan.cost.terms import Terms
+from spanax.plan.cost.terms import KINDS, Terms
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 
 TRACED = 16
-"""The batch that is traced is a multiple of it, and of every number of batch shards: a batch of one would be no axis at all."""
+"""The traced batch is a multiple of it, and of every number of batch shards: a batch of one would be no axis."""
 
 PADS = ("megatron", "deepspeed", "nemo")
 
@@ -48,9 +48,10 @@ def remat_of(row: Row, runtime: Runtime) -> tuple[str, str]:
 
     PyTorch's checkpoints repeat all of it. MaxText's `minimal` saves the results of matmuls; its policies in between
     count as the nearer of `dots` and `full`. Megatron's `selective` forgets attention scores only, which a fused kernel
-    does not save anyway.
+    does not save anyway. That of PyTorch's FSDP saves every second matmul, or checkpoints some of the blocks: half of
+    the forward pass is repeated (torchtitan, `selective_ac_option`).
     """
-    stated = row.text.get("remat", "").lower()
+    stated = row.text.get("remat", "").lower() or noted_remat(row)
     if not stated or re.match(r"none|no\b|false|off", stated):
         return "none", ""
     if runtime.compiler == "xla":
@@ -58,8 +59,16 @@ def remat_of(row: Row, runtime: Runtime) -> tuple[str, str]:
             "dots" if re.match(r"minimal|dots|selective|save_dot_with|save_dot_except_mlpwi", stated) else "full"
         ), ""
     if "selective" in stated:
-        return ("none" if runtime.fused_attention and runtime.family == "megatron" else "dots"), ""
+        if runtime.family == "fsdp":
+            return "none", "half"
+        return ("none" if runtime.fused_attention else "dots"), ""
     return "none", "all"
+
+
+def noted_remat(row: Row) -> str:
+    """Returns the policy that a row's notes name, in lower case; empty where they name none."""
+    noted = re.search(r"\bremat(?:_policy)?[ =:]+'?([\w-]+)", row.text.get("notes", "").lower())
+    return noted[1] if noted else ""
 
 
 def degrees_of(row: Row, compiler: str) -> tuple[tuple[int, ...], str]:
@@ -79,7 +88,13 @@ def degrees_of(row: Row, compiler: str) -> tuple[tuple[int, ...], str]:
     storing = {1: "zero1", 2: "zero2"}.get(stage or 3, "fsdp")
     if storing == "fsdp" and row.stages > 1 and compiler != "xla":
         storing = "zero2"
-    return (shards // fsdp, fsdp, 1, row.context, row.tensor), storing
+    if row.expert == 1:
+        return (shards // fsdp, fsdp, 1, row.context, row.tensor), storing
+    # Experts are sharded over devices with different examples; degrees beyond these go over tensor parallelism.
+    expert = math.gcd(row.expert, shards)
+    if row.expert % expert or (row.tensor * row.context) % (row.expert // expert):
+        raise Skipped("the expert degree does not divide the devices of a stage")
+    return (1, shards // expert, expert, row.context, row.tensor), storing if row.zero_stage else "zero1"
 
 
 def batch_of(row: Row, compiler: str) -> tuple[int, int]:
@@ -176,14 +191,16 @@ def case_of(setting: Setting, traced: int, known: dict[tuple[object, ...], Terms
     row, machine, compiler = setting.row, setting.cluster, setting.runtime.compiler
     sizes, storing = degrees_of(row, compiler)
     batch, count = batch_of(row, compiler)
-    sequence = row.text.get("seq_parallel", "").lower() in ("1", "1.0", "true", "yes") and row.tensor > 1
-    row = row if row.stages > 1 else replace(row, chunks=1)
+    # Megatron Core refuses tensor and expert parallelism together without sequence parallelism.
+    is_stated = row.text.get("seq_parallel", "").lower() in ("1", "1.0", "true", "yes")
+    sequence = row.tensor > 1 and (is_stated or row.expert > 1)
+    row = replace(row, chunks=chunks_of(row, setting.runtime, count))
     if row.chunks > 1 and count % row.stages:
         raise Skipped("interleaved stages take a multiple of their number of microbatches")
     dtype = dtype_of(row)
     if dtype not in machine.chip.peak_flops:
         raise Skipped(f"the chip's rate in {dtype} is not known")
-    peak = machine.chip.peak_flops["bf16" if dtype == "fp8" else dtype]
+    peak = machine.chip.peak_flops["bf16" if dtype in ("fp8", "fp4") else dtype]
     seconds = step_seconds(row, batch, peak, setting.shape.matmul_params)
     resolved = sizes if compiler == "xla" else (sizes[0], min(sizes[1], 2), *sizes[2:])
     key = (resolved, storing, sequence)
@@ -198,26 +215,55 @@ def case_of(setting: Setting, traced: int, known: dict[tuple[object, ...], Terms
     )  # fmt: skip
 
 
+def chunks_of(row: Row, runtime: Runtime, count: int) -> int:
+    """Returns the chunks of each pipeline stage.
+
+    A row that leaves them open, of a runtime that interleaves stages, has been tuned: one layer a chunk, the least idle
+    time, where the number of microbatches allows it. Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
+    """
+    if row.stages == 1:
+        return 1
+    is_open = not row.text.get("vpp") and runtime.interleaves and not row.states("1f1b", "gpipe")
+    if is_open and count % row.stages == 0:
+        return max(round(row.num_layers / row.stages), 1)
+    return row.chunks
+
+
 def terms_of(setting: Setting, traced: int, sizes: tuple[int, ...], storing: str, sequence: bool) -> Terms:
     """Returns the terms of a setting's step on a mesh of those sizes."""
     mesh = mesh_of(sizes)
     program = program_of(setting.shape, traced, setting.remat)
     resolver = resolve(program, layout_on(storing, sequence, mesh), mesh, {})
-    return count_terms(ShardedProgram(resolver, program.step))
+    terms = count_terms(ShardedProgram(resolver, program.step))
+    return dispatched(terms) if setting.runtime.compiler != "xla" else terms
+
+
+def dispatched(terms: Terms) -> Terms:
+    """Returns the terms with routed tokens sent to the devices of their experts only.
+
+    A partitioner gathers the tokens of all devices, which a program cannot state otherwise without a mesh of its own;
+    the dispatchers of Megatron Core and DeepSpeed exchange them by all-to-all (megatron/core/transformer/moe).
+    """
+    if "expert" not in terms.axes:
+        return terms
+    moves, over = terms.collectives, 1 << terms.axes.index("expert")
+    changes = (moves.over == over) & ~moves.of_weights & (moves.kind == KINDS.index("all-gather"))
+    kind = np.where(changes, KINDS.index("all-to-all"), moves.kind)
+    return replace(terms, collectives=replace(moves, kind=kind))
 
 
 def dtype_of(row: Row) -> str:
     """Returns what the layers' matmuls compute in."""
     stated = row.text.get("precision", "").lower()
-    if re.search(r"fp4|nvfp4|mxfp4|int4", stated):
-        raise Skipped("matmuls in four bits")
+    if re.search(r"fp4|int4", stated):
+        return "fp4"
     if re.search(r"fp8|float8|mxfp8", stated):
         return "fp8"
     return "fp16" if "fp16" in stated or "float16" in stated.replace("bfloat16", "") else "bf16"
 
 
 def in_dtype(terms: Terms, dtype: str) -> Terms:
-    """Returns the terms with matmuls in another dtype: all of them in fp16; in fp8 those of the layers, not attention."""
+    """Returns the terms with matmuls in another dtype: in fp16 all of them, in fewer bits those of layers' weights."""
     matmuls = terms.matmuls
     num = len(matmuls.dtypes)
     changes = np.ones(num, bool) if dtype == "fp16" else matmuls.in_layers & ~matmuls.scores.any(1)

@@ -51,6 +51,10 @@ class Constant:
         """Returns whether it is an assumption about runs with that software."""
         return not self.chips and self.compiler in ("", runtime.compiler)
 
+    def concerns(self, chip: str, runtime: Runtime) -> bool:
+        """Returns whether prices on a chip, with that software, depend on it."""
+        return chip in self.chips if self.chips else self.applies_to(runtime)
+
     @property
     def default(self) -> float:
         """Returns the value that Spanax has."""

@@ -1,7 +1,7 @@
 """The model of a published run: plain Flax NNX of its shape, traced without a device.
 
 `spanax.models.gpt` where it has that shape, else `Decoder`, which has any widths, and one matmul where several read the
-same, as the frameworks that were measured do. What the columns do not say (a gated MLP, the width of a head, an output
+same, as the frameworks that were measured do. What the columns do not state (a gated MLP, the width of a head, an output
 matrix of its own) follows from the number of parameters where it is stated, else from the name.
 """
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import spanax
-from published.rows import Row, Skipped
+from published.rows import Row, Skipped, whole
 from spanax.models import gpt
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
@@ -39,26 +39,44 @@ class Shape:
     vocab_size: int
     seq_len: int
     gated: bool
-    is_mixture: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_dim: int = 0
+    shared_dim: int = 0
+
+    @property
+    def is_mixture(self) -> bool:
+        """Returns whether each token is routed to some of several experts."""
+        return self.num_experts > 0
+
+    @property
+    def active_mlp_dim(self) -> int:
+        """Returns the width of the MLPs that a token passes in a layer."""
+        return self.experts_per_token * self.expert_dim + self.shared_dim if self.is_mixture else self.mlp_dim
 
     @property
     def layer_params(self) -> float:
-        """Parameters of the matmuls in all layers."""
+        """Returns the parameters of the matmuls in all layers; of experts, those that a token passes."""
         attention = 2 * self.embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + (3 if self.gated else 2) * self.embed_dim * self.mlp_dim)
+        return self.num_layers * (attention + (3 if self.gated else 2) * self.embed_dim * self.active_mlp_dim)
 
     @property
     def matmul_params(self) -> float:
-        """The same with the output matrix."""
+        """Returns the same with the output matrix."""
         return self.layer_params + self.embed_dim * self.vocab_size
 
 
 def shape_of(row: Row) -> Shape:
-    """The shape of a row's model.
+    """Returns the shape of a row's model.
 
     Raises:
-      Skipped: it is no dense decoder, or none with so many parameters.
+      Skipped: its experts are not stated, or it has another number of parameters.
     """
+    if row.states(r"deepseek-?_?v[23]", "kimi"):
+        raise Skipped("latent attention")
+    experts = [whole(row.text, key) for key in ("num_experts", "top_k", "expert_d_ff")]
+    if all(experts):
+        return _mixture(row, *(size or 0 for size in experts))
     if row.states(*EXPERTS) or (row.text.get("ep") or "1") not in ("1", "1.0"):
         raise Skipped("a mixture of experts, of which no column tells the experts")
     if row.embed_dim % row.num_heads:
@@ -68,7 +86,7 @@ def shape_of(row: Row) -> Shape:
         embed_dim=row.embed_dim,
         num_heads=row.num_heads,
         num_kv_heads=row.num_kv_heads,
-        head_dim=row.embed_dim // row.num_heads,
+        head_dim=whole(row.text, "head_dim") or row.embed_dim // row.num_heads,
         mlp_dim=row.mlp_dim,
         vocab_size=row.vocab_size,
         seq_len=row.seq_len,
@@ -87,6 +105,17 @@ def shape_of(row: Row) -> Shape:
         if any(abs((shape.layer_params + shape.embed_dim * size) / row.params - 1) <= NEAR for size in tables):
             return shape
     raise Skipped("not the parameters of a dense decoder of that shape")
+
+
+def _mixture(row: Row, num_experts: int, experts_per_token: int, expert_dim: int) -> Shape:
+    if row.seq_len * experts_per_token % num_experts:
+        raise Skipped("the experts do not divide the routed tokens of a sequence")
+    return Shape(
+        row.num_layers, row.embed_dim, row.num_heads, row.num_kv_heads,
+        head_dim=whole(row.text, "head_dim") or row.embed_dim // row.num_heads,
+        mlp_dim=row.mlp_dim, vocab_size=row.vocab_size, seq_len=row.seq_len, gated=True, num_experts=num_experts,
+        experts_per_token=experts_per_token, expert_dim=expert_dim, shared_dim=whole(row.text, "shared_d_ff") or 0,
+    )  # fmt: skip
 
 
 class Attention(nnx.Module):
@@ -136,12 +165,46 @@ class MLP(nnx.Module):
         return self.down(h_BTF)
 
 
+class Experts(nnx.Module):
+    """Gated MLPs with a load that is even: every expert computes its share of each sequence, and no token is dropped.
+
+    Shape suffixes: E experts, C tokens of a sequence that an expert computes, K experts of a token, S tokens times K.
+    Sorted by expert, the S routed tokens are C for each; a run with an uneven load waits for the busiest expert.
+    """
+
+    def __init__(self, shape: Shape, rngs: nnx.Rngs):
+        E, D, F = shape.num_experts, shape.embed_dim, shape.expert_dim
+        self.num_chosen = shape.experts_per_token
+        self.router = nnx.Linear(D, E, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(gpt.INIT(rngs.params(), (E, D, 2, F)))
+        self.down = nnx.Param(gpt.INIT(rngs.params(), (E, F, D)))
+        self.shared = MLP(replace(shape, mlp_dim=shape.shared_dim), rngs) if shape.shared_dim else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        (B, T, D), E, K = x_BTD.shape, self.down.shape[0], self.num_chosen
+        gates_BTK, chosen_BTK = jax.lax.top_k(jax.nn.softmax(self.router(x_BTD).astype(jnp.float32)), K)
+        C = T * K // E
+        # Slot c E + e is the c-th of expert e; sorted by expert, that routed token is number e C + c.
+        order_BS = jnp.argsort(chosen_BTK.reshape(B, T * K), axis=1)
+        number_S = jnp.arange(T * K) % E * C + jnp.arange(T * K) // E
+        take = jax.vmap(lambda rows, indices: rows[indices])
+        x_BCED = take(x_BTD, order_BS[:, number_S] // K).reshape(B, C, E, D)
+        up_BCE2F = jnp.einsum("BCED,EDGF->BCEGF", x_BCED, self.up[...].astype(x_BTD.dtype))
+        h_BCEF = jax.nn.silu(up_BCE2F[..., 0, :]) * up_BCE2F[..., 1, :]
+        y_BSD = jnp.einsum("BCEF,EFD->BCED", h_BCEF, self.down[...].astype(x_BTD.dtype)).reshape(B, T * K, D)
+        number_BTK = jnp.argsort(order_BS, axis=1).reshape(B, T, K)
+        y_BTKD = take(y_BSD, number_BTK % C * E + number_BTK // C)
+        y_BTD = (y_BTKD * gates_BTK[..., None].astype(x_BTD.dtype)).sum(2)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+
 class Block(nnx.Module):
     """One pre-norm block."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.RMSNorm(shape.embed_dim, rngs=rngs) for _ in range(2)])
-        self.attention, self.mlp = Attention(shape, rngs), MLP(shape, rngs)
+        self.attention = Attention(shape, rngs)
+        self.mlp = Experts(shape, rngs) if shape.is_mixture else MLP(shape, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.norms[0](x_BTD))
@@ -164,7 +227,13 @@ class Decoder(nnx.Module):
 def builder(shape: Shape) -> tuple[Any, Any]:
     """What builds a shape's model, and its loss."""
     is_square = shape.head_dim * shape.num_heads == shape.embed_dim
-    if is_square and not shape.gated and shape.mlp_dim == 4 * shape.embed_dim and shape.num_kv_heads == shape.num_heads:
+    if (
+        is_square
+        and not shape.is_mixture
+        and not shape.gated
+        and shape.mlp_dim == 4 * shape.embed_dim
+        and shape.num_kv_heads == shape.num_heads
+    ):
         config = gpt.GPTConfig(shape.vocab_size, shape.seq_len, shape.num_layers, shape.num_heads, shape.embed_dim)
         return functools.partial(gpt.GPT, config), gpt.loss
     return functools.partial(Decoder, shape), gpt.loss

@@ -1,4 +1,4 @@
-"""The fit of all constants, robust to odd rows, and leave-one-source-out: each source predicted by constants of the others.
+"""The fit of all constants, robust to odd rows, and leave-one-source-out: each source predicted by a fit of the others.
 
 The loss of a row is Huber's on log(predicted / measured), weighted so that a source counts as the root of its rows. A
 prior holds a constant that the remaining sources do not determine near its physical value.
@@ -27,7 +27,10 @@ STEP = 1e-3
 ITERATIONS = 6
 """Of the fit on all sources; a source left out takes `CHORDS` from there, with the derivatives of all rows."""
 
-CHORDS = 3
+CHORDS = 4
+
+CLOSE = 0.01
+"""Steps shorter than it, on the constants' scales, end a fit."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ class Fit:
             loss = self._loss(point, errors, self._weights(errors, ""))
             if loss < least:
                 best, least = point, loss
-            point = self._step(point, errors, self._derivatives(point, errors), "")
+            last, point = point, self._step(point, errors, self._derivatives(point, errors), "")
+            if np.abs(point - last).max() < CLOSE:
+                break
         errors = self._errors(point)
         return values_of(point if self._loss(point, errors, self._weights(errors, "")) < least else best)
 
@@ -87,21 +92,27 @@ class Fit:
                 loss = self._loss(point, errors, self._weights(errors, source))
                 if loss < least:
                     best, least = point, loss
-                point = self._step(point, errors, derivatives, source)
+                last, point = point, self._step(point, errors, derivatives, source)
+                if np.abs(point - last).max() < CLOSE:
+                    break
                 errors = self._errors(point)
             held = np.asarray([name == source for name in self.sources])
             result.append(HeldOut(source, self.prices.seconds(values_of(best), held), values_of(best)))
         return result
 
-    def _errors(self, point: np.ndarray) -> np.ndarray:
-        return np.log(self.prices.seconds(values_of(point))) - self._log_measured
+    def _errors(self, point: np.ndarray, cases: np.ndarray | None = None) -> np.ndarray:
+        return np.log(self.prices.seconds(values_of(point), cases)) - self._log_measured
 
     def _derivatives(self, point: np.ndarray, errors: np.ndarray) -> np.ndarray:
         columns = []
         for index in range(point.size):
             moved = point.copy()
             moved[index] += STEP if point[index] + STEP < self._upper[index] else -STEP
-            columns.append((self._errors(moved) - errors) / (moved[index] - point[index]))
+            depends = np.asarray(
+                [CONSTANTS[index].concerns(case.cluster.chip.name, case.runtime) for case in self.cases]
+            )
+            change = self._errors(moved, depends) - errors
+            columns.append(np.where(depends, change, 0.0) / (moved[index] - point[index]))
         return np.stack(columns, 1)
 
     def _weights(self, errors: np.ndarray, without: str) -> np.ndarray:

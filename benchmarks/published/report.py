@@ -55,7 +55,7 @@ def _ranks(files: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {file}: {of['groups']} groups of {of['plans']} plans; regret of the first choice, median "
             f"{100 * of['median_regret']:.1f} %, mean {100 * of['mean_regret']:.1f} %, worst "
-            f"{100 * of['worst_regret']:.1f} %; first is best in {100 * of['first_is_best']:.0f} %, best among the first "
-            f"three in {100 * of['top3_holds_best']:.0f} % (at worst {100 * of['top3_worst_regret']:.1f} % off)"
+            f"{100 * of['worst_regret']:.1f} %; first is best in {100 * of['first_is_best']:.0f} %, best among the "
+            f"first three in {100 * of['top3_holds_best']:.0f} % (at worst {100 * of['top3_worst_regret']:.1f} % off)"
         )
     return lines

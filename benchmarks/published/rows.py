@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from published.shapes import completed
 from published.source import source_key
 
 SHAPE = ("n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "n_devices")
@@ -42,6 +43,7 @@ class Row:
     stages: int
     chunks: int
     context: int
+    expert: int
     data: int | None
     fsdp: int | None
     zero_stage: int | None
@@ -92,6 +94,7 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
     Raises:
       Skipped: what a model or a mesh needs is missing or no number.
     """
+    text = completed(text)
     missing = [key for key in SHAPE if whole(text, key) is None]
     if missing:
         raise Skipped(f"not stated: {', '.join(missing)}" if len(missing) < 3 else "the model's shape is not stated")
@@ -99,7 +102,9 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
     if min(size.values()) < 1:
         raise Skipped("a size is not positive")
     heads = size["n_heads"]
-    degrees = {key: whole(text, key) for key in ("tp", "pp", "vpp", "cp", "dp", "fsdp", "zero_stage", "grad_accum")}
+    degrees = {
+        key: whole(text, key) for key in ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp", "zero_stage", "grad_accum")
+    }
     if any(value is not None and value < 1 for key, value in degrees.items() if key != "zero_stage"):
         raise Skipped("a degree is not positive")
     tensor, stages, context = (degrees[key] or 1 for key in ("tp", "pp", "cp"))
@@ -123,6 +128,7 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
         stages=stages,
         chunks=degrees["vpp"] or 1,
         context=context,
+        expert=degrees["ep"] or 1,
         data=degrees["dp"],
         fsdp=degrees["fsdp"],
         zero_stage=degrees["zero_stage"],

@@ -35,6 +35,7 @@ class Runtime:
       distributed_optimizer: whether optimizer state is sharded over data parallelism.
       attention: the kernel of fused attention; empty for the compiler's.
       overlap: what of the communication computation can hide.
+      interleaves: whether its pipelines are interleaved unless a row states otherwise.
     """
 
     compiler: str
@@ -47,6 +48,7 @@ class Runtime:
     distributed_optimizer: bool
     attention: str
     overlap: Overlap
+    interleaves: bool
 
 
 def runtime_of(row: Row, chip: Chip) -> Runtime:
@@ -76,6 +78,7 @@ def runtime_of(row: Row, chip: Chip) -> Runtime:
         distributed_optimizer=bool(row.zero_stage) or row.states(r"distributed.optim"),
         attention=attention_of(row, compiler, family, chip),
         overlap=overlap_of(family, chip, gradients, gathers, tensor and not is_xla, latency_hiding),
+        interleaves=family == "megatron" and is_modern,
     )
 
 

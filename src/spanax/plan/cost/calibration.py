@@ -18,7 +18,7 @@ class Assumptions:
       attention: the kernel of fused attention, of `kernel_rates.RATES`; None for the one that Spanax runs on the chip.
       start: the visible share of a kernel's or collective's start, where the next is already queued.
       dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
-      repeats_forward: whether the backward pass repeats the layers' full forward pass, as checkpoints do where no
+      repeats_forward: the share of the layers' forward pass that the backward pass repeats, 1 for checkpoints where no
         compiler removes dead code; the program is then one without remat.
       gathers_again: whether the repeated pass gathers the weights once more.
       fused_attention: whether attention scores stay on the chip.
@@ -38,7 +38,7 @@ class Assumptions:
     attention: str | None = None
     start: float = 0.618
     dispatch_seconds: float = 0.0
-    repeats_forward: bool = False
+    repeats_forward: float = 0.0
     gathers_again: bool = False
     fused_attention: bool = False
     causal_share: float = 1.0

@@ -58,7 +58,7 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     # Of queries, keys and channels the channels are the fewest, and queries of grouped heads are counted together.
     head_dim, length, _ = np.sort(matmuls.sizes[:, :3], 1).T[:, :, None]
     kernel_rate = attention_flops_per_second(assumptions.attention or kernel_on(chip), chip, head_dim, length)
-    fused = executed_flops(matmuls, num_shards, scale) * causal_share / (kernel_rate * chip.sustained_share)
+    fused = executed_flops(matmuls, num_shards, scale) * causal_share / kernel_rate
     start = assumptions.start * chip.kernel_start_seconds
     rate_of_memory = memory_rate(chip)
     longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / rate_of_memory)

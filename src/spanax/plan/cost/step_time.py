@@ -86,7 +86,8 @@ def price(
     """
     assumptions = assumptions or Assumptions()
     overlap = runtime_of(cluster) if assumptions.overlap is None else assumptions.overlap
-    terms = repeated(terms, assumptions.gathers_again) if assumptions.repeats_forward else terms
+    if assumptions.repeats_forward:
+        terms = repeated(terms, assumptions.gathers_again, assumptions.repeats_forward)
     num_shards = shard_counts(grid.sizes)
     grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
     parts = _computed(terms, num_shards, grid_table, grid, assumptions)
@@ -96,7 +97,7 @@ def price(
     moved = _moved(terms, num_shards, grid_table, grid, assumptions)
     exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
     layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
-    _wait_for_host(layers, around, terms, grid.num_stages, assumptions)
+    _wait_for_host(layers, around, _dispatched(terms, num_shards), grid.num_stages, assumptions)
     seconds_by_term = _step(layers, around, grid, grid_table, terms, overlap)
     seconds_by_term[ONCE] = np.zeros(grid.scale.shape)
     for (phase, inside, name), seconds in exposed.seconds.items():
@@ -152,17 +153,18 @@ def _computed(
     return result
 
 
-def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
-    """Returns the terms with the layers' forward pass twice; the backward pass reuses weights gathered by the second.
+def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> Terms:
+    """Returns the terms with the layers' forward pass repeated; the backward pass reuses weights gathered by the second.
 
     Args:
       terms: of a program without remat.
       gathers_again: whether weights are freed in between, and gathered a third time.
+      share: of the forward pass that is repeated.
     """
     matmuls, traffic, collectives = terms.matmuls, terms.memory_traffic, terms.collectives
-    kernels = traffic.kernels.copy()
-    kernels[Phase.FORWARD, 1] *= 2
-    again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
+    kernels = traffic.kernels.astype(float)
+    kernels[Phase.FORWARD, 1] = kernels[Phase.FORWARD, 1] * (1 + share)
+    again = [1 + share * ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
     gathers = np.where(collectives.of_weights & (not gathers_again), 1, again[2])
     return replace(
         terms,
@@ -172,8 +174,16 @@ def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
     )
 
 
+def _dispatched(terms: Terms, num_shards: Array) -> Array:
+    """Returns the number of kernels and collectives of a microbatch, which a host dispatches one by one."""
+    moves = terms.collectives
+    counts = (moves.phase != Phase.UPDATE) & ~moves.of_weights
+    runs = np.where(num_shards[moves.over] > 1, (moves.runs * counts)[:, None], 0.0)
+    return terms.memory_traffic.kernels[: Phase.UPDATE].sum() + runs.sum(0)
+
+
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, assumptions: Assumptions
+    layers: dict[str, Array], around: dict[str, Array], dispatched: Array, stages: Array, assumptions: Assumptions
 ) -> None:
     """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
@@ -181,7 +191,7 @@ def _wait_for_host(
     """
     if not assumptions.dispatch_seconds:
         return
-    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * assumptions.dispatch_seconds / stages
+    host = dispatched * assumptions.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
     growth = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):
