@@ -72,7 +72,8 @@ def _as_stated(chip: Chip, row: Row) -> Chip:
         chip = replace(chip, memory_bytes_per_second=float(rate[1]) * 1e12)
     if (limit := re.search(r"\b(\d{3}) ?w\b", text.lower())) and chip.name in WATTS:
         share = min(float(limit[1]) / WATTS[chip.name], 1.0) ** CLOCK_POWER
-        chip = replace(chip, sustained_share=chip.sustained_share * share)
+        shares = {dtype: share * chip.matmul_shares.get(dtype, 1.0) for dtype in chip.peak_flops}
+        chip = replace(chip, matmul_shares=shares)
     if chip.between is None or chip.devices_per_host is None:
         return chip
     if rate := re.search(r"(\d+) ?Gbps/node|inter (\d+) ?Gbps", text):

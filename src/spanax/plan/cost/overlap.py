@@ -63,16 +63,18 @@ RUNTIMES: dict[str, Overlap] = {
     ),
     "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=0.5, permutes=1.0),
     "fsdp": Overlap(weight_gathers=1.0, gradient_reductions=1.0, permutes=1.0),
-    "megatron": Overlap(weight_gathers=1.0, gradient_reductions=1.0, updated_weights=1.0, activations=0.5, permutes=1.0, hops=1.0),
+    "megatron": Overlap(
+        weight_gathers=1.0, gradient_reductions=1.0, updated_weights=1.0, activations=0.5, permutes=1.0, hops=1.0
+    ),
 }
 """The runtimes, by name.
 
 Source: `xla-*`: schedules of compiled programs (`python benchmarks/overlap.py`, docs/speed.md): the share of a layer's
 weights that are gathered or scattered asynchronously. On TPUs scatters become loops of permutes and matmuls and gathers
-do not, so that half of the tensor parallelism's collectives are hidden. `fsdp`: Zhao et al., arXiv 2304.11277, 3.3, prefetching in the
-forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`: overlap_grad_reduce, overlap_param_gather and
-overlap_p2p_comm of Megatron-Core; tp_comm_overlap pipelines gathers and reduce-scatters with matmuls in chunks, of
-which the first or last is exposed, and not the ones around the attention's core.
+do not, so that half of the collectives of tensor parallelism are hidden. `fsdp`: Zhao et al., arXiv 2304.11277, 3.3,
+prefetching in the forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`: overlap_grad_reduce,
+overlap_param_gather and overlap_p2p_comm of Megatron-Core; tp_comm_overlap pipelines gathers and reduce-scatters with
+matmuls in chunks: half is an estimate.
 """
 
 

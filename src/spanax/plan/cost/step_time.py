@@ -37,6 +37,9 @@ COLLECTIVES: dict[str, Collective] = {
 COMPUTING = ("matmuls", "memory", "kernel starts")
 """The terms of computation."""
 
+COLLECTIVE_DISPATCH = 0.2
+"""Time to dispatch a collective over that of a fused kernel. Source: PyTorch, two operations instead of about ten."""
+
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
 
@@ -154,7 +157,7 @@ def _computed(
 
 
 def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> Terms:
-    """Returns the terms with the layers' forward pass repeated; the backward pass reuses weights gathered by the second.
+    """Returns the terms with the layers' forward pass repeated; the backward pass reuses the repetition's weights.
 
     Args:
       terms: of a program without remat.
@@ -179,7 +182,7 @@ def _dispatched(terms: Terms, num_shards: Array) -> Array:
     moves = terms.collectives
     counts = (moves.phase != Phase.UPDATE) & ~moves.of_weights
     runs = np.where(num_shards[moves.over] > 1, (moves.runs * counts)[:, None], 0.0)
-    return terms.memory_traffic.kernels[: Phase.UPDATE].sum() + runs.sum(0)
+    return terms.memory_traffic.kernels[: Phase.UPDATE].sum() + COLLECTIVE_DISPATCH * runs.sum(0)
 
 
 def _wait_for_host(
