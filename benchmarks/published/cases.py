@@ -48,7 +48,8 @@ def remat_of(row: Row, runtime: Runtime) -> tuple[str, str]:
 
     PyTorch's checkpoints repeat all of it. MaxText's `minimal` saves the results of matmuls; its policies in between
     count as the nearer of `dots` and `full`. Megatron's `selective` forgets attention scores only, which a fused kernel
-    does not save anyway.
+    does not save anyway. That of PyTorch's FSDP saves every second matmul, or checkpoints some of the blocks: half of
+    the forward pass is repeated (torchtitan, `selective_ac_option`).
     """
     stated = row.text.get("remat", "").lower() or noted_remat(row)
     if not stated or re.match(r"none|no\b|false|off", stated):
@@ -58,7 +59,9 @@ def remat_of(row: Row, runtime: Runtime) -> tuple[str, str]:
             "dots" if re.match(r"minimal|dots|selective|save_dot_with|save_dot_except_mlpwi", stated) else "full"
         ), ""
     if "selective" in stated:
-        return ("none" if runtime.fused_attention and runtime.family == "megatron" else "dots"), ""
+        if runtime.family == "fsdp":
+            return "none", "half"
+        return ("none" if runtime.fused_attention else "dots"), ""
     return "none", "all"
 
 

@@ -79,7 +79,6 @@ CONSTANTS = (
     Constant("idle_rounds", "idle_rounds", "log", 0.05, 2, 0.5, 0.5, "all", "half of the last wave idles on average"),
     Constant("score_products", "score_products", "log", 20, 5000, 200, 1, "unfused attention", "first_products"),
     Constant("touched", "touched", "logit", 0.05, 0.98, 0.8, 0.7, "all", "a fused kernel reads each input once"),
-    Constant("attention", "attention", "logit", 0.05, 0.95, 0.4, 0.5, "fused attention", "FlashAttention-2"),
     Constant("start", "start", "logit", 0.02, 0.98, 0.5, 0.7, "all", SPEC),
     Constant(
         "dispatch_seconds", "dispatch_seconds", "log", 1e-6, 1e-3, 50e-6, 0.4, "eager", "PyTorch: 5 to 10 us an "

@@ -58,11 +58,22 @@ def _nodes(row: Row) -> int:
     return nodes if nodes and row.num_devices % nodes == 0 else 1
 
 
+WATTS = {"h100": 700.0, "h200": 700.0, "a100-80gb": 400.0, "a100-40gb": 400.0}
+"""The power limit that the rates of a chip are of. Source: NVIDIA's data sheets, SXM."""
+
+CLOCK_POWER = 1 / 3
+"""The clock under a power limit, as a power of it: dynamic power is clock x voltage^2, and voltage follows the clock."""
+
+
 def _as_stated(chip: Chip, row: Row) -> Chip:
     """The chip with the rates that a row's own text gives."""
     text = f"{row.text.get('device', '')} {row.text.get('topology', '')}"
     if rate := re.search(r"([\d.]+) ?TB/s", text):
         chip = replace(chip, memory_bytes_per_second=float(rate[1]) * 1e12)
+    if (limit := re.search(r"\b(\d{3}) ?w\b", text.lower())) and chip.name in WATTS:
+        share = min(float(limit[1]) / WATTS[chip.name], 1.0) ** CLOCK_POWER
+        shares = {dtype: share * chip.matmul_shares.get(dtype, 1.0) for dtype in chip.peak_flops}
+        chip = replace(chip, matmul_shares=shares)
     if chip.between is None or chip.devices_per_host is None:
         return chip
     if rate := re.search(r"(\d+) ?Gbps/node|inter (\d+) ?Gbps", text):

@@ -18,6 +18,9 @@ PART_SECONDS = 15e-6
 Source: 10 us for PyTorch to dispatch a copy, and 4.7 us a step of NCCL's ring with 8 devices a node (tuning.cc).
 """
 
+REPEATED = {"": 0.0, "half": 0.5, "all": 1.0}
+"""The share of the forward pass that the backward pass repeats."""
+
 PERSISTENT_BYTES = 1e6
 """DeepSpeed gathers no smaller arrays. Source: its documentation, stage3_param_persistence_threshold."""
 
@@ -73,10 +76,12 @@ def assumptions_of(case: Case, values: Mapping[str, float]) -> Assumptions:
     return replace(
         Assumptions(),
         **fitted,
-        repeats_forward=case.redone == "all",
+        repeats_forward=REPEATED[case.redone],
         gathers_again=case.gathers_again,
         fused_attention=case.runtime.fused_attention,
         causal_share=0.5 if case.runtime.fused_attention else 1.0,
+        overlap=case.runtime.overlap,
+        attention=case.runtime.attention or None,
     )
 
 

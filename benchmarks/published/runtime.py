@@ -5,10 +5,11 @@ source, on the file, or on a date.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from published.rows import Row
 from spanax.hardware.chip import Chip
+from spanax.plan.cost.overlap import RUNTIMES, Overlap
 
 XLA = (r"maxtext", r"\bjax\b", r"axlearn", r"\bpax", r"praxis", r"\bxla\b", r"\btpu")
 FULLY_SHARDED = (r"\bfsdp", r"torchtitan", r"fully.sharded", r"llm-foundry", r"simplefsdp")
@@ -32,6 +33,8 @@ class Runtime:
       overlaps_tensor: whether collectives of tensor parallelism run beside the matmuls that need them.
       latency_hiding: whether XLA schedules collectives to run beside computation.
       distributed_optimizer: whether optimizer state is sharded over data parallelism.
+      attention: the kernel of fused attention; empty for the compiler's.
+      overlap: what of the communication computation can hide.
       interleaves: whether its pipelines are interleaved unless a row states otherwise.
     """
 
@@ -43,6 +46,8 @@ class Runtime:
     overlaps_tensor: bool
     latency_hiding: bool
     distributed_optimizer: bool
+    attention: str
+    overlap: Overlap
     interleaves: bool
 
 
@@ -58,17 +63,65 @@ def runtime_of(row: Row, chip: Chip) -> Runtime:
     family = family_of(row, compiler)
     is_xla, is_modern = compiler == "xla", row.states(*MODERN_MEGATRON)
     by_default = {"fsdp": True, "megatron": is_modern, "zero": row.zero_stage == 3}.get(family, is_xla)
+    gradients = _stated(row, r"overlap[-_ ]grad", by_default)
+    gathers = _stated(row, r"overlap[-_ ]param", by_default)
+    tensor = _stated(row, r"tp[-_ ]comm[-_ ]overlap|async ?tp|collective.matmul", family == "xla tpu" or is_modern)
+    latency_hiding = is_xla and _stated(row, r"latency[-_ ]hiding", True)
     return Runtime(
         compiler=compiler,
         family=family,
         fused_attention=has_fused_attention(row, compiler, family, chip),
-        overlaps_gradients=_stated(row, r"overlap[-_ ]grad", by_default),
-        overlaps_gathers=_stated(row, r"overlap[-_ ]param", by_default),
-        overlaps_tensor=_stated(row, r"tp[-_ ]comm[-_ ]overlap|async ?tp|collective.matmul", family == "xla tpu"),
-        latency_hiding=is_xla and _stated(row, r"latency[-_ ]hiding", True),
+        overlaps_gradients=gradients,
+        overlaps_gathers=gathers,
+        overlaps_tensor=tensor,
+        latency_hiding=latency_hiding,
         distributed_optimizer=bool(row.zero_stage) or row.states(r"distributed.optim"),
+        attention=attention_of(row, compiler, family, chip),
+        overlap=overlap_of(family, chip, gradients, gathers, tensor and not is_xla, latency_hiding),
         interleaves=family == "megatron" and is_modern,
     )
+
+
+def overlap_of(family: str, chip: Chip, gradients: bool, gathers: bool, tensor: bool, latency_hiding: bool) -> Overlap:
+    """Returns what computation can hide: a runtime of Spanax, with what the row switches on or off."""
+    if family == "xla gpu":
+        return RUNTIMES["xla-gpu-latency-hiding" if latency_hiding else "xla-gpu"]
+    if family == "xla tpu":  # MaxText's options for a v6e and later hand gathers to the SparseCores
+        has_sparse_cores = chip.name in ("v6e", "v7")
+        return RUNTIMES["xla-tpu-sparse-cores" if has_sparse_cores else f"xla-tpu-{chip.name}"]
+    base = RUNTIMES["megatron" if family == "megatron" else "fsdp"]
+    return replace(
+        base,
+        gradient_reductions=base.gradient_reductions * gradients,
+        weight_gathers=base.weight_gathers * gathers,
+        updated_weights=base.updated_weights * gathers,
+        activations=RUNTIMES["megatron"].activations * tensor,
+        hops=base.hops * gradients,
+    )
+
+
+def attention_of(row: Row, compiler: str, family: str, chip: Chip) -> str:
+    """Returns the kernel of fused attention: what is stated, else the framework's; empty for the compiler's.
+
+    PyTorch's `scaled_dot_product_attention` is FlashAttention-2; Megatron with Transformer Engine takes cuDNN's on the
+    chips that compute in eight bits. Eager frameworks with a mixed-precision context had the first FlashAttention.
+    """
+    for kernel, words in KERNELS:
+        if row.states(*words):
+            return kernel
+    if compiler == "xla":
+        return ""
+    if family == "megatron":
+        return "cudnn" if "fp8" in chip.peak_flops else "flash"
+    return "flash2" if row.states("compile", "torchtitan") else "flash"
+
+
+KERNELS = (
+    ("flash3", (r"flash[- ]?attention[- ]?3", r"\bfa3\b", r"\bflash3\b")),
+    ("flash2", (r"flash[- ]?attention[- ]?2", r"\bfa2\b", r"\bflash2\b")),
+    ("cudnn", (r"cudnn.attention",)),
+)
+"""Words for a kernel."""
 
 
 def compiler_of(row: Row) -> str:

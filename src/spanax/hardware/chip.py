@@ -17,7 +17,8 @@ class Link:
     per link for a torus. Large collectives achieve the fraction `share` of it. A collective takes `start_seconds` once
     and `latency_seconds` per step (hop). A switch or direct link connects up to `max_devices`. A switch that reduces
     in the network does so for groups of at least `in_switch_devices`, and an all-reduce then runs at the fraction
-    `in_switch_share` of the bandwidth. A torus has at most `max_shape` chips; all dims wrap around if every size is a
+    `in_switch_share` of the bandwidth. Collectives that run during computation slow it by the share `contention` of
+    their time. A torus has at most `max_shape` chips; all dims wrap around if every size is a
     multiple of `wrap_multiple`, otherwise each dim of size `wrap_size` does. `on_chip_bytes_per_second` is the
     bandwidth between the devices of one chip.
 
@@ -38,6 +39,7 @@ class Link:
     max_devices: int | None = None
     in_switch_share: float | None = None
     in_switch_devices: int | None = None
+    contention: float = 0.0
     max_shape: tuple[int, ...] = ()
     wrap_multiple: int | None = None
     wrap_size: int | None = None
@@ -62,10 +64,10 @@ class Chip:
     `peak_flops` is in FLOP/s by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for a float32 matmul at JAX's default
     precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the fastest
     measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a matmul are
-    distributed over `num_cores`; None means a single core. `usable_bytes` of `memory_bytes` are available to a program,
-    which achieves the fraction `memory_share` of `memory_bytes_per_second`. If `shared`, all devices
-    are simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
-    `between` the link between nodes or slices. `sources` has the origin of each number.
+    distributed over `num_cores`; None means a single core, whose tiles have `tile` rows and columns. `usable_bytes` of
+    `memory_bytes` are available to a program, which achieves the fraction `memory_share` of `memory_bytes_per_second`.
+    If `shared`, all devices are simulated on one host and divide its resources. `inside` is the link between devices
+    of a node or slice, `between` the link between nodes or slices. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -83,6 +85,7 @@ class Chip:
     memory_share: float = 1.0
     kernel_start_seconds: float = 0.0
     num_cores: int | None = None
+    tile: int = 128
     sustained_share: float = 1.0
     devices_per_chip: int = 1
     devices_per_host: int | None = None

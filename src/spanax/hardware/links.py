@@ -24,7 +24,8 @@ class AxisLink:
 
     `bytes_per_second` is for all_gather and reduce_scatter; the other collectives have their own fields.
     `latency_seconds` is per step of a ring with size - 1 steps, `tree_latency_seconds` the latency from the leaves of
-    a tree to its root, and `start_seconds` the overhead per collective. `over` names the links. All numbers may be
+    a tree to its root, and `start_seconds` the overhead per collective. If hidden, it slows computation by the share
+    `contention` of its time. `over` names the links. All numbers may be
     arrays over meshes.
 
     Example:
@@ -42,10 +43,11 @@ class AxisLink:
     latency_seconds: Any
     tree_latency_seconds: Any
     start_seconds: Any
+    contention: Any = 0.0
     over: str = ""
 
 
-ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, "one device")
+ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, 0.0, "one device")
 
 
 def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> AxisLink:
@@ -132,8 +134,9 @@ def _switched(link: Link, size: int) -> AxisLink:
     latency = math.ceil(math.log2(size)) * link.latency_seconds
     device_rate = rate / (size - 1) if link.kind == "direct" else rate
     return AxisLink(
-        size, rate, all_reduce, rate, device_rate, link.latency_seconds, latency, link.start_seconds, link.name
-    )
+        size, rate, all_reduce, rate, device_rate, link.latency_seconds, latency, link.start_seconds,
+        link.contention, link.name,
+    )  # fmt: skip
 
 
 def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
@@ -152,6 +155,7 @@ def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
         latency_seconds=(inside.latency_seconds * (members - 1) + between.latency_seconds) / members,
         tree_latency_seconds=inside.tree_latency_seconds + math.ceil(math.log2(nodes)) * between.latency_seconds,
         start_seconds=max(inside.start_seconds, between.start_seconds),
+        contention=inside.contention if inside.bytes_per_second < members * line else between.contention,
         over=f"{inside.over}+{between.name}",
     )
 
@@ -179,6 +183,7 @@ def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
         latency_seconds=hops * link.latency_seconds / (size - 1),
         tree_latency_seconds=hops * link.latency_seconds,
         start_seconds=link.start_seconds,
+        contention=link.contention,
         over=f"{link.name} {len(dims)} {'axis' if len(dims) == 1 else 'axes'}, {wrapping}" if dims else "on chip",
     )
 

@@ -31,7 +31,10 @@ RESERVE = 0.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with its cost. Bytes and seconds are per device and per step."""
+    """One layout with its cost. Bytes and seconds are per device and per step.
+
+    `hidden` are seconds of communication by term that run during computation, and are no part of `step_seconds`.
+    """
 
     layout: str
     storing: str
@@ -46,6 +49,7 @@ class Candidate:
     seconds: dict[str, float]
     memory: dict[str, int]
     flops: float
+    hidden: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -73,6 +77,7 @@ class Candidate:
             seconds={name: float(values[index]) for name, values in costs.terms.items()},
             memory={name: rounded_up(values[index]) for name, values in memory.groups.items()},
             flops=float(costs.flops[index]),
+            hidden={name: float(values[index]) for name, values in costs.hidden.items()},
         )
 
     def _repr_html_(self) -> str | None:

@@ -15,8 +15,9 @@ from spanax.plan.candidate import Candidate, Search, rounded_up
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.peak_memory import Level, MemoryUse, State, memory_per_device, state_of, walk
 from spanax.plan.cost.prediction import Prediction
+from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.stage_transfers import stage_transfer_bytes
-from spanax.plan.cost.step_time import Costs, Grid, GridTable, price, shard_counts
+from spanax.plan.cost.step_time import Costs, Grid, GridTable, price
 from spanax.plan.cost.terms import Terms
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.pipeline.stages import AXIS, inside_stage

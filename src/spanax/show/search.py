@@ -27,6 +27,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "examples_per_second": rates.examples_per_second,
         "tokens_per_second": rates.tokens_per_second,
         "seconds": candidate.seconds,
+        "hidden": candidate.hidden,
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
         "mfu": rates.mfu,
         "hfu": rates.hfu,
@@ -112,6 +113,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     search, rates = summary.search, summary.search.rates(candidate)
     limit = search.cluster.memory_bytes
     times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
+    hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
     moved = [(kind, axes, size) for axes, kinds in best.collectives.items() for kind, size in kinds.items()]
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %, HFU {100 * (rates.hfu or 0):.1f} %"
@@ -121,6 +123,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}",
         f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
+        *([f"          hidden: {hidden}"] if hidden else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
         + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),

@@ -19,7 +19,8 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.step_time import TILE, Costs, Grid, Table, matmul_seconds, price, shard_counts
+from spanax.plan.cost.roofline import TILE, matmul_seconds, shard_counts
+from spanax.plan.cost.step_time import Costs, Grid, Table, price
 from spanax.plan.cost.terms import KINDS, Matmuls, Terms
 from spanax.plan.search import Candidate, search
 from spanax.plan.sharding.place import resolver_of

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from spanax.plan.cost.overlap import Overlap
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -13,19 +15,19 @@ class Assumptions:
       score_products: the same for attention scores and values computed from them, outside a fused kernel.
       touched: the share of a fused kernel's bytes that reach memory.
       touched_around: a factor on the bytes outside the layers, mostly in the loss: 1 for a compiled step.
-      attention: the rate of a fused attention kernel over that of a matmul.
+      attention: the kernel of fused attention, of `kernel_rates.RATES`; None for the one that Spanax runs on the chip.
       start: the visible share of a kernel's or collective's start, where the next is already queued.
       dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
-      repeats_forward: whether the backward pass repeats the layers' full forward pass, as checkpoints do where no
+      repeats_forward: the share of the layers' forward pass that the backward pass repeats, 1 for checkpoints where no
         compiler removes dead code; the program is then one without remat.
       gathers_again: whether the repeated pass gathers the weights once more.
       fused_attention: whether attention scores stay on the chip.
       causal_share: the share of the scores that a fused kernel computes.
+      overlap: what the runtime hides behind computation; None for that of the program that Spanax compiles.
 
     Source: `python benchmarks/plan_accuracy.py --fit`: every second row of the vTrain, llm-foundry and MaxText files.
     The fit is equally good with 0 to 300 `first_products`; `xla/service/gpu/model/default_matmul_perf_table.txtpb`
-    (openxla/xla @336bb15, B200) suggests 250 to 400 for small matmuls. Overlap of weight gathers and gradient
-    reductions with computation is not modeled: no data to fit it.
+    (openxla/xla @336bb15, B200) suggests 250 to 400 for small matmuls.
     """
 
     idle_rounds: float = 0.483
@@ -33,10 +35,11 @@ class Assumptions:
     score_products: float = 506.0
     touched: float = 0.865
     touched_around: float = 1.0
-    attention: float = 0.313
+    attention: str | None = None
     start: float = 0.618
     dispatch_seconds: float = 0.0
-    repeats_forward: bool = False
+    repeats_forward: float = 0.0
     gathers_again: bool = False
     fused_attention: bool = False
     causal_share: float = 1.0
+    overlap: Overlap | None = None

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.plan.cost.ring_attention import temporary_bytes
-from spanax.plan.cost.step_time import Grid, shard_counts
+from spanax.plan.cost.roofline import shard_counts
+from spanax.plan.cost.step_time import Grid
 from spanax.plan.pipeline.bubble import num_in_flight
 from spanax.plan.sharding.resolve import Constraint, Resolver, axes_of
 from spanax.plan.spmd.partition import as_masks, union

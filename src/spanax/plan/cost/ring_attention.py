@@ -19,6 +19,12 @@ ROUND, HOP = "round", "collective-permute"
 """A value that circulates once around a ring, back to its device; and one hop."""
 
 
+SUMMED_BYTES, USED_BYTES = 12.0, 4.0
+"""Bytes per score of a compiled block: a 32-bit sum is written and read by its maximum and its exponential; the 16-bit
+result is written and read by the next matmul. Source: XLA does not fuse two matmuls (openxla/xla, instruction fusion).
+"""
+
+
 def ring_of(sharding: AttentionSharding, mesh: MeshShape) -> Shares:
     """Returns the sequence chunks of every device of the ring; of one device without a ring."""
     return shares(sharding.form, mesh.ways(sharding.ring))
@@ -127,8 +133,9 @@ def matmul_rows(
     for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
         size_axes = [rows if dim == queries else 0 for dim in (m, n, k)]
         num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
-        if is_kernel:  # its scores are not materialized
-            num_bytes[2 if n == keys else 0] = 0.0
+        # A kernel does not materialize its scores; compiled blocks of them are summed in 32 bits and used in 16.
+        is_sum = n == keys
+        num_bytes[2 if is_sum else 0] *= 0.0 if is_kernel else SUMMED_BYTES / size if is_sum else USED_BYTES / size
         shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
         matmuls.append((
             flops, separate | rows, [m, n, k, count], [*size_axes, separate],

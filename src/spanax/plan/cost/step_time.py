@@ -11,29 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.links import FIELDS, STAGES, Links
+from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
 from spanax.plan.cost.ring_attention import HOP, ROUND
-from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
+from spanax.plan.cost.roofline import executed_flops, matmul_seconds, shard_counts, traffic_seconds
+from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, Terms
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray
-
-TILE = 128
-"""Rows and columns of a result tile of one core. Source: NVIDIA's matmul guide, and a TPU's unit."""
-
-
-NARROWEST = 8
-"""The fewest rows or columns of a tensor core's tile. Source: NVIDIA's matmul guide, 16-bit numbers."""
-
-CAST = 1.5
-"""Bytes of a cast of operands to eight bits, over their 16-bit bytes: two bytes read, one written."""
 
 COLLECTIVES: dict[str, Collective] = {
     "all-gather": "all_gather",
@@ -42,6 +33,12 @@ COLLECTIVES: dict[str, Collective] = {
     "all-to-all": "all_to_all",
 }
 """The collectives of `KINDS` as `collective_seconds` names them."""
+
+COMPUTING = ("matmuls", "memory", "kernel starts")
+"""The terms of computation."""
+
+COLLECTIVE_DISPATCH = 0.2
+"""Time to dispatch a collective over that of a fused kernel. Source: PyTorch, two operations instead of about ten."""
 
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
@@ -71,11 +68,15 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Seconds of one step by term, one entry per candidate; they add up to `step_seconds`."""
+    """Seconds of one step by term, one entry per candidate; they add up to `step_seconds`.
+
+    `hidden` is the communication by term that runs during computation, and is not part of the step time.
+    """
 
     terms: dict[str, Array]
     step_seconds: Array
     flops: Array
+    hidden: dict[str, Array]
 
 
 def price(
@@ -87,18 +88,43 @@ def price(
     gathers of weights. Gradients are reduced over `data` and weights updated once per step.
     """
     assumptions = assumptions or Assumptions()
-    terms = repeated(terms, assumptions.gathers_again) if assumptions.repeats_forward else terms
+    overlap = runtime_of(cluster) if assumptions.overlap is None else assumptions.overlap
+    if assumptions.repeats_forward:
+        terms = repeated(terms, assumptions.gathers_again, assumptions.repeats_forward)
     num_shards = shard_counts(grid.sizes)
     grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
     parts = _computed(terms, num_shards, grid_table, grid, assumptions)
-    moved, once = _moved(terms, num_shards, grid_table, grid, assumptions)
-    stages, count = grid.num_stages, grid.num_microbatches
-    layers, around = (_sum(parts, moved, inside) for inside in (True, False))
-    _wait_for_host(layers, around, terms, stages, assumptions)
-    divided = grid.shares
+    computing = {
+        (phase, inside): np.sum([parts[phase, inside, name] for name in COMPUTING], 0) for phase, inside, _ in parts
+    }
+    moved = _moved(terms, num_shards, grid_table, grid, assumptions)
+    exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
+    layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
+    _wait_for_host(layers, around, _dispatched(terms, num_shards), grid.num_stages, assumptions)
+    seconds_by_term = _step(layers, around, grid, grid_table, terms, overlap)
+    seconds_by_term[ONCE] = np.zeros(grid.scale.shape)
+    for (phase, inside, name), seconds in exposed.seconds.items():
+        if name == ONCE:
+            seconds_by_term[ONCE] = seconds_by_term[ONCE] + seconds / (grid.shares if inside else 1)
+        elif phase == Phase.UPDATE:
+            seconds_by_term["weights between devices"] += seconds / grid.shares
+    seconds_by_term["update"] = (
+        computing[Phase.UPDATE, True] / grid.shares + computing[Phase.UPDATE, False] / grid.shares
+    )
+    runs = terms.matmuls.runs[:, None] / np.where(terms.matmuls.in_layers[:, None], grid.shares, 1)
+    flops = (executed_flops(terms.matmuls, num_shards, grid.scale) * runs).sum(0) * grid.num_microbatches
+    hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
+    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden)
+
+
+def _step(
+    layers: dict[str, Array], around: dict[str, Array], grid: Grid, table: "GridTable", terms: Terms, overlap: Overlap
+) -> dict[str, Array]:
+    """Returns seconds of a step by term from those of one microbatch in all layers and around them."""
+    stages, count, divided = grid.num_stages, grid.num_microbatches, grid.shares
     stage = sum(layers.values()) / divided
     # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
-    hop = grid_table.hop_seconds(terms.carry_bytes * grid.scale / num_shards[-1])
+    hop = table.hop_seconds(terms.carry_bytes * grid.scale / shard_counts(grid.sizes)[-1]) * (1.0 - overlap.hops)
     # Only the bubble distinguishes forward and backward, and it depends on their sum.
     third = stage / 3 / grid.num_chunks
     pipelined = step_seconds(
@@ -106,89 +132,9 @@ def price(
         forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
     )  # fmt: skip
     # The last stage also runs the operations around the layers, and all other stages wait for it.
-    seconds_by_term = {name: (layers[name] / divided + around[name]) * count for name in layers}
-    seconds_by_term["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
-    seconds_by_term["gradient sync"] = once
-    for name, seconds_by_key in (("weights between devices", moved), ("update", parts)):
-        seconds = sum(value for (phase, _, _), value in seconds_by_key.items() if phase == Phase.UPDATE) / divided
-        seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
-    matmuls = terms.matmuls
-    runs = matmuls.runs[:, None] / np.where(matmuls.in_layers[:, None], divided, 1)
-    flops = (_flops(matmuls, num_shards, grid.scale) * runs).sum(0) * count
-    return Costs(seconds_by_term, sum(seconds_by_term.values()), flops)
-
-
-def shard_counts(sizes: Array) -> Array:
-    """Returns the number of shards of every set of mesh axes, as a mask; `sizes` is (mesh axis, mesh)."""
-    num_axes, num_meshes = sizes.shape
-    table = np.ones((1 << num_axes, num_meshes))
-    for axis in range(num_axes):
-        table[1 << axis : 2 << axis] = table[: 1 << axis] * sizes[axis]
-    return table
-
-
-def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions) -> Array:
-    """Returns seconds of one run of each matmul: a roofline over full tiles. One row per matmul, one column per mesh.
-
-    Each core computes one tile of the result at a time, and the last wave of tiles leaves cores idle (`_tiled`). Memory
-    traffic may take longer than the arithmetic. The kernel's start is added, and for eight bits the casts.
-
-    Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
-    """
-    sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
-    grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
-    m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
-    of_scores = matmuls.scores.any(1).reshape(-1, 1)
-    in_kernel = matmuls.fused.reshape(-1, 1)
-    is_fused = (of_scores & assumptions.fused_attention) | in_kernel
-    in_memory = np.where(matmuls.scores & assumptions.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
-    operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_axes]
-    operand_bytes = np.where(matmuls.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
-    is_cast = np.asarray([dtype == "fp8" for dtype in matmuls.dtypes])[:, None]
-    num_bytes = (in_memory * operand_bytes).sum(1)
-    rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(matmuls.dtypes)}
-    rate = np.asarray([rates[dtype] for dtype in matmuls.dtypes])[:, None]
-    first = np.where(of_scores, assumptions.score_products, assumptions.first_products)
-    done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, assumptions.idle_rounds)
-    arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
-    causal_share = np.where(in_kernel, 1.0, assumptions.causal_share)  # its FLOPs already exclude masked scores
-    fused = _flops(matmuls, num_shards, scale) * causal_share / (assumptions.attention * rate)
-    start = assumptions.start * chip.kernel_start_seconds
-    memory_rate = _memory_rate(chip)
-    longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate)
-    return start + longer + is_cast * CAST * operand_bytes[:, :2].sum(1) / memory_rate
-
-
-def _tiled(
-    m: Array, n: Array, k: Array, count: Array, first: Array, cores: int | None, idle_rounds: float
-) -> tuple[Array, Array | float]:
-    """Returns the FLOPs that all cores could do in the time of a result's tiles, and the bytes of partial sums.
-
-    A tile is square, or as narrow as the result and proportionally longer. Where there are fewer tiles than cores, each
-    sum is divided into parts, one per core, which are written and added. A single core only pads its tiles.
-
-    Source: cuBLAS and cuDNN (split-k); NVIDIA CUTLASS, "Efficient GEMM in CUDA", parallelized reductions.
-    """
-    if cores is None:
-        return 2.0 * TILE**2 * np.ceil(m / TILE) * np.ceil(n / TILE) * count * k, 0.0
-    narrow = 2.0 ** np.ceil(np.log2(np.clip(np.minimum(m, n), NARROWEST, TILE)))
-    tiles = np.ceil(np.minimum(m, n) / narrow) * np.ceil(np.maximum(m, n) * narrow / TILE**2) * count
-    parts = np.clip(np.floor(cores / tiles), 1.0, np.maximum(np.floor(k / TILE), 1.0))
-    rounds = np.maximum(tiles * parts / cores, 1.0) + idle_rounds
-    return rounds * 2.0 * TILE**2 * (k / parts + first) * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
-
-
-def traffic_seconds(
-    traffic: MemoryTraffic, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions
-) -> Array:
-    """Returns seconds per row of fused traffic: bytes over the memory's rate, times `touched_around` around the layers.
-
-    Source: a kernel that only copies is as fast as the memory (roofline).
-    """
-    num_bytes = traffic.num_bytes[:, None] * np.where(traffic.batched[:, None], scale, 1.0) / num_shards[traffic.axes]
-    repeats = np.where(traffic.in_layers | (traffic.phase == Phase.UPDATE), 1.0, assumptions.touched_around)
-    factor = np.where(traffic.scores & assumptions.fused_attention, 0.0, assumptions.touched * repeats).reshape(-1, 1)
-    return factor * num_bytes / _memory_rate(chip)
+    result = {name: (layers[name] / divided + around[name]) * count for name in layers}
+    result["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
+    return result
 
 
 def _computed(
@@ -210,17 +156,18 @@ def _computed(
     return result
 
 
-def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
-    """Returns the terms with the layers' forward pass twice; the backward pass reuses weights gathered by the second.
+def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> Terms:
+    """Returns the terms with the layers' forward pass repeated; the backward pass reuses the repetition's weights.
 
     Args:
       terms: of a program without remat.
       gathers_again: whether weights are freed in between, and gathered a third time.
+      share: of the forward pass that is repeated.
     """
     matmuls, traffic, collectives = terms.matmuls, terms.memory_traffic, terms.collectives
-    kernels = traffic.kernels.copy()
-    kernels[Phase.FORWARD, 1] *= 2
-    again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
+    kernels = traffic.kernels.astype(float)
+    kernels[Phase.FORWARD, 1] = kernels[Phase.FORWARD, 1] * (1 + share)
+    again = [1 + share * ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
     gathers = np.where(collectives.of_weights & (not gathers_again), 1, again[2])
     return replace(
         terms,
@@ -230,8 +177,16 @@ def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
     )
 
 
+def _dispatched(terms: Terms, num_shards: Array) -> Array:
+    """Returns the number of kernels and collectives of a microbatch, which a host dispatches one by one."""
+    moves = terms.collectives
+    counts = (moves.phase != Phase.UPDATE) & ~moves.of_weights
+    runs = np.where(num_shards[moves.over] > 1, (moves.runs * counts)[:, None], 0.0)
+    return terms.memory_traffic.kernels[: Phase.UPDATE].sum() + COLLECTIVE_DISPATCH * runs.sum(0)
+
+
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, assumptions: Assumptions
+    layers: dict[str, Array], around: dict[str, Array], dispatched: Array, stages: Array, assumptions: Assumptions
 ) -> None:
     """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
@@ -239,7 +194,7 @@ def _wait_for_host(
     """
     if not assumptions.dispatch_seconds:
         return
-    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * assumptions.dispatch_seconds / stages
+    host = dispatched * assumptions.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
     growth = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):
@@ -248,16 +203,16 @@ def _wait_for_host(
 
 def _moved(
     terms: Terms, num_shards: Array, table: "GridTable", grid: Grid, assumptions: Assumptions
-) -> tuple[dict[tuple[Any, ...], Array], Array]:
-    """Returns seconds by (phase, in the layers, of weights), per microbatch; and of gradient reductions per step.
+) -> dict[Key, Array]:
+    """Returns seconds, and the same times their contention, by (phase, in the layers, class), per microbatch.
 
-    Collectives of weights in one place are combined into one message, as compilers do; the compiler for CPUs does not.
+    Those of the class `ONCE` are per step. Collectives of weights in one place are combined into one message, as
+    compilers do; the compiler for CPUs does not.
     """
     collectives = terms.collectives
     scale = np.where(collectives.batched[:, None], grid.scale, 1.0)
     num_bytes = collectives.num_bytes[:, None] * scale / num_shards[collectives.unchanged]
-    result: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
-    once = np.zeros(grid.scale.shape)
+    result: dict[Key, Array] = defaultdict(lambda: np.zeros((2, *grid.scale.shape)))
     combines = not table.table.chip.shared
     for (kind, over, phase, inside, of_weights, _), rows in _messages(collectives, combines).items():
         # A scan over layers without a carry, such as one over independent tasks, is not counted as layers.
@@ -265,12 +220,9 @@ def _moved(
         runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
         seconds = runs * table.seconds(kind, over, total, assumptions)
-        is_sum = KINDS[kind] == "all-reduce"
-        if of_weights and is_sum and phase != Phase.FORWARD:
-            once = once + seconds / (grid.shares if inside else 1)
-        else:  # sums in the forward pass are the loss, or a mean over the batch
-            result[phase, inside, of_weights and not is_sum] += seconds
-    return result, once
+        slowed = seconds * table.link(over).contention
+        result[phase, inside, class_of(KINDS[kind], of_weights, phase)] += np.stack([seconds, slowed])
+    return result
 
 
 def _messages(collectives: Collectives, combines: bool) -> dict[tuple[Any, ...], list[int]]:
@@ -282,21 +234,12 @@ def _messages(collectives: Collectives, combines: bool) -> dict[tuple[Any, ...],
     return together
 
 
-def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict[str, Array]:
+def _microbatch(parts: dict[Any, Array], exposed: Exposed, inside: bool) -> dict[str, Array]:
     """Returns seconds of one microbatch by name, forward and backward, inside the layers or around them."""
-    names = ("matmuls", "memory", "kernel starts")
-    result = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in names}
-    for of_weights, name in ((False, "activations between devices"), (True, "weights between devices")):
-        result[name] = moved[Phase.FORWARD, inside, of_weights] + moved[Phase.BACKWARD, inside, of_weights]
+    result = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in COMPUTING}
+    for name in ("activations between devices", "weights between devices"):
+        result[name] = np.zeros_like(result["memory"]) + exposed.microbatch(name, inside)
     return result
-
-
-def _flops(matmuls: Matmuls, num_shards: Array, scale: Array) -> Array:
-    return matmuls.flops[:, None] * np.where(matmuls.batched[:, None] >= 0, scale, 1.0) / num_shards[matmuls.work]
-
-
-def _memory_rate(chip: Chip) -> float:
-    return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
 
 
 class Table:

@@ -1,0 +1,106 @@
+"""Seconds of one run of each matmul and of fused memory traffic on one device: a roofline, for thousands of meshes."""
+
+import numpy as np
+
+from spanax.hardware.chip import Chip
+from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.kernel_rates import attention_flops_per_second, kernel_on
+from spanax.plan.cost.terms import Matmuls, MemoryTraffic
+from spanax.trace.analysis.op_groups import Phase
+
+Array = np.ndarray
+
+TILE = 128
+"""Rows and columns of a result tile of one of a GPU's cores. Source: NVIDIA's matmul guide."""
+
+NARROWEST = 8
+"""The fewest rows or columns of a tensor core's tile. Source: NVIDIA's matmul guide, 16-bit numbers."""
+
+CAST = 1.5
+"""Bytes of a cast of operands to eight bits, over their 16-bit bytes: two bytes read, one written."""
+
+
+def shard_counts(sizes: Array) -> Array:
+    """Returns the number of shards of every set of mesh axes, as a mask; `sizes` is (mesh axis, mesh)."""
+    num_axes, num_meshes = sizes.shape
+    table = np.ones((1 << num_axes, num_meshes))
+    for axis in range(num_axes):
+        table[1 << axis : 2 << axis] = table[: 1 << axis] * sizes[axis]
+    return table
+
+
+def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions) -> Array:
+    """Returns seconds of one run of each matmul: a roofline over full tiles. One row per matmul, one column per mesh.
+
+    Each core computes one tile of the result at a time, and the last wave of tiles leaves cores idle (`_tiled`). Memory
+    traffic may take longer than the arithmetic. The kernel's start is added, and for eight bits the casts.
+
+    Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
+    """
+    sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
+    grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
+    m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
+    of_scores = matmuls.scores.any(1).reshape(-1, 1)
+    in_kernel = matmuls.fused.reshape(-1, 1)
+    is_fused = (of_scores & assumptions.fused_attention) | in_kernel
+    in_memory = np.where(matmuls.scores & assumptions.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
+    operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_axes]
+    operand_bytes = np.where(matmuls.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
+    is_cast = np.asarray([dtype == "fp8" for dtype in matmuls.dtypes])[:, None]
+    num_bytes = (in_memory * operand_bytes).sum(1)
+    rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(matmuls.dtypes)}
+    rate = np.asarray([rates[dtype] for dtype in matmuls.dtypes])[:, None]
+    first = np.where(of_scores, assumptions.score_products, assumptions.first_products)
+    count = np.maximum(count, 1.0)
+    done, partial_bytes = _tiled(m, n, k, count, first, chip, assumptions.idle_rounds)
+    arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
+    causal_share = np.where(in_kernel, 1.0, assumptions.causal_share)  # its FLOPs already exclude masked scores
+    # Of queries, keys and channels the channels are the fewest, and queries of grouped heads are counted together.
+    head_dim, length, _ = np.sort(matmuls.sizes[:, :3], 1).T[:, :, None]
+    kernel_rate = attention_flops_per_second(assumptions.attention or kernel_on(chip), chip, head_dim, length)
+    fused = executed_flops(matmuls, num_shards, scale) * causal_share / kernel_rate
+    start = assumptions.start * chip.kernel_start_seconds
+    rate_of_memory = memory_rate(chip)
+    longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / rate_of_memory)
+    return start + longer + is_cast * CAST * operand_bytes[:, :2].sum(1) / rate_of_memory
+
+
+def _tiled(
+    m: Array, n: Array, k: Array, count: Array, first: Array, chip: Chip, idle_rounds: float
+) -> tuple[Array, Array | float]:
+    """Returns the FLOPs that all cores could do in the time of a result's tiles, and the bytes of partial sums.
+
+    A tile is square, or as narrow as the result and proportionally longer. Where there are fewer tiles than cores, each
+    sum is divided into parts, one per core, which are written and added. A single core only pads its tiles.
+
+    Source: cuBLAS and cuDNN (split-k); NVIDIA CUTLASS, "Efficient GEMM in CUDA", parallelized reductions.
+    """
+    cores = chip.num_cores
+    if cores is None:
+        return 2.0 * chip.tile**2 * np.ceil(m / chip.tile) * np.ceil(n / chip.tile) * count * k, 0.0
+    narrow = 2.0 ** np.ceil(np.log2(np.clip(np.minimum(m, n), NARROWEST, TILE)))
+    tiles = np.ceil(np.minimum(m, n) / narrow) * np.ceil(np.maximum(m, n) * narrow / TILE**2) * count
+    parts = np.clip(np.floor(cores / tiles), 1.0, np.maximum(np.floor(k / TILE), 1.0))
+    rounds = np.maximum(tiles * parts / cores, 1.0) + idle_rounds
+    return rounds * 2.0 * TILE**2 * (k / parts + first) * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
+
+
+def traffic_seconds(
+    traffic: MemoryTraffic, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions
+) -> Array:
+    """Returns seconds per row of fused traffic: bytes over the memory's rate, times `touched_around` around the layers.
+
+    Source: a kernel that only copies is as fast as the memory (roofline).
+    """
+    num_bytes = traffic.num_bytes[:, None] * np.where(traffic.batched[:, None], scale, 1.0) / num_shards[traffic.axes]
+    repeats = np.where(traffic.in_layers | (traffic.phase == Phase.UPDATE), 1.0, assumptions.touched_around)
+    factor = np.where(traffic.scores & assumptions.fused_attention, 0.0, assumptions.touched * repeats).reshape(-1, 1)
+    return factor * num_bytes / memory_rate(chip)
+
+
+def executed_flops(matmuls: Matmuls, num_shards: Array, scale: Array) -> Array:
+    return matmuls.flops[:, None] * np.where(matmuls.batched[:, None] >= 0, scale, 1.0) / num_shards[matmuls.work]
+
+
+def memory_rate(chip: Chip) -> float:
+    return (chip.memory_bytes_per_second or np.inf) * chip.memory_share

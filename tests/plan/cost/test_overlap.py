@@ -1,0 +1,89 @@
+"""What of the communication computation hides: never more than there is, and none where the runtime is serial."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spanax.hardware.cluster import cluster
+from spanax.plan.cost.overlap import CLASSES, ONCE, RUNTIMES, SERIAL, Exposed, Overlap, class_of, hide, runtime_of
+from spanax.trace.analysis.op_groups import Phase
+
+LAYERS = 4
+ONE = np.ones(3)
+SHARES = {"1 stage": ONE, "2 stages": 2 * ONE}
+MOVED = {
+    (Phase.FORWARD, True, "weight_gathers"): np.asarray([[0.0, 1.0, 9.0], [0.0, 0.1, 0.9]]),
+    (Phase.BACKWARD, True, "weight_gathers"): np.asarray([[0.0, 1.0, 9.0], [0.0, 0.1, 0.9]]),
+    (Phase.BACKWARD, True, "gradient_reductions"): np.asarray([[1.0, 1.0, 9.0], [0.1, 0.1, 0.9]]),
+    (Phase.BACKWARD, True, "activations"): np.asarray([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]),
+    (Phase.BACKWARD, True, ONCE): np.asarray([[1.0, 2.0, 30.0], [0.0, 0.0, 0.0]]),
+    (Phase.BACKWARD, False, ONCE): np.asarray([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]),
+    (Phase.UPDATE, True, "updated_weights"): np.asarray([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]),
+}
+
+
+def hidden_with(overlap: Overlap, window: float = 5.0, shares: np.ndarray = ONE) -> Exposed:
+    computing = {(phase, inside): window * ONE for phase in Phase for inside in (True, False)}
+    return hide(MOVED, computing, overlap, shares, LAYERS)
+
+
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_exposed_time_is_never_negative_and_never_more_than_serial(name: str, shares: np.ndarray) -> None:
+    result = hidden_with(RUNTIMES[name], shares=shares)
+    for key, (seconds, _) in MOVED.items():
+        assert (result.seconds[key] >= 0).all() and (result.seconds[key] <= seconds).all(), key
+        assert (result.hidden[key] >= 0).all()
+
+
+def test_a_serial_runtime_exposes_all_bit_for_bit() -> None:
+    result = hidden_with(SERIAL)
+    for key, (seconds, _) in MOVED.items():
+        assert (result.seconds[key] == seconds).all() and not result.hidden[key].any()
+    assert not any(values.any() for values in result.hidden_by_term(ONE, ONE).values())
+
+
+def test_what_is_hidden_grows_with_the_computation_up_to_all_but_the_first_layer() -> None:
+    everything = Overlap(**dict.fromkeys(vars(SERIAL), 1.0))
+    totals = [sum(hidden_with(everything, window).hidden.values()).sum() for window in (0.0, 1.0, 5.0, 1000.0)]
+    assert totals[0] == 0 and totals == sorted(set(totals))
+    gathers = hidden_with(everything, 1000.0).hidden[Phase.FORWARD, True, "weight_gathers"]
+    assert gathers.tolist() == [0, 0.75, 6.75]
+
+
+def test_no_computation_hides_two_collectives() -> None:
+    everything = Overlap(**dict.fromkeys(vars(SERIAL), 1.0))
+    result = hidden_with(everything, 2.0)
+    backward = [hidden for (phase, *_), hidden in result.hidden.items() if phase == Phase.BACKWARD]
+    assert (sum(backward) <= 2.0 + 1e-12).all()
+    assert result.hidden[Phase.BACKWARD, True, "activations"].tolist() == [1, 2, 2]  # the most urgent come first
+
+
+def test_hidden_communication_slows_computation() -> None:
+    result = hidden_with(Overlap(weight_gathers=1.0), 1000.0)
+    exposed = result.seconds[Phase.FORWARD, True, "weight_gathers"]
+    np.testing.assert_allclose(exposed, [0, 0.25 + 0.1 * 0.75, 2.25 + 0.1 * 6.75])
+
+
+def test_gradients_of_a_step_hide_behind_one_microbatch_whatever_their_number() -> None:
+    result = hidden_with(Overlap(gradient_reductions=1.0))
+    few, many = (result.hidden_by_term(ONE, count * ONE)[ONCE] for count in (1, 8))
+    np.testing.assert_array_equal(few, many)
+
+
+def test_every_class_has_a_share_in_the_record() -> None:
+    assert {"gradient_reductions" if name == ONCE else name for name in CLASSES} | {"hops"} == set(vars(SERIAL))
+    assert class_of("all-reduce", True, Phase.FORWARD) == "activations"  # the loss
+    assert class_of("all-to-all", False, Phase.FORWARD) == "all_to_all"
+
+
+def test_a_share_is_from_0_to_1() -> None:
+    with pytest.raises(ValueError, match="weight_gathers"):
+        Overlap(weight_gathers=1.5)
+
+
+def test_the_default_is_the_runtime_that_spanax_runs() -> None:
+    assert runtime_of(cluster("h100:8")) == RUNTIMES["xla-gpu-latency-hiding"]
+    assert runtime_of(cluster("v5e:4x4")).weight_gathers > runtime_of(cluster("v5p:2x2x4")).weight_gathers == 0
+    assert runtime_of(cluster("cpu:8")) == SERIAL == replace(RUNTIMES["xla-gpu"])
