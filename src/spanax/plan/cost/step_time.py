@@ -16,6 +16,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.expert_load import collective_load, grouped, matmul_loads
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.ring_attention import HOP, ROUND
 from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
@@ -88,6 +89,7 @@ def price(
     """
     assumptions = assumptions or Assumptions()
     terms = repeated(terms, assumptions.gathers_again) if assumptions.repeats_forward else terms
+    terms = grouped(terms) if assumptions.grouped_matmul else terms
     num_shards = shard_counts(grid.sizes)
     grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
     parts = _computed(terms, num_shards, grid_table, grid, assumptions)
@@ -138,6 +140,7 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
     grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
+    count = count * matmul_loads(matmuls, num_shards, assumptions)
     of_scores = matmuls.scores.any(1).reshape(-1, 1)
     in_kernel = matmuls.fused.reshape(-1, 1)
     is_fused = (of_scores & assumptions.fused_attention) | in_kernel
@@ -264,6 +267,7 @@ def _moved(
         is_per_layer = combines and of_weights and inside and terms.num_layers
         runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
+        total = total * collective_load(terms, kind, over, assumptions)
         seconds = runs * table.seconds(kind, over, total, assumptions)
         is_sum = KINDS[kind] == "all-reduce"
         if of_weights and is_sum and phase != Phase.FORWARD:
