@@ -93,8 +93,8 @@ def test_where_no_weight_has_experts_all_count_and_a_search_says_so() -> None:
 @pytest.mark.parametrize("factor", [None, 1.0, 1.25, 2.0])
 def test_model_flops_do_not_depend_on_the_capacity(factor: float | None) -> None:
     config = dataclasses.replace(TINY, capacity_factor=factor)
-    two, one = (mixtral(dataclasses.replace(config, experts_per_token=count)) for count in (2, 1))
-    assert model_flops(two) - model_flops(one) == TINY.num_layers * of_experts(1)
+    double, single = (mixtral(dataclasses.replace(config, experts_per_token=count)) for count in (2, 1))
+    assert model_flops(double) - model_flops(single) == TINY.num_layers * of_experts(1)
 
 
 def test_dropped_tokens_do_not_count() -> None:
