@@ -170,6 +170,11 @@ class Search:
         return display(self)
 
     @property
+    def counts_all_experts(self) -> bool:
+        """Whether `model_flops` includes unchosen experts: the program does not show which experts tokens use."""
+        return not next(iter(self.programs.values())).step.active.is_exact
+
+    @property
     def peak_flops(self) -> float:
         """Peak FLOPs per second of one device in `dtype`; 0 where unknown."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)

@@ -29,8 +29,7 @@ from spanax.plan.space import AXES, layout_on
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.op_groups import Phase, contraction_flops
-from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import FORWARD, attention_flops
@@ -288,13 +287,14 @@ def main_dtype(terms: Terms) -> str:
 def model_flops(program: Program) -> float:
     """Returns the FLOPs of the matmuls of a step without recomputation, with unmasked attention scores.
 
+    Of experts, those that tokens are routed to count (`StepAnalysis.active`).
+
     Source: the forward pass, and twice that in the backward pass: gradients of inputs and weights (PaLM, appendix B).
     """
     graph = program.step.graph
     groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
-    matmuls = sum(group.runs * contraction_flops(graph, group.op) for group in groups if group.op.name in CONTRACTIONS)
     attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
-    return 3.0 * (matmuls + attention)
+    return 3.0 * (program.step.active.flops + attention)
 
 
 def _distinct_params(plan: Plan) -> list[str]:

@@ -11,6 +11,8 @@ from spanax.units import bytes_text
 
 FLOP_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full; hfu counts what is computed twice"
 
+ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
+
 
 def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
     """Returns one candidate as plain values; bytes and seconds per device and step."""
@@ -83,6 +85,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "restore_bytes": search.best.state_bytes,
             "rule": best.rule,
             "flop_convention": FLOP_CONVENTION,
+            "counts_all_experts": search.counts_all_experts,
         }
     }
 
@@ -132,7 +135,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
         *(f"  attention {choice}" for choice in search.attention),
-        f"  MFU is {FLOP_CONVENTION}" if mfu else "",
+        f"  MFU is {FLOP_CONVENTION}{ALL_EXPERTS if search.counts_all_experts else ''}" if mfu else "",
     ]
 
 

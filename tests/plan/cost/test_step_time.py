@@ -116,6 +116,9 @@ def one_matmul(m: int, n: int, k: int, *, size_axes: tuple[int, ...] = (0, 0, 0,
         in_layers=row([False]),
         scores=row([[False, False, False]]),
         fused=row([False]),
+        ragged=row([-1]),
+        groups=row([1.0]),
+        expert_axes=row([0]),
     )
 
 

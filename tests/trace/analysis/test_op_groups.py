@@ -18,7 +18,7 @@ from programs import array, graph_of, small_gpt, workload, zoo_program
 from spanax.plan.sharding.operands import operand_sharding
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.partition import as_masks
-from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, executed_flops
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph
 from spanax.trace.program import Program
 
@@ -238,6 +238,63 @@ def test_flops_of_a_ragged_matmul_and_its_gradients() -> None:
     M, K, N, G = 24, 5, 7, 4
     result = all_flops(jax.grad(loss, (0, 1)), (M, K), (G, K, N), array(G, dtype="int32"))
     assert result == 3 * [2 * M * K * N]
+
+
+def compiled_flops(function: Any, *shapes: Any) -> float:
+    """FLOPs that XLA counts in the program that it runs on a CPU, with those of everything elementwise."""
+    try:
+        return float(jax.jit(function).lower(*shapes).compile().cost_analysis()["flops"])
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+
+
+@pytest.mark.parametrize("num_groups", [1, 4, 16])
+def test_xla_runs_a_ragged_matmul_once_for_every_group(num_groups: int) -> None:
+    def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
+
+    M, K, N = 256, 128, 192
+    shapes = array(M, K), array(num_groups, K, N), array(num_groups, dtype="int32")
+    graph = graph_of(jax.grad(loss, (0, 1)), *shapes)
+    ops = [op for op in graph.ops() if op.name in CONTRACTIONS]
+    assert [contraction_flops(graph, op) for op in ops] == 3 * [2 * M * K * N]
+    assert [executed_flops(graph, op) for op in ops] == 3 * [2 * M * K * N * num_groups]
+    executed = sum(executed_flops(graph, op) for op in ops)
+    assert executed == pytest.approx(compiled_flops(jax.grad(loss, (0, 1)), *shapes), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strides", "padding", "input_dilation", "window_dilation", "groups"),
+    [
+        ((1, 1), "SAME", (1, 1), (1, 1), 1),
+        ((2, 2), "SAME", (1, 1), (1, 1), 1),
+        ((2, 1), "VALID", (1, 1), (1, 2), 1),
+        ((1, 1), ((1, 2), (2, 1)), (2, 2), (1, 1), 1),
+        ((1, 1), ((2, 0), (0, 3)), (1, 1), (2, 2), 2),
+        ((2, 2), "SAME", (1, 1), (1, 1), 8),
+    ],
+)
+def test_the_gradients_of_a_convolution_have_the_flops_that_xla_counts(
+    strides: Any, padding: Any, input_dilation: Any, window_dilation: Any, groups: int
+) -> None:
+    def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, w, strides, padding, input_dilation, window_dilation, ("NHWC", "HWIO", "NHWC"), groups
+        )
+
+    shapes = array(4, 12, 12, 8), array(3, 3, 8 // groups, 16)
+
+    def both(x: jax.Array, w: jax.Array, y: jax.Array) -> Any:
+        return jax.vjp(convolved, x, w)[1](y)
+
+    shapes = (*shapes, jax.eval_shape(convolved, *shapes))
+    try:
+        analysis = jax.jit(both).lower(*shapes).cost_analysis()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+    graph = graph_of(both, *shapes)
+    result = [contraction_flops(graph, op) for op in graph.ops() if op.name in CONTRACTIONS]
+    assert len(result) == 2 and sum(result) == analysis["flops"]
 
 
 def test_dims_of_the_gradient_of_ragged_weights_follow_its_groups() -> None:

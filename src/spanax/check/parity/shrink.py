@@ -12,7 +12,7 @@ from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.trace.analysis.op_groups import contraction_flops
+from spanax.trace.analysis.op_groups import executed_flops
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -127,7 +127,7 @@ def step_flops(program: Program) -> float:
     """Returns the FLOPs of all matmuls of a step, including recomputation."""
     graph = program.step.graph
     groups = [group for group in program.step.op_groups if group.op.name in CONTRACTIONS]
-    return float(sum(group.runs * contraction_flops(graph, group.op) for group in groups))
+    return float(sum(group.runs * executed_flops(graph, group.op) for group in groups))
 
 
 def _peak_bytes(program: Program) -> int:

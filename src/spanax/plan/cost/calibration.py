@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spanax.errors import SpanaxError
 from spanax.plan.cost.overlap import Overlap
 
 
@@ -24,6 +25,11 @@ class Assumptions:
       fused_attention: whether attention scores stay on the chip.
       causal_share: the share of the scores that a fused kernel computes.
       overlap: what the runtime hides behind computation; None for that of the program that Spanax compiles.
+      grouped_matmul: whether a kernel multiplies each row of a ragged matmul by the matrix of its own group only; XLA
+        multiplies every row by all of them.
+      imbalance: the tokens of the experts on the busiest device over the mean of all devices, where experts are
+        sharded. Not fitted: 1 is the uniform load that Megatron-Core's benchmarks force
+        (`--moe-router-force-load-balancing`); a router without it is above.
 
     Source: `python benchmarks/plan_accuracy.py --fit`: every second row of the vTrain, llm-foundry and MaxText files.
     The fit is equally good with 0 to 300 `first_products`; `xla/service/gpu/model/default_matmul_perf_table.txtpb`
@@ -43,3 +49,11 @@ class Assumptions:
     fused_attention: bool = False
     causal_share: float = 1.0
     overlap: Overlap | None = None
+    grouped_matmul: bool = False
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.imbalance >= 1:
+            raise SpanaxError(
+                f"imbalance is {self.imbalance}; the busiest device has at least the mean.", fix="1 or more"
+            )

@@ -4,6 +4,7 @@ import numpy as np
 
 from spanax.hardware.chip import Chip
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.expert_load import matmul_loads
 from spanax.plan.cost.kernel_rates import attention_flops_per_second, kernel_on
 from spanax.plan.cost.terms import Matmuls, MemoryTraffic
 from spanax.trace.analysis.op_groups import Phase
@@ -40,6 +41,7 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
     grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
+    count = count * matmul_loads(matmuls, num_shards, assumptions)
     of_scores = matmuls.scores.any(1).reshape(-1, 1)
     in_kernel = matmuls.fused.reshape(-1, 1)
     is_fused = (of_scores & assumptions.fused_attention) | in_kernel

@@ -15,6 +15,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.expert_load import collective_load, grouped
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
 from spanax.plan.cost.ring_attention import HOP, ROUND
@@ -91,6 +92,7 @@ def price(
     overlap = runtime_of(cluster) if assumptions.overlap is None else assumptions.overlap
     if assumptions.repeats_forward:
         terms = repeated(terms, assumptions.gathers_again, assumptions.repeats_forward)
+    terms = grouped(terms) if assumptions.grouped_matmul else terms
     num_shards = shard_counts(grid.sizes)
     grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
     parts = _computed(terms, num_shards, grid_table, grid, assumptions)
@@ -219,6 +221,7 @@ def _moved(
         is_per_layer = combines and of_weights and inside and terms.num_layers
         runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
+        total = total * collective_load(terms, kind, over, assumptions)
         seconds = runs * table.seconds(kind, over, total, assumptions)
         slowed = seconds * table.link(over).contention
         result[phase, inside, class_of(KINDS[kind], of_weights, phase)] += np.stack([seconds, slowed])

@@ -49,7 +49,9 @@ class Matmuls:
     `flops / ways(work)` are the FLOPs of one run on one device; `sizes` are the global m, n, k and number of separate
     products, each divided by the axes in `size_axes`. `batched` is the index of the one that grows with the batch, -1
     for none. `num_bytes` and `bytes_axes`: both operands and the result. `scores`: which of these are attention scores;
-    `fused`: whether it is part of an attention kernel.
+    `fused`: whether it is part of an attention kernel. `ragged`: the index of the size whose rows are divided into
+    `groups`, each with a matrix of its own, of which `flops` and `sizes` count all products; -1 for none.
+    `expert_axes`: the mesh axes that shard its experts.
     """
 
     flops: np.ndarray = column(float)
@@ -66,11 +68,14 @@ class Matmuls:
     in_layers: np.ndarray = column(bool)
     scores: np.ndarray = column(bool, 3)
     fused: np.ndarray = column(bool)
+    ragged: np.ndarray = column(int)
+    groups: np.ndarray = column(float)
+    expert_axes: np.ndarray = column(int)
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         """Each row without its phase and number of runs: equal rows take equal time."""
-        sizes = (self.flops, self.work, self.sizes, self.size_axes, self.batched)
+        sizes = (self.flops, self.work, self.sizes, self.size_axes, self.batched, self.expert_axes)
         table = np.column_stack([*sizes, self.num_bytes, self.bytes_axes, self.bytes_batched, self.scores, self.fused])
         return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
 

@@ -15,8 +15,8 @@ from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.trace.analysis.gradient_accumulation import GradientSum
-from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.analysis.op_groups import OpGroup, Phase, executed_flops, num_groups, trips
+from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -76,16 +76,16 @@ class _TermCounter:
             properties = sharded.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
             rows = matmul_rows(self.traced.graph, op, division.operands.attention, sharded.resolver.mesh, *properties)
             for row in rows:
-                self._add_matmul(row, group)
+                self._add_matmul(row, group, (-1, 1, 0))
         if op.name in CONTRACTIONS and division.partition:
             known = sharded.cache.matmuls
             if division not in known:
                 known[division] = _matmul(sharded, op, division.partition)
-            self._add_matmul(known[division], group)
+            self._add_matmul(known[division], group, _of_experts(sharded, op, division.partition))
 
-    def _add_matmul(self, row: Sequence[Any], group: OpGroup) -> None:
+    def _add_matmul(self, row: Sequence[Any], group: OpGroup, of_experts: tuple[int, int, int]) -> None:
         *first, scores, is_fused = row
-        self.matmul_rows.append((*first, group.runs, int(group.phase), group.in_layers, scores, is_fused))
+        self.matmul_rows.append((*first, group.runs, int(group.phase), group.in_layers, scores, is_fused, *of_experts))
 
     def _add_wires(self, group: OpGroup) -> None:
         """Counts reshards between the outside and the inside of a loop, and between its iterations."""
@@ -207,7 +207,9 @@ def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tupl
     for a, _ in summed:
         label = traced.axes.classes[lhs][a]
         groups[2].append((graph.shape(lhs)[a], partitioned.operands[0][a], label in batch_labels))
-    flops = contraction_flops(graph, op)
+    flops = executed_flops(graph, op)
+    if op.name == RAGGED:
+        groups[3].append((num_groups(graph, op), 0, False))
     if op.name == "conv_general_dilated":
         _as_matmul(op, groups, shape, partitioned, flops)
     values = (lhs, rhs, out)
@@ -224,6 +226,19 @@ def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tupl
         [traced.sharding_keys[value].labels in traced.score_labels for value in values],
         False,
     )
+
+
+def _of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[int, int, int]:
+    """Returns the last columns of a row of `Matmuls`: the ragged size, the number of groups, the axes of experts."""
+    traced, graph, experts = sharded.traced, sharded.traced.graph, sharded.traced.routings
+    labels = [traced.axes.classes[value] for value in (*op.inputs[:2], op.outputs[0])]
+    masks = (*partitioned.operands[:2], partitioned.result)
+    pairs = [pair for dims in zip(labels, masks, strict=True) for pair in zip(*dims, strict=True)]
+    axes = union([mask for label, mask in pairs if label in experts])
+    if op.name != RAGGED:
+        return -1, 1, axes
+    rows = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    return 2 if any(lhs in rows for lhs, _ in op.dim_map.contraction[0]) else 0, num_groups(graph, op), axes
 
 
 def _as_matmul(

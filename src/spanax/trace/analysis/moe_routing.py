@@ -1,13 +1,20 @@
 """Finds how tokens are dispatched to experts, and the operations that the experts compute."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
+from spanax.trace.analysis.op_groups import OpGroup, contraction_flops, num_groups
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
+
+TOP_K = ("top_k", "approx_top_k")
+
+VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
+"""Operations between chosen indices and their one-hots."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,112 @@ def routed(
         )
 
     return frozenset(filter(is_routed, {*axes.classes}))
+
+
+@dataclass(frozen=True)
+class ActiveFlops:
+    """The FLOPs of contractions with the experts that tokens are routed to, and with all other weights.
+
+    Attributes:
+      flops: their sum.
+      is_exact: whether unchosen experts are excluded; if not, the program does not show which experts a token is
+        routed to, and all products count.
+    """
+
+    flops: float
+    is_exact: bool
+
+
+def active_flops(
+    graph: Graph,
+    axes: Axes,
+    routings: Mapping[int, Routing],
+    layers: Collection[int | None],
+    groups: Iterable[OpGroup],
+    choices: Iterable[OpGroup],
+) -> ActiveFlops:
+    """Returns the FLOPs of contractions without those of unchosen experts, empty slots, and dispatch by one-hots.
+
+    A top-k over experts routes each row of its operand to k of them, and each of these choices requires one product
+    with every element of one expert's weight. More products are those of unchosen experts or of empty slots.
+
+    Args:
+      graph: the operations of a traced function.
+      axes: its axes.
+      routings: the routing of each class of experts.
+      layers: the classes of dims along which layers are stacked.
+      groups: the contractions to count.
+      choices: the groups in which a top-k may be.
+
+    Source: model FLOPs over active parameters, as of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961).
+    """
+    chosen = _num_chosen(axes, graph, routings, choices)
+    total, computed, is_exact = 0.0, set[int](), True
+    for group in groups:
+        op, flops = group.op, contraction_flops(graph, group.op)
+        computed.add(num_groups(graph, op))
+        keys = [_key(axes.classes[value], layers) for value in (*op.inputs[:2], op.outputs[0])]
+        for label, routing in routings.items():
+            weights = [value for value, key in zip(op.inputs[:2], keys, strict=False) if label in key]
+            weights = [value for value in weights if _is_expert(axes, routing, value, layers)]
+            if weights:
+                shape = graph.shape(weights[0])
+                num_experts = shape[axes.classes[weights[0]].index(label)]
+                num_rows = chosen.get((num_experts, group.ops[0][1]))
+                computed.add(num_experts)
+                is_exact &= num_rows is not None
+                flops = flops if num_rows is None else min(flops, 2 * num_rows * math.prod(shape) // num_experts)
+            elif _is_dispatch(axes, routing, op, keys, label):
+                flops = 0
+        total += group.runs * flops
+    return ActiveFlops(total, is_exact and all(num_experts in computed for num_experts, _ in chosen))
+
+
+def _num_chosen(
+    axes: Axes, graph: Graph, routings: Mapping[int, Routing], groups: Iterable[OpGroup]
+) -> dict[tuple[int, int], int]:
+    """Returns the number of rows routed to experts, by the number of experts and the number of runs of the top-k.
+
+    By size, since the one-hots of chosen indices may have another class than the scores.
+    """
+    result = defaultdict[tuple[int, int], int](int)
+    for group in groups:
+        if group.op.name in TOP_K and axes.classes[group.op.inputs[0]][-1] in routings:
+            for op, runs in group.ops:
+                key = graph.shape(op.inputs[0])[-1], runs
+                result[key] = max(result[key], math.prod(graph.shape(op.outputs[0])))
+    return result
+
+
+def one_hot_labels(graph: Graph, groups: Iterable[OpGroup]) -> list[tuple[int, int]]:
+    """Returns the dims of experts in one-hots of chosen indices: each a value and one of its dims.
+
+    A one-hot compares indices with all experts; its dim of experts need not have the class of the scores' dim.
+    """
+    ops = [op for group in groups for op, _ in group.ops]
+    chosen = {op.outputs[1]: graph.shape(op.inputs[0])[-1] for op in ops if op.name in TOP_K}
+    result = []
+    for op in ops:
+        values = [graph.origin(value, VIEWS) for value in op.inputs] if op.name == "eq" else []
+        for value in values:
+            shape = graph.shape(op.outputs[0])
+            if value in chosen and chosen[value] in shape:
+                result.append((op.outputs[0], len(shape) - 1 - shape[::-1].index(chosen[value])))
+    return result
+
+
+def _is_expert(axes: Axes, routing: Routing, value: int, layers: Collection[int | None]) -> bool:
+    """Returns whether a value is a weight of experts, and not of their router."""
+    return not axes.origins[value] & Origin.BATCH and _key(axes.classes[value], layers) not in routing.scoring
+
+
+def _is_dispatch(axes: Axes, routing: Routing, op: Op, keys: Sequence[Key], label: int) -> bool:
+    """Returns whether a contraction moves tokens to experts or back: its mask has experts, and its tokens have none."""
+    batched = [key for value, key in zip((*op.inputs[:2], op.outputs[0]), keys, strict=True)
+               if axes.origins[value] & Origin.BATCH]  # fmt: skip
+    inside = [key for key in batched if key in routing.inside]
+    masks = [key for key in batched if label in key and key not in routing.inside]
+    return bool(inside and masks and any(label not in key for key in batched))
 
 
 def _routing(

@@ -16,7 +16,7 @@ from spanax.trace.analysis.fusion import FUSED, accesses
 from spanax.trace.analysis.labels import Key, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.axes.axes import Axes
-from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.jaxpr.graph import RAGGED, Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
 from spanax.trace.traced import Traced
@@ -155,7 +155,9 @@ def trips(op: Op) -> int:
 
 
 def contraction_flops(graph: Graph, op: Op) -> int:
-    """Returns the FLOPs of a matmul or convolution: two per product.
+    """Returns the FLOPs that a matmul or convolution requires: two per product.
+
+    Every row of a ragged matmul is multiplied by the matrix of its own group only.
 
     Source: each element of the result is a sum of one product per element of the contracted dims.
     """
@@ -165,10 +167,25 @@ def contraction_flops(graph: Graph, op: Op) -> int:
         numbers = op.params["dimension_numbers"]
         out_batch, out_channels, *_ = numbers.out_spec
         return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * _window_products(op, lhs, rhs, out)
-    summed, _ = op.dim_map.contraction
-    if op.name == "ragged_dot_general" and len(out) > len(lhs):
-        return 2 * math.prod(lhs) * out[-1]
+    summed, passed = op.dim_map.contraction
+    if op.name == RAGGED:
+        free = math.prod(size for dim, size in enumerate(rhs) if dim in op.dim_map.free_dims[1])
+        return 2 * math.prod(lhs) * free
     return 2 * math.prod(out) * math.prod(lhs[dim] for dim, _ in summed)
+
+
+def executed_flops(graph: Graph, op: Op) -> int:
+    """Returns the FLOPs that XLA executes for a matmul or convolution: a ragged matmul is one masked matmul per group.
+
+    Source: JAX 0.10 and 0.12 lower it so for CPUs, and libtpu 0.0.52 expands it so for v5e and v6e
+    (`spanax check --level 3`); openxla/xla xla/service/ragged_dot_rewriter.cc (`RaggedDotRewriter`) does for GPUs.
+    """
+    return contraction_flops(graph, op) * num_groups(graph, op)
+
+
+def num_groups(graph: Graph, op: Op) -> int:
+    """Returns the number of groups of a ragged matmul; 1 for any other operation."""
+    return graph.shape(op.inputs[2])[-1] if op.name == RAGGED else 1
 
 
 def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:

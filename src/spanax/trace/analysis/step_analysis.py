@@ -11,12 +11,21 @@ from spanax.trace.analysis.gradient_accumulation import GradientSum, gradient_su
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
 from spanax.trace.analysis.leaf_aliases import alias_pairs, reachable
 from spanax.trace.analysis.liveness import Liveness, liveness
-from spanax.trace.analysis.moe_routing import Routing, routed, routings
-from spanax.trace.analysis.op_groups import OpGroup, Traffic, inert_ops, layer_carry, op_groups, score_keys, traffic
+from spanax.trace.analysis.moe_routing import ActiveFlops, Routing, active_flops, one_hot_labels, routed, routings
+from spanax.trace.analysis.op_groups import (
+    OpGroup,
+    Phase,
+    Traffic,
+    inert_ops,
+    layer_carry,
+    op_groups,
+    score_keys,
+    traffic,
+)
 from spanax.trace.analysis.order import order
 from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
 from spanax.trace.axes.axes import Axes
-from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.traced import Traced
 
 
@@ -73,6 +82,15 @@ class StepAnalysis:
         """Returns, for each class of experts, how tokens are dispatched to them."""
         experts = self.labels_by_name.get("experts", ())
         return routings(self.graph, self.axes, experts, self.batch_labels, self.layer_labels)
+
+    @cached_property
+    def active(self) -> ActiveFlops:
+        """Returns the FLOPs of the forward pass's contractions with weights that each token uses."""
+        groups = [group for group in self.op_groups if group.phase == Phase.FORWARD and group.op.name in CONTRACTIONS]
+        one_hots = [self.axes.classes[value][dim] for value, dim in one_hot_labels(self.graph, self.op_groups)]
+        labels = [label for label in dict.fromkeys((*self.routings, *one_hots)) if label is not None]
+        by_label = routings(self.graph, self.axes, labels, self.batch_labels, self.layer_labels)
+        return active_flops(self.graph, self.axes, by_label, self.layer_labels, groups, self.op_groups)
 
     @cached_property
     def routed(self) -> frozenset[Labels]:

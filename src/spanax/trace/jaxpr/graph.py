@@ -31,6 +31,9 @@ INLINED = CALLS | {
 CONTRACTIONS = names(Family.CONTRACTION)
 """Operations that sum over contracted dims: matmuls and convolutions."""
 
+RAGGED = "ragged_dot_general"
+"""The primitive of a matmul of which every row belongs to a group with a matrix of its own."""
+
 REMAT = frozenset({"remat2", "checkpoint"})
 """The primitives of `jax.checkpoint`, by JAX version."""
 
