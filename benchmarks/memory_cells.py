@@ -249,8 +249,8 @@ def main() -> None:
             return
         for row in rows:
             print(f"{row['cell']:<44} {row['predicted']:>13,} {row['compiled']:>13,} {100 * row['error']:+6.1f} %")
-        for kind, found in summary(rows).items():
-            print(kind, {name: round(value, 3) for name, value in found.items()})
+        for kind, result in summary(rows).items():
+            print(kind, {name: round(value, 3) for name, value in result.items()})
 
 
 def _compile(cells: Sequence[Cell], folder: Path) -> None:

@@ -212,7 +212,12 @@ class _Columns:
         return self._known[column]
 
     def is_small(self, column: Column) -> Array:
-        """Returns, per candidate, whether a value of the column may be in the memory on the chip."""
+        """Returns, per candidate, whether a value of the column may be in the memory on the chip.
+
+        Values stacked by layer are not: a loop reads and writes them slice by slice.
+        """
+        if column.is_stacked:
+            return np.zeros(self.count, bool)
         if column.tiled is None or self._on_chip is None:
             return np.ones(self.count, bool)
         return self._bytes(column.tiled)[0] <= self._on_chip.num_bytes

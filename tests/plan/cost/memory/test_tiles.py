@@ -47,8 +47,8 @@ def test_bytes_of_temporaries_are_close_to_compiled_buffers(
 def test_one_call_pads_the_local_shapes_of_all_candidates() -> None:
     tiled = Tiled((1024, 4096), (1, 2), (True, False), (False, False), 2)
     num_shards = np.asarray([[1, 1], [2, 8], [4, 2], [8, 16]])
-    found, unpadded = tiled.padded(num_shards, np.asarray([1.0, 0.5]), np.ones(2))
-    assert found.tolist() == [padded_bytes((512, 1024), 2, "tpu"), padded_bytes((64, 2048), 2, "tpu")]
+    result, unpadded = tiled.padded(num_shards, np.asarray([1.0, 0.5]), np.ones(2))
+    assert result.tolist() == [padded_bytes((512, 1024), 2, "tpu"), padded_bytes((64, 2048), 2, "tpu")]
     assert unpadded.tolist() == [512 * 1024 * 2, 64 * 2048 * 2]
 
 
@@ -56,5 +56,5 @@ def test_one_call_pads_the_local_shapes_of_all_candidates() -> None:
 def test_padding_grows_with_every_dim(itemsize: int) -> None:
     sizes = np.arange(1.0, 300.0)
     for dims in ([sizes, np.full_like(sizes, 7)], [np.full_like(sizes, 40), sizes, np.full_like(sizes, 3)]):
-        found = padded(np.stack(dims), itemsize)
-        assert (np.diff(found) >= 0).all() and (found >= np.prod(dims, axis=0) * itemsize).all()
+        result = padded(np.stack(dims), itemsize)
+        assert (np.diff(result) >= 0).all() and (result >= np.prod(dims, axis=0) * itemsize).all()
