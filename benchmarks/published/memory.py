@@ -17,7 +17,8 @@ from published.runtime import compiler_of
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
-from spanax.plan.cost.peak_memory import memory_use, state_of, walk
+from spanax.plan.cost.memory.state import state_of
+from spanax.plan.cost.peak_memory import memory_use, walk
 from spanax.plan.presets import layout_for
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of

@@ -21,11 +21,11 @@ from spanax.check.compilers.abstract_mesh import is_available
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import install_command, simulated_target, target_of
-from spanax.check.hlo.tpu_tiles import padded_bytes
 from spanax.check.predictions import predictions
 from spanax.check.report import Report
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of
+from spanax.plan.cost.memory.tiles import padded_bytes
 
 
 class Depthwise(nnx.Module):

@@ -18,8 +18,8 @@ from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.messages import parse_hlo
 from spanax.check.hlo.module import Module, read_module, read_text
-from spanax.check.hlo.tpu_tiles import padded_bytes
 from spanax.check.predictions import predictions
+from spanax.plan.cost.memory.tiles import padded_bytes
 
 LAYERS, MATRIX = 3, 256 * 1024
 BY_NAME = {case.on: case for case in stored.CASES}

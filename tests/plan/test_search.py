@@ -15,7 +15,8 @@ import zoo
 from programs import array, small_gpt, workload
 from sampling import sampled
 from spanax.errors import SpanaxError
-from spanax.plan.candidate import RESERVE, Candidate, Search, shortfall
+from spanax.plan.candidate import Candidate, Search, shortfall
+from spanax.plan.cost.memory.margins import RESERVE
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason

@@ -12,7 +12,8 @@ from flax import nnx
 
 import spanax
 from programs import array, workload
-from spanax.plan.cost.peak_memory import memory_use, state_of, walk
+from spanax.plan.cost.memory.state import state_of
+from spanax.plan.cost.peak_memory import memory_use, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.resolve import Resolver, resolve

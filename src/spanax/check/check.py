@@ -18,13 +18,14 @@ from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
-from spanax.check.hlo.tpu_tiles import padded_bytes
 from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
-from spanax.plan.candidate import RESERVE
+from spanax.plan.candidate import rounded_up
+from spanax.plan.cost.memory.margins import upper_bytes
+from spanax.plan.cost.memory.tiles import padded_bytes
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.place import check_made_for
 from spanax.trace.program import Program
@@ -126,16 +127,17 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
     platform = platform_of(cluster)
     state = sum(_padded(leaf, platform) for leaf in plan.leaves)
     limit = cluster.memory_bytes
-    peak = (predicted.peak_bytes or 0) / (1 - RESERVE)
+    upper = upper_bytes(program, cluster.chip, np.asarray(float(predicted.peak_bytes or 0)))
     return Report(
         level=level,
         target=str(cluster),
         layout=plan.layout.name,
         mesh=repr(plan.mesh),
-        fits=None if limit is None else peak <= limit,
+        fits=None if limit is None else bool(upper <= limit),
         fits_by="the plan",
         predicted=replace(predicted, state_bytes=state),
         compiled=Figures(state_bytes=state),
+        upper_bytes=rounded_up(float(upper)),
         limit_bytes=limit,
         versions=report_cache.versions(PACKAGES),
     )

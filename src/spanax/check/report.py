@@ -61,6 +61,7 @@ class Report:
       compiled: XLA's figures.
       memory: the compiler's memory statistics, in bytes.
       limit_bytes: the memory of one device.
+      upper_bytes: the upper estimate of the predicted peak, by which the plan fits or not.
       collectives: every collective of the compiled program.
       buffers: the largest buffers, if the step does not fit.
       replicated: the tensors that the partitioner logged as replicated because it could not reshard them.
@@ -88,6 +89,7 @@ class Report:
     compiled: Figures
     memory: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: int | None = None
+    upper_bytes: int | None = None
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     replicated: tuple[ReplicatedTensor, ...] = ()

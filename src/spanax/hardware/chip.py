@@ -65,9 +65,10 @@ class Chip:
     precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the fastest
     measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a matmul are
     distributed over `num_cores`; None means a single core, whose tiles have `tile` rows and columns. `usable_bytes` of
-    `memory_bytes` are available to a program, which achieves the fraction `memory_share` of `memory_bytes_per_second`.
-    If `shared`, all devices are simulated on one host and divide its resources. `inside` is the link between devices
-    of a node or slice, `between` the link between nodes or slices. `sources` has the origin of each number.
+    `memory_bytes` are available to a program, which achieves the fraction `memory_share` of `memory_bytes_per_second`;
+    `on_chip_bytes` are on the chip and allocated by the compiler (None: by no compiler). If `shared`, all devices are
+    simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
+    `between` the link between nodes or slices. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -81,6 +82,7 @@ class Chip:
     matmul_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_bytes: int | None = None
     usable_bytes: int | None = None
+    on_chip_bytes: int | None = None
     memory_bytes_per_second: float | None = None
     memory_share: float = 1.0
     kernel_start_seconds: float = 0.0

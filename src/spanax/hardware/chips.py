@@ -24,6 +24,7 @@ MAX_CHIPS = 1 << 20
 CHIP_KEYS = {
     "memory": ("memory_bytes", "bytes"),
     "usable_memory": ("usable_bytes", "bytes"),
+    "on_chip_memory": ("on_chip_bytes", "bytes"),
     "memory_rate": ("memory_bytes_per_second", "bytes per second"),
     "memory_share": ("memory_share", "share"),
     "sustained": ("sustained_share", "share"),
@@ -129,6 +130,8 @@ def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -
             fields[key] = _link(_is_table(merged[key], key, where), key, where)
     for field in ("memory_bytes", "usable_bytes"):
         fields[field] = int(fields[field]) if field in fields else fields.get("memory_bytes")
+    if "on_chip_bytes" in fields:
+        fields["on_chip_bytes"] = int(fields["on_chip_bytes"])
     if fields["memory_bytes"] and fields["usable_bytes"] > fields["memory_bytes"]:
         raise SpanaxError(
             f"usable_memory = {merged['usable_memory']!r} is more than memory = {merged['memory']!r}.", where=where

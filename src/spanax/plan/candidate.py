@@ -9,6 +9,7 @@ from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.cost.memory.margins import Margin, margin_of, upper_bytes
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
@@ -24,9 +25,6 @@ from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import POLICIES, RING
 from spanax.units import bytes_text
-
-RESERVE = 0.05
-"""Fraction of the memory reserved for fragmentation and compiler overhead. Source: compiled steps, docs/planning.md."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +214,15 @@ class Search:
             hfu=candidate.flops * num_devices / peak if peak else None,
         )
 
+    def margin(self, candidate: Candidate) -> Margin:
+        """Returns by how much compilers have exceeded the predicted memory of programs like a candidate."""
+        return margin_of(self.programs[candidate.remat], self.cluster.chip, candidate.peak_bytes)
+
+    def upper_bytes(self, candidate: Candidate) -> int:
+        """Returns the upper estimate of a candidate's peak memory, which has to fit."""
+        peak = np.asarray(float(candidate.peak_bytes))
+        return rounded_up(float(upper_bytes(self.programs[candidate.remat], self.cluster.chip, peak)))
+
     @property
     def best(self) -> Candidate | None:
         """The fastest candidate that fits, or None."""
@@ -226,7 +233,7 @@ def shortfall(search: Search) -> str:
     """Returns why nothing fits, as a sentence: the lowest peak of any layout, and the memory of a device."""
     if not search.nearest or search.cluster.memory_bytes is None:
         return "no layout divides these devices and this batch"
-    needed = search.nearest[0].peak_bytes / (1 - RESERVE)
+    needed = search.upper_bytes(search.nearest[0])
     limit = bytes_text(search.cluster.memory_bytes)
     return f"the layout with the lowest peak needs {bytes_text(needed)} per device, and a device has {limit}"
 

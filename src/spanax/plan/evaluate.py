@@ -13,7 +13,9 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, rounded_up
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import Level, MemoryUse, State, memory_per_device, state_of, walk
+from spanax.plan.cost.memory.on_chip import OnChip
+from spanax.plan.cost.memory.state import State, state_of
+from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, walk
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.stage_transfers import stage_transfer_bytes
@@ -70,7 +72,9 @@ class LayoutCosts:
 
     def memory(self, grid: Grid) -> MemoryUse:
         """Returns the peak memory per device on every mesh of a grid."""
-        return memory_per_device(self.state, self.level, grid, fused_attention=self.assumptions.fused_attention)
+        on_chip = OnChip.of(self.cluster.chip)
+        fused = self.assumptions.fused_attention
+        return memory_per_device(self.state, self.level, grid, fused_attention=fused, on_chip=on_chip)
 
     def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""

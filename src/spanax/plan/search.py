@@ -12,9 +12,11 @@ from spanax.errors import NoLayoutError, SpanaxError, first_line, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import with_attention
-from spanax.plan.candidate import RESERVE, Candidate, Search
+from spanax.plan.candidate import Candidate, Search
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import MemoryUse, state_of
+from spanax.plan.cost.memory.margins import upper_bytes
+from spanax.plan.cost.memory.state import state_of
+from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid, Table
 from spanax.plan.cost.terms import Terms
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
@@ -126,7 +128,7 @@ def _search(
     num_layers = first.step.layer_carry[1]
     grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
     priced = _price(programs.values(), space, grids, cluster, assumptions)
-    best, too_large, nearest = _ranked(priced, cluster.memory_bytes, top, each, rejected)
+    best, too_large, nearest = _ranked(priced, cluster, top, each, rejected)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
@@ -290,12 +292,12 @@ def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
 
 
 def _ranked(
-    priced: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Rejections
+    priced: Sequence[_Priced], cluster: Cluster, top: int, each: bool, rejected: Rejections
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
     """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory."""
     rows = []
     for index, entry in enumerate(priced):
-        peak = entry.memory.peak_bytes / (1 - RESERVE)
+        peak, limit = upper_bytes(entry.program, cluster.chip, entry.memory.peak_bytes), cluster.memory_bytes
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
         rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)

@@ -55,7 +55,8 @@ def verdict(report: Report) -> str:
         if report.fits:
             return f"the compiler accepts it and predicts {need}"
         return f"does NOT fit: {report.fits_by} needs {need}"
-    return f"{'fits' if report.fits else 'does NOT fit'} by the plan's own count, {need}"
+    upper = "" if report.upper_bytes is None else f", at most {bytes_text(report.upper_bytes)}"
+    return f"{'fits' if report.fits else 'does NOT fit'} by the plan's own count, {need}{upper}"
 
 
 def _figures(report: Report) -> str:

@@ -1,5 +1,6 @@
 """Formats the result of a search as text and JSON."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "seconds": candidate.seconds,
         "hidden": candidate.hidden,
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
+        "upper_bytes": search.upper_bytes(candidate),
         "mfu": rates.mfu,
         "hfu": rates.hfu,
         "bottleneck": candidate.bottleneck,
@@ -49,6 +51,7 @@ def search_json(summary: Summary, top: int) -> dict[str, Any]:
         "dtypes": list(setting.dtypes),
         "usable_bytes": search.cluster.memory_bytes,
         "reserve": summary.reserve,
+        "memory_margin": None if summary.margin is None else dataclasses.asdict(summary.margin),
         "candidates": [candidate_json(search, candidate) for candidate in search.candidates[:top]],
         "rejected": {str(reason): count for reason, count in search.rejected.items()},
         "compute_dtype": program.compute_dtype,
@@ -112,6 +115,18 @@ def search_text(summary: Summary, top: int) -> str:
     return "\n".join(lines)
 
 
+def _margin_lines(summary: Summary, candidate: Candidate) -> list[str]:
+    """Returns by how much compilers have exceeded such predictions, where the memory of a device is known."""
+    limit, margin = summary.search.cluster.memory_bytes, summary.margin
+    if limit is None or margin is None:
+        return []
+    upper = bytes_text(summary.search.upper_bytes(candidate))
+    return [
+        f"          fits: at most {upper} of {bytes_text(limit)}; compilers exceeded the prediction by up to "
+        f"{100 * margin.observed:.0f} % on {margin.num_cells} {margin.kind}"
+    ]
+
+
 def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]:
     search, rates = summary.search, summary.search.rates(candidate)
     limit = search.cluster.memory_bytes
@@ -129,6 +144,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         *([f"          hidden: {hidden}"] if hidden else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
         + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else ""),
+        *_margin_lines(summary, candidate),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
-from spanax.plan.candidate import RESERVE, Candidate
+from spanax.plan.candidate import Candidate
+from spanax.plan.cost.memory.margins import RESERVE, margin_of
 from spanax.units import bytes_text
 
 MIN_SPEEDUP = 1.05
@@ -43,9 +44,10 @@ def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
         return
     compiled = subject.report.compiled.peak_bytes if subject.report is not None else None
     peak, source = (compiled, "the compiler") if compiled else (subject.candidate.peak_bytes, "the plan")
-    if peak <= limit * (1 - RESERVE):
+    reserve = RESERVE if compiled else margin_of(subject.program, subject.cluster.chip, peak).reserve
+    if peak <= limit * (1 - reserve):
         return
-    verdict = "does not fit" if peak > limit else f"leaves less than {100 * RESERVE:.0f} % free"
+    verdict = "does not fit" if peak > limit else f"leaves less than {100 * reserve:.0f} % free"
     best = next(iter(subject.alternatives), None)
     fix = f"{best.layout} on {best.mesh} needs {bytes_text(best.peak_bytes)}" if best is not None else "more devices"
     yield Message(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from spanax.errors import NoLayoutError, SpanaxError
 from spanax.plan.advice.what_if import cluster_of_size
-from spanax.plan.candidate import RESERVE, Candidate, Search
+from spanax.plan.candidate import Candidate, Search
 from spanax.plan.loss_chunks import chunks_to_try
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
@@ -26,7 +26,9 @@ def remedies(result: Search) -> list[str]:
     if not result.nearest or result.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
     program, leanest = next(iter(result.programs.values())), result.nearest[0]
-    switches = list(_switches(result, program, leanest, result.cluster.memory_bytes * (1 - RESERVE)))
+    switches = list(
+        _switches(result, program, leanest, result.cluster.memory_bytes * (1 - result.margin(leanest).reserve))
+    )
     enough = [text for text, fits in switches if fits]
     joined = " with ".join(text for text, fits in switches if not fits)
     lines = enough or [joined] * bool(joined)
@@ -77,7 +79,7 @@ def _has_full(program: Program) -> bool:
 
 def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int | None:
     """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST."""
-    limit, cluster = (previous.cluster.memory_bytes or 0) * (1 - RESERVE), previous.cluster
+    limit, cluster = (previous.cluster.memory_bytes or 0) * (1 - previous.margin(leanest).reserve), previous.cluster
     remat = "full" if _has_full(program) else leanest.remat
     for factor in (2**power for power in range(1, MOST.bit_length())):
         if leanest.state_bytes / factor > limit:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import RESERVE, Search, plan_of, shortfall
+from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.cost.memory.margins import RESERVE, Margin
 from spanax.plan.evaluate import Moved, collectives_of
 from spanax.plan.layout import Layout
 
@@ -27,20 +28,30 @@ class Summary:
       best: the layout of `search.best`; None if nothing fits.
       shortfall: why nothing fits; empty otherwise.
       remedies: options, each of which makes a layout fit; empty if one fits.
-      reserve: fraction of the memory that no layout may use.
+      margin: by how much compilers have exceeded predictions for such programs; None if nothing was priced.
     """
 
     search: Search
     best: Best | None
     shortfall: str = ""
     remedies: tuple[str, ...] = ()
-    reserve: float = RESERVE
+    margin: Margin | None = None
+
+    @property
+    def reserve(self) -> float:
+        """The share of the memory that no layout may use."""
+        return RESERVE if self.margin is None else self.margin.reserve
 
 
 def summarize(search: Search) -> Summary:
     """Returns the summary of a search; where nothing fits, prices further layouts for the remedies."""
     candidate = search.best
     if candidate is None:
-        return Summary(search, None, shortfall(search), tuple(remedies(search)))
+        margin = search.margin(search.nearest[0]) if search.nearest else None
+        return Summary(search, None, shortfall(search), tuple(remedies(search)), margin)
     layout = plan_of(search, candidate).layout
-    return Summary(search, Best(layout, collectives_of(search, candidate), rule(search, candidate)))
+    return Summary(
+        search,
+        Best(layout, collectives_of(search, candidate), rule(search, candidate)),
+        margin=search.margin(candidate),
+    )

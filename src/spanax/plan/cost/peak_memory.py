@@ -5,20 +5,24 @@ it. A value inside a fused kernel takes no memory. Sizes are global bytes and th
 walk serves all meshes on which a layout resolves equally.
 """
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from spanax.plan.cost.memory.on_chip import OnChip
+from spanax.plan.cost.memory.state import STATE_GROUPS, State, state_padding
+from spanax.plan.cost.memory.tiles import LANES, WORD_BYTES, Tiled
 from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.pipeline.bubble import num_in_flight
-from spanax.plan.sharding.resolve import Constraint, Resolver, axes_of
-from spanax.plan.spmd.partition import as_masks, union
+from spanax.plan.sharding.resolve import Constraint, axes_of
+from spanax.plan.spmd.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.liveness import Liveness
+from spanax.trace.analysis.liveness import SCATTERS, Liveness
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
 from spanax.trace.rewrites.attention.operation import RING
 
@@ -29,33 +33,44 @@ GROUPS = ("activations", "gradients", "gathered weights")
 
 ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
 
-STATE_GROUPS = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
-"""The memory group of each kind of leaf."""
+PADDING, TABLES = "padding of the state", "compiler's tables"
+"""The groups of memory that only TPUs have."""
 
-Column = tuple[int, bool, bool, bool, int]
-"""Values that are divided equally: sharding, grows with the batch, stacked by layer, attention scores, group."""
+LARGE_SHARE = 1 / 64
+"""Padding is computed for values of at least this share of the largest live bytes of a body; others are merged."""
+
+
+class Column(NamedTuple):
+    """Values that are divided equally.
+
+    Attributes:
+      axes: the mesh axes that shard them, as a mask.
+      is_batched: they grow with the batch.
+      is_stacked: they are stacked by layer.
+      is_score: they are attention scores.
+      group: the index of their group of memory.
+      tiled: what their padding depends on; None where they are not padded.
+    """
+
+    axes: int
+    is_batched: bool
+    is_stacked: bool
+    is_score: bool
+    group: int
+    tiled: Tiled | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The peak moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
+    """The peak moments of one body: global bytes by (moment, column), and the bodies that run at some of them.
+
+    `num_kernels` counts the values that the body's kernels write, and those of the bodies in it.
+    """
 
     live_bytes: Array
     columns: tuple[Column, ...]
     inside: dict[int, tuple["Level", ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """Leaves of the state and the batch: kind, global bytes, the axes that shard them, whether stacked by layer.
-
-    Equally sharded leaves are merged. Each parameter also has its gradient, sharded as it is when accumulated.
-    """
-
-    kind: tuple[str, ...]
-    num_bytes: Array
-    axes: Array
-    stacked: Array
+    num_kernels: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,23 +79,6 @@ class MemoryUse:
 
     groups: dict[str, Array]
     peak_bytes: Array
-
-
-def state_of(resolver: Resolver) -> State:
-    """Returns the leaves of the state and of the batch, sharded as in the plan's placements."""
-    program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
-    classes = program.step.axes.classes
-    rows: dict[tuple[str, int, bool], int] = defaultdict(int)
-    for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
-        labels = classes[value]
-        spec, _ = resolver.placed(leaf, labels)
-        is_stacked = not program.step.layer_labels.isdisjoint(labels)
-        rows[leaf.kind, union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
-        if leaf.kind == "param":
-            spec = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
-            rows["gradient", union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
-    kinds, axes, stacked = zip(*rows, strict=True)
-    return State(kinds, np.asarray([*rows.values()], float), np.asarray(axes, int), np.asarray(stacked, bool))
 
 
 def walk(sharded: ShardedProgram, *, is_tpu: bool = False) -> Level:
@@ -99,6 +97,7 @@ def memory_use(
     in_flight: Array,
     scale: Array,
     fused_attention: bool = False,
+    on_chip: OnChip | None = None,
 ) -> MemoryUse:
     """Returns the bytes per device on every mesh.
 
@@ -111,6 +110,7 @@ def memory_use(
       in_flight: the microbatches whose activations a stage stores at once.
       scale: the batch of one microbatch over the traced batch.
       fused_attention: whether attention scores stay on the chip.
+      on_chip: the compiler-managed memory of a TPU, which also pads arrays; None: no array is padded.
     """
     num_shards = shard_counts(sizes)
     local = state.num_bytes[:, None] / num_shards[state.axes] / np.where(state.stacked[:, None], num_stages, 1)
@@ -120,15 +120,21 @@ def memory_use(
     }
     groups = {name: by_kind[kind] for kind, name in STATE_GROUPS.items()}
     groups["batch"] = groups["batch"] * scale * num_microbatches  # live from the start
-    columns = _Columns(num_shards, scale, num_stages, in_flight, fused_attention)
+    columns = _Columns(num_shards, scale, num_stages, in_flight, fused_attention, on_chip)
     peak = _peak(level, columns)
+    if on_chip is not None:
+        peak = peak[: len(GROUPS)] * on_chip.share_in_main_memory(peak[: len(GROUPS)].sum(0), peak[len(GROUPS)])
+        groups[PADDING] = state_padding(state, num_shards, scale, num_stages)
+        groups[TABLES] = np.broadcast_to(on_chip.table_bytes(state.num_arrays, level.num_kernels), scale.shape)
     for index, name in enumerate(GROUPS):
         groups[name] = peak[index]
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
     return MemoryUse(groups, sum(groups.values()))
 
 
-def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> MemoryUse:
+def memory_per_device(
+    state: State, level: Level, grid: Grid, *, fused_attention: bool = False, on_chip: OnChip | None = None
+) -> MemoryUse:
     """Returns the bytes per device on every mesh of a grid, under its pipeline schedule."""
     flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
     return memory_use(
@@ -140,22 +146,29 @@ def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention
         in_flight=np.where(grid.num_stages > 1, flying, 1),
         scale=grid.scale,
         fused_attention=fused_attention,
+        on_chip=on_chip,
     )
 
 
 def _peak(level: Level, columns: "_Columns") -> Array:
-    """Returns the bytes by group at the peak moment of each candidate: an array (group, candidate)."""
+    """Returns the bytes by group at the peak moment of each candidate: an array (group, candidate).
+
+    One more row has the bytes of the values that are small enough for the memory on the chip.
+    """
     shares = (
         np.stack([columns.share(column) for column in level.columns]) if level.columns else np.zeros((0, columns.count))
     )
     inside = {moment: _fullest_of([_peak(body, columns) for body in inner]) for moment, inner in level.inside.items()}
     totals = level.live_bytes @ shares
     for moment, inner in inside.items():
-        totals[moment] += inner.sum(0)
+        totals[moment] += inner[: len(GROUPS)].sum(0)
     fullest = totals.argmax(0)
-    groups = np.asarray([column[-1] for column in level.columns], int)
+    groups = np.asarray([column.group for column in level.columns], int)
     peak_bytes = level.live_bytes[fullest].T * shares
-    totals_by_group = np.stack([peak_bytes[groups == group].sum(0) for group in range(len(GROUPS))])
+    small = np.asarray([columns.is_small(column) for column in level.columns]).reshape(peak_bytes.shape)
+    totals_by_group = np.stack(
+        [*(peak_bytes[groups == group].sum(0) for group in range(len(GROUPS))), (peak_bytes * small).sum(0)]
+    )
     for moment, inner in inside.items():
         totals_by_group += np.where(fullest == moment, inner, 0.0)
     return totals_by_group
@@ -164,29 +177,56 @@ def _peak(level: Level, columns: "_Columns") -> Array:
 def _fullest_of(arrays: Sequence[Array]) -> Array:
     """Returns, per candidate, the array (group, candidate) with the largest total."""
     stacked = np.stack(arrays)
-    return np.take_along_axis(stacked, stacked.sum(1).argmax(0)[None, None], 0)[0]
+    return np.take_along_axis(stacked, stacked[:, : len(GROUPS)].sum(1).argmax(0)[None, None], 0)[0]
 
 
 class _Columns:
     """The share of a column's global bytes on one device."""
 
-    def __init__(self, num_shards: Array, scale: Array, num_stages: Array, in_flight: Array, fused_attention: bool):
+    def __init__(
+        self,
+        num_shards: Array,
+        scale: Array,
+        num_stages: Array,
+        in_flight: Array,
+        fused_attention: bool,
+        on_chip: OnChip | None,
+    ):
         self._num_shards, self._scale, self._stages, self._in_flight = num_shards, scale, num_stages, in_flight
-        self._fused = fused_attention
+        self._fused, self._on_chip = fused_attention, on_chip
         self.count = scale.shape[0]
         self._known: dict[Column, Array] = {}
+        self._padded: dict[Tiled, tuple[Array, Array]] = {}
 
     def share(self, column: Column) -> Array:
         """Returns one number per candidate."""
         if column not in self._known:
-            axes, is_batched, is_stacked, is_score, _ = column
-            share = 1.0 / self._num_shards[axes]
-            if is_batched:
-                share = share * self._scale * (self._in_flight if is_stacked else 1.0)
-            if is_stacked:
+            share = 1.0 / self._num_shards[column.axes]
+            if column.is_batched:
+                share = share * self._scale * (self._in_flight if column.is_stacked else 1.0)
+            if column.is_stacked:
                 share = share / self._stages
-            self._known[column] = share * (0.0 if is_score and self._fused else 1.0)
+            if column.tiled is not None and self._on_chip is not None:
+                padded, unpadded = self._bytes(column.tiled)
+                share = share * padded / unpadded
+            self._known[column] = share * (0.0 if column.is_score and self._fused else 1.0)
         return self._known[column]
+
+    def is_small(self, column: Column) -> Array:
+        """Returns, per candidate, whether a value of the column may be in the memory on the chip.
+
+        Values stacked by layer are not: a loop reads and writes them slice by slice.
+        """
+        if column.is_stacked:
+            return np.zeros(self.count, bool)
+        if column.tiled is None or self._on_chip is None:
+            return np.ones(self.count, bool)
+        return self._bytes(column.tiled)[0] <= self._on_chip.num_bytes
+
+    def _bytes(self, tiled: Tiled) -> tuple[Array, Array]:
+        if tiled not in self._padded:
+            self._padded[tiled] = tiled.padded(self._num_shards, self._scale, self._stages)
+        return self._padded[tiled]
 
 
 def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) -> Level:
@@ -194,8 +234,14 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     live, ops = liveness[body], sharded.traced.order[body]
     num_ops = len(ops)
     columns: dict[Column, int] = {}
-    of_group = [columns.setdefault(_column(sharded, value), len(columns)) for value in live.values]
+    is_tpu = liveness is sharded.traced.tpu_liveness
+    largest = live.num_bytes.max(initial=0.0) * LARGE_SHARE if is_tpu else math.inf
+    of_group = [
+        columns.setdefault(_column(sharded, value, is_tiled=num_bytes >= largest), len(columns))
+        for value, num_bytes in zip(live.values, live.num_bytes, strict=True)
+    ]
     spans = [*_gathered(sharded, ops), *_summed(sharded, ops), *_worked(sharded, ops)]
+    spans += _row_major(sharded, ops) if is_tpu else ()
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
@@ -213,8 +259,12 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     # Live bytes only grow until a live range ends.
     full = _fullest(live_bytes, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
+    num_stored = max(0, live.first.size - (0 if body is sharded.traced.graph.body else len(body.inputs)))
     return Level(
-        live_bytes[moments], tuple(columns), {len(full) + index: inner for index, inner in enumerate(inside.values())}
+        live_bytes[moments],
+        tuple(columns),
+        {len(full) + index: inner for index, inner in enumerate(inside.values())},
+        num_stored + sum(each.num_kernels for inner in inside.values() for each in inner),
     )
 
 
@@ -240,7 +290,8 @@ def _gathered(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
                 spans.setdefault((value, constraint), [index, index])[1] = index
     for (value, constraint), (first, last) in spans.items():
         axes = union(sharded.masks_of(value, constraint))
-        yield Span(first, last, (axes, *_column(sharded, value)[1:-1], WEIGHTS), sharded.num_bytes(value))
+        column = _column(sharded, value)._replace(axes=axes, group=WEIGHTS)
+        yield Span(first, last, column, sharded.num_bytes(value))
 
 
 def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
@@ -254,8 +305,31 @@ def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
         for shift in partitioned.shifts if partitioned else ():
             if shift.kind == "reduce-scatter":
                 (value,) = op.outputs
-                column = (shift.unchanged, *_column(sharded, value)[1:])
+                column = _column(sharded, value)._replace(axes=shift.unchanged)
                 yield Span(index, max(index, last_loop), column, sharded.num_bytes(value))
+
+
+def _row_major(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+    """Yields tables with narrow rows in the layout in which they are indexed, which is copied to or from their own.
+
+    The sum of a scatter over a sharded batch has all rows on every device until it is scattered. Source: the copies
+    before gathers and after scatters in the programs of tests/data/memory_cells.json.
+    """
+    for index, op in enumerate(ops):
+        if op.name not in (*SCATTERS, "gather"):
+            continue
+        numbers, table = op.params["dimension_numbers"], op.outputs[0] if op.name in SCATTERS else op.inputs[0]
+        indexed = numbers.scatter_dims_to_operand_dims if op.name in SCATTERS else numbers.start_index_map
+        shape, column = sharded.traced.graph.shape(table), _column(sharded, table, is_tiled=True)
+        if column.tiled is None or len(shape) < 2 or shape[-1] >= LANES or len(shape) - 1 in indexed:
+            continue
+        division, axes = sharded.division(op), column.tiled.axes
+        for shift in division.partition.shifts if division.partition and op.name in SCATTERS else ():
+            axes = tuple(mask & shift.unchanged for mask in axes)
+        if op.name == "gather" and division.operands is not None and division.operands.inputs[0] is not None:
+            axes = sharded.masks_of(table, division.operands.inputs[0])
+        tiled = column.tiled._replace(axes=axes, indexed=tuple(indexed))
+        yield Span(index, index, column._replace(axes=union(axes), tiled=tiled), sharded.num_bytes(table))
 
 
 def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
@@ -266,16 +340,23 @@ def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
             continue
         for spec, num_bytes in temporary_bytes(sharded.traced.graph, op, use.attention, sharded.resolver.mesh):
             mask = sharded.mask([*axes_of(spec)])
-            yield Span(index, index, (mask, *_column(sharded, op.inputs[0])[1:]), num_bytes)
+            yield Span(index, index, _column(sharded, op.inputs[0])._replace(axes=mask), num_bytes)
 
 
-def _column(sharded: ShardedProgram, value: int) -> Column:
+def _column(sharded: ShardedProgram, value: int, *, is_tiled: bool = False) -> Column:
     """Returns the column of a value in its own sharding."""
     traced, labels = sharded.traced, sharded.traced.sharding_keys[value].labels
     is_batched = sharded.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS
-    return union(sharded.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group
+    tiled = None
+    if is_tiled and labels:
+        aval = traced.graph.avals[value]
+        is_batch = tuple(label is not None and label in traced.batch_labels for label in labels)
+        is_layers = tuple(label is not None and label in traced.layer_labels for label in labels)
+        itemsize = getattr(aval.dtype, "itemsize", WORD_BYTES)
+        tiled = Tiled(traced.graph.shape(value), sharded.masks(value), is_batch, is_layers, itemsize)
+    return Column(union(sharded.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group, tiled)
 
 
 def _fullest(live_bytes: Array, rows: Array) -> list[int]:

@@ -1,0 +1,85 @@
+"""The state and the batch on one device: bytes by kind of leaf, and what tiles add to them."""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from spanax.plan.cost.memory.tiles import WORD_BYTES, Array, Tiled
+from spanax.plan.sharding.resolve import Resolver
+from spanax.plan.spmd.partition import Masks, as_masks, union
+from spanax.trace.analysis.labels import Labels
+from spanax.trace.variables import Leaf
+
+STATE_GROUPS = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
+"""The memory group of each kind of leaf."""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Leaves of the state and the batch: kind, global bytes, the axes that shard them, whether stacked by layer.
+
+    Equal, equally sharded leaves are merged and counted. Each parameter also has its gradient, sharded as it is when
+    accumulated.
+    """
+
+    kind: tuple[str, ...]
+    num_bytes: Array
+    axes: Array
+    stacked: Array
+    tiled: tuple[Tiled, ...]
+    counts: Array
+
+    @property
+    def num_arrays(self) -> int:
+        """The number of leaves of the state and of the batch."""
+        return int(sum(count for kind, count in zip(self.kind, self.counts, strict=True) if kind != "gradient"))
+
+
+def state_of(resolver: Resolver) -> State:
+    """Returns the leaves of the state and of the batch, sharded as in the plan's placements."""
+    program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
+    classes = program.step.axes.classes
+    rows, counts = defaultdict[tuple[str, Tiled], int](int), defaultdict[tuple[str, Tiled], int](int)
+    for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
+        labels = classes[value]
+        specs = {leaf.kind: resolver.placed(leaf, labels)[0]}
+        if leaf.kind == "param":
+            specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
+        for kind, spec in specs.items():
+            row = kind, _argument(leaf, labels, as_masks(spec, bits), program.step.layer_labels, kind == "batch")
+            rows[row] += leaf.num_bytes
+            counts[row] += 1
+    return State(
+        tuple(kind for kind, _ in rows),
+        np.asarray([*rows.values()], float),
+        np.asarray([union(tiled.axes) for _, tiled in rows], int),
+        np.asarray([any(tiled.is_layers) for _, tiled in rows], bool),
+        tuple(tiled for _, tiled in rows),
+        np.asarray([*counts.values()], int),
+    )
+
+
+def _argument(leaf: Leaf, labels: Labels, axes: Masks, layers: Collection[int | None], is_batch: bool) -> Tiled:
+    """Returns what the padding of a leaf depends on; a random key is stored as words."""
+    itemsize = leaf.num_bytes // max(math.prod(leaf.shape), 1)
+    words = (itemsize // WORD_BYTES,) if itemsize > 2 * WORD_BYTES else ()
+    is_layers = tuple(label is not None and label in layers for label in labels)
+    is_first = tuple(is_batch and dim == 0 for dim in range(len(labels)))
+    no = (False,) * len(words)
+    return Tiled(
+        (*leaf.shape, *words), (*axes, *(0 for _ in words)), (*is_first, *no), (*is_layers, *no),
+        WORD_BYTES if words else itemsize, is_argument=True,
+    )  # fmt: skip
+
+
+def state_padding(state: State, num_shards: Array, scale: Array, num_stages: Array) -> Array:
+    """Returns the bytes by which tiles pad the state and the batch, without accumulated gradients."""
+    total = np.zeros(scale.shape)
+    for kind, tiled, count in zip(state.kind, state.tiled, state.counts, strict=True):
+        if kind != "gradient":
+            padded, unpadded = tiled.padded(num_shards, scale, num_stages)
+            total = total + count * (padded - unpadded)
+    return np.maximum(total, 0.0)

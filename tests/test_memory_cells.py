@@ -1,0 +1,70 @@
+"""Peak memory of compiled steps, tests/data/memory_cells.json, next to what is predicted for them.
+
+The cells are compiled by `python benchmarks/memory_cells.py --compile FOLDER` and `--store FOLDER`, with libtpu.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+QUICK = "multitask.b"
+"""Part of the name of the cells that are traced fast."""
+
+ABOVE = {"gpt2.b8-fsdp-v5e.2x4": -0.2}
+"""Cells whose compiled peak exceeds the upper estimate, and by how much the prediction may be off at most."""
+
+KINDS = {"large": ("programs of matmuls", "programs with convolutions"), "small": ("less than 0.25 GiB",)}
+
+
+def measured(only: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "memory_cells.py"), "--json", "--only", only]
+    output = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])["rows"]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return measured("")
+
+
+def of_size(rows: list[dict[str, Any]], size: str) -> list[dict[str, Any]]:
+    return [row for row in rows if any(kind in row["kind"] for kind in KINDS[size])]
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Arguments to 2 %, and no compiled step above the upper estimate of its prediction."""
+    assert rows
+    for row in rows:
+        assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row
+        assert row["predicted"] <= row["upper"], row
+        assert row["compiled"] <= row["upper"] or row["error"] > ABOVE.get(row["cell"], 0), row
+
+
+def test_some_cells_are_predicted_within_their_margin() -> None:
+    rows = measured(QUICK)
+    check_rows(rows)
+    assert all(abs(row["error"]) < 0.2 for row in rows)
+
+
+@pytest.mark.slow
+def test_all_cells_are_predicted_within_their_margin(rows: list[dict[str, Any]]) -> None:
+    check_rows(rows)
+
+
+@pytest.mark.slow
+def test_programs_at_size_are_predicted_to_ten_percent_and_never_five_percent_low(rows: list[dict[str, Any]]) -> None:
+    errors = [row["error"] for row in of_size(rows, "large") if row["cell"] not in ABOVE]
+    assert sum(map(abs, errors)) / len(errors) < 0.1 and min(errors) > -0.05
+
+
+@pytest.mark.slow
+def test_small_programs_are_predicted_to_fifteen_percent_on_average(rows: list[dict[str, Any]]) -> None:
+    errors = [abs(row["error"]) for row in of_size(rows, "small")]
+    assert sum(errors) / len(errors) < 0.16
+    assert sum(error <= 0.15 for error in errors) / len(errors) > 0.6
