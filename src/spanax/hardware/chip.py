@@ -113,7 +113,7 @@ class Chip:
             )
         return self.peak_flops[dtype] * self.matmul_shares.get(dtype, self.matmul_shares.get("bf16", 1.0))
 
-    def divided(self, devices: int) -> "Chip":
+    def divided(self, devices: float) -> "Chip":
         """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged."""
         if not self.shared or devices == 1:
             return self
