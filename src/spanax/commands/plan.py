@@ -15,8 +15,8 @@ from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, Precis
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
-    from spanax.plan.calibration.calibrate import Calibration
     from spanax.plan.advice.summary import Summary
+    from spanax.plan.calibration.calibrate import Calibration
     from spanax.plan.candidate import Search
     from spanax.plan.choose import Request
     from spanax.plan.plan import Plan

@@ -113,7 +113,7 @@ class Chip:
             )
         return self.peak_flops[dtype] * self.matmul_shares.get(dtype, self.matmul_shares.get("bf16", 1.0))
 
-    def divided(self, devices: float) -> "Chip":
+    def divided(self, devices: int) -> "Chip":
         """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged."""
         if not self.shared or devices == 1:
             return self
@@ -124,4 +124,15 @@ class Chip:
             usable_bytes=self.usable_bytes and self.usable_bytes // devices,
             memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second / devices,
             inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second / devices),
+        )
+
+    def joined(self, devices: int) -> "Chip":
+        """Returns the rates of a shared host from those of `devices`, the inverse of `divided`."""
+        if not self.shared or devices == 1:
+            return self
+        return replace(
+            self,
+            peak_flops={dtype: peak * devices for dtype, peak in self.peak_flops.items()},
+            memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second * devices,
+            inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second * devices),
         )

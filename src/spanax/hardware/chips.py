@@ -277,7 +277,8 @@ def file_text(chip: Chip, size: str) -> str:
       size: the size after the colon of a cluster's name.
 
     Example:
-      >>> print(file_text(replace(chip_named("h100"), memory_share=0.8, sources={"memory_share": "runs/a"}), "8x8"), end="")
+      >>> chip = replace(chip_named("h100"), memory_share=0.8, sources={"memory_share": "runs/a"})
+      >>> print(file_text(chip, "8x8"), end="")
       like = "h100"
       memory_share = "80 %"
       shape = "8x8"

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spanax.check.compilers.annotated_step import program_of
 from spanax.check.measure.compare import layouts
@@ -16,7 +15,7 @@ from spanax.plan.candidate import plan_of
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
 from spanax.run.record.folder import read_environment, recorded
-from spanax.run.record.steady_steps import steady_steps
+from spanax.run.record.metric_curves import steady_steps
 from spanax.schema import Count, parsed
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload

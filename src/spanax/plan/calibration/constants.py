@@ -104,7 +104,7 @@ def _with_link(chip: Chip, name: LinkName, fields: Mapping[str, float]) -> tuple
 def _link_rate(name: LinkName) -> Constant:
     def value(chip: Chip, dtype: str) -> float | None:
         link = _link(chip, name)
-        return link and link.effective_bytes_per_second
+        return None if link is None else link.effective_bytes_per_second
 
     def slower(chip: Chip, factor: float) -> tuple[Chip, tuple[str, ...]]:
         link = _link(chip, name)
@@ -120,7 +120,7 @@ def _link_rate(name: LinkName) -> Constant:
 def _link_start(name: LinkName) -> Constant:
     def value(chip: Chip, dtype: str) -> float | None:
         link = _link(chip, name)
-        return link and (link.start_seconds or link.latency_seconds or None)
+        return None if link is None else link.start_seconds or link.latency_seconds or None
 
     def slower(chip: Chip, factor: float) -> tuple[Chip, tuple[str, ...]]:
         link = _link(chip, name)
@@ -141,4 +141,3 @@ CONSTANTS = (
     _link_start("between"),
 )
 """All constants that calibration may change, at most seven."""
-

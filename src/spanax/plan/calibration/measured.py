@@ -79,9 +79,7 @@ class MeasuredStep:
     transfers: tuple[str, ...] = ()
 
     @staticmethod
-    def of(
-        evaluation: Evaluation, steps: StepSeconds, *, source: str, transfers: Sequence[str] = ()
-    ) -> "MeasuredStep":
+    def of(evaluation: Evaluation, steps: StepSeconds, *, source: str, transfers: Sequence[str] = ()) -> "MeasuredStep":
         """Returns the measured step of an evaluated plan.
 
         Raises:
@@ -97,9 +95,7 @@ class MeasuredStep:
             raise SpanaxError(f"'{source}' has step times that are not positive numbers.")
         layout = f"{evaluation.plan.layout.name} on {evaluation.plan.mesh}"
         costs = evaluation.layout
-        return MeasuredStep(
-            source, layout, steps, evaluation.cluster, costs.terms, evaluation.grid, tuple(transfers)
-        )
+        return MeasuredStep(source, layout, steps, evaluation.cluster, costs.terms, evaluation.grid, tuple(transfers))
 
     def predicted(self, cluster: Cluster) -> float:
         """Returns the predicted seconds of the step, with the constants of `cluster`."""

@@ -194,9 +194,7 @@ def _parsed_environment(text: str) -> Environment:
     return parsed(Environment, parse_json(text), is_open=True, is_strict=False)
 
 
-def write_records(
-    folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any], size: str = ""
-) -> None:
+def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any], size: str = "") -> None:
     """Writes the resolved configuration, the plan and the environment of a run; `size` is that of its cluster."""
     packages = [distribution.metadata for distribution in distributions()]  # `metadata` parses a file at each access
     environment = Environment(
