@@ -211,7 +211,9 @@ def _calibrated(command: PlanCommand, calibration: "Calibration", before: "Searc
     from spanax.show.calibration import calibration_json, calibration_text
 
     lines = [*calibration_text(calibration, before, after)]
-    if command.out_cluster is not None:
+    if command.out_cluster is not None and not calibration.is_applied:
+        lines.append(f"{command.out_cluster} was not written: nothing was calibrated")
+    elif command.out_cluster is not None:
         try:
             command.out_cluster.write_text(cluster_text(calibration.cluster))
         except OSError as error:

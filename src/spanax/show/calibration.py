@@ -15,6 +15,9 @@ KINDS = {"FLOP/s": "operations per second", "B/s": "bytes per second", "s": "sec
 MAX_ROWS = 12
 """Number of measured steps that the text lists; --json has all."""
 
+WIDTH = 400
+"""The largest number of letters per line of measured steps, so that paths are not wrapped."""
+
 
 def calibration_text(calibration: Calibration, before: Search, after: Search) -> Iterator[str]:
     """Yields lines: the constants, the measured steps and the best layout, each before and after."""
@@ -24,7 +27,7 @@ def calibration_text(calibration: Calibration, before: Search, after: Search) ->
     yield table_text(("constant", "before", "after", "+-"), [_constant_cells(row) for row in calibration.constants])
     yield ""
     heads = ("measured", "layout", "steps", "step s", "+-", "before", "error", "after", "error", "expected +-")
-    yield table_text(heads, [_step_cells(step) for step in steps[:MAX_ROWS]])
+    yield table_text(heads, [_step_cells(step) for step in steps[:MAX_ROWS]], width=WIDTH)
     if len(steps) > MAX_ROWS:
         yield f"{len(steps) - MAX_ROWS} more with --json"
     first, second = calibration.errors
