@@ -190,6 +190,17 @@ def test_every_layout_of_a_comparison_is_read(tmp_path: Path) -> None:
         assert step.predicted(step.cluster) == pytest.approx(row["step_seconds"], rel=0.01)
 
 
+def test_slow_rounds_of_a_comparison_are_no_noise(tmp_path: Path) -> None:
+    """A round runs a step of every layout: what slows all of them is the machine, not a layout."""
+    path = comparison(tmp_path / "compared.json")
+    data = json.loads(path.read_text())
+    for number, row in enumerate(data["rows"]):
+        row["measured"]["seconds"] = [(1.0 + number) * factor for factor in (1, 1, 2, 1, 1, 3, 3, 1, 3, 3)]
+    path.write_text(json.dumps(data))
+    for number, step in enumerate(measured_steps([path], requested())):
+        assert step.steps.noise < 1e-9 and step.steps.median == pytest.approx((1.0 + number) * 1.5)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

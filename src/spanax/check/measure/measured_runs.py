@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from spanax.check.compilers.annotated_step import program_of
 from spanax.check.measure.compare import layouts
 from spanax.documents import read_json
@@ -123,7 +125,7 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
         transfers.append(f"{machine.size} devices")
     search = functools.cache(lambda remat: layouts(program, machine, every=True, remat=remat))
     steps = []
-    for row in file.rows:
+    for row, taken in zip(file.rows, without_common_drift([row.measured.seconds for row in file.rows]), strict=True):
         priced = search(row.remat)
         if list(priced.setting.dtypes) != list(file.dtypes):
             raise SpanaxError(
@@ -135,9 +137,29 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
         if not matches:
             raise SpanaxError(f"'{path}' has {row.layout} on {row.mesh}, which this program cannot run.")
         evaluation = evaluate(priced.programs[row.remat], plan_of(priced, matches[0]), machine)
-        seconds = StepSeconds(row.measured.seconds)
+        seconds = StepSeconds(taken)
         steps.append(MeasuredStep.of(evaluation, seconds, source=str(path), transfers=transfers))
     return steps
+
+
+def without_common_drift(seconds: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Returns the seconds of each layout without the slowdowns of single rounds, which all layouts share.
+
+    A round is slower than the median round by the median ratio of its steps to the medians of their layouts.
+
+    Args:
+      seconds: one tuple per layout, one number per round. Fewer than three layouts are unchanged, as are different
+        numbers of rounds.
+
+    Example:
+      >>> without_common_drift([(1.0, 1.0, 2.0), (2.0, 2.0, 4.0), (3.0, 3.0, 6.0)])[1]
+      (2.0, 2.0, 2.0)
+    """
+    table = np.asarray(seconds) if len({len(row) for row in seconds}) == 1 else np.zeros((0, 0))
+    if len(table) < 3 or not table.size or not (table > 0).all():
+        return list(seconds)
+    slowness = np.median(table / np.median(table, axis=1, keepdims=True), axis=0)
+    return [tuple(row) for row in (table / (slowness / np.median(slowness))).tolist()]
 
 
 def _machine(source: str, device_kind: str, size: str, requested: Cluster) -> Cluster:
