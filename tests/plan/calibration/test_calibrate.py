@@ -39,10 +39,10 @@ def measured(on: str, truth: Mapping[str, float], rows: Sequence[int], noise: fl
     steps, wobble = list[MeasuredStep](), np.asarray([-1, 1, 0, 0.5, -0.5, 1, -1, 0, -0.5, 0.5]) * noise
     for row in rows:
         evaluation = evaluations(on)[row]
-        one = MeasuredStep.of(evaluation, StepSeconds((1.0,) * 10), source="runs/a")
-        seconds = one.predicted(slowed(spanax.cluster(on), truth))
+        step = MeasuredStep.of(evaluation, StepSeconds((1.0,) * 10), source="runs/a")
+        seconds = step.predicted(slowed(spanax.cluster(on), truth))
         taken = StepSeconds(tuple((seconds * (1 + wobble)).tolist()))
-        steps.append(dataclasses.replace(one, steps=taken))
+        steps.append(dataclasses.replace(step, steps=taken))
     return steps
 
 
