@@ -46,7 +46,7 @@ FLAGS = {
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state", "accumulate", "attention", "loss_chunks", "traceback",
+        "optimizer_state", "accumulate", "attention", "loss_chunks", "traceback", "calibrate", "out_cluster",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},

@@ -406,6 +406,7 @@ OPENS_ELSEWHERE = {
     "run/record/time_ledger.py": {"open('/proc/self/stat')"},
     "show/check.py": {"Path(file).read_text()"},
     "commands/inspect.py": {"path.write_text(text)"},
+    "commands/plan.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
     "commands/probe.py": {
         "command.out.is_dir()", "command.out.parent.is_dir()",
         "command.out.write_text(probe(devices(command.devices), seconds=command.seconds))",

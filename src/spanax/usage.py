@@ -25,6 +25,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax plan gpt2 --on h100:8 --html layouts.html",
         "spanax plan llama3-8b --on h100:8 --max batch",
         "spanax plan llama3-8b --on h100:32 --tokens 300e9 --budget-hours 500",
+        "spanax plan gpt2 --on h100:8 --calibrate runs/a --out-cluster mine.toml",
     ),
     "check": (
         "spanax check gpt-nano --on cpu:8 --layout fsdp --collectives",

@@ -96,6 +96,6 @@ def compared(
     rows = compare(
         search, steps=command.steps, devices=devices, on_progress=lambda state: show(progress_text(state), False)
     )
-    result = comparison(search, rows)
+    result = comparison(search, rows, devices[0].device_kind)
     data = compared_json(result) | {"workload": command.workload, "steps": command.steps}
     return compared_text(result), data

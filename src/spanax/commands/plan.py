@@ -4,18 +4,19 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
 from spanax.commands.validation import check_positive, flag, require
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
     from spanax.plan.advice.summary import Summary
+    from spanax.plan.calibration.calibrate import Calibration
     from spanax.plan.candidate import Search
     from spanax.plan.choose import Request
     from spanax.plan.plan import Plan
@@ -47,6 +48,9 @@ class PlanCommand:
       tokens: number of training tokens: shows hours and device-hours.
       budget_hours: whether that many hours suffice.
       save_seconds: seconds per checkpoint, to choose the interval of checkpoints.
+      calibrate: fit the constants of the devices to the measured steps of this run folder, or of a file of spanax
+        compare --json; may be repeated.
+      out_cluster: with calibrate, write the calibrated devices to this cluster file, for --on.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """
@@ -68,6 +72,8 @@ class PlanCommand:
     tokens: float | None = None
     budget_hours: float | None = None
     save_seconds: float = 60.0
+    calibrate: Annotated[tuple[Path, ...], UseAppendAction] = ()
+    out_cluster: Path | None = None
     json: bool = False
     traceback: bool = False
 
@@ -117,17 +123,27 @@ def _check(command: PlanCommand) -> None:
             f"{questions[0]} answers one question, without {' or '.join((questions + others)[1:])}.",
             fix="one command for each",
         )
+    if questions and command.calibrate:
+        raise SpanaxError(
+            f"{questions[0]} answers one question, without --calibrate.",
+            fix=f"--calibrate ... --out-cluster mine.toml, then --on mine.toml {questions[0]} ...",
+        )
+    if command.out_cluster is not None and not command.calibrate:
+        raise SpanaxError("--out-cluster needs --calibrate, measured steps.", fix="--calibrate runs/a")
     if command.budget_hours is not None and command.tokens is None:
         raise SpanaxError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
 
 
-def _search(command: PlanCommand, load: Load, machine: "Cluster") -> "tuple[Search, Program]":
-    """Returns all priced layouts that the flags allow, and the traced program."""
+def _search(
+    command: PlanCommand, load: Load, machine: "Cluster", program: "Program | None" = None
+) -> "tuple[Search, Program]":
+    """Returns all priced layouts that the flags allow, and the program; traces it, unless it is an argument."""
     from spanax.plan.choose import searched
 
     began = time.perf_counter()
-    workload = command.sizes.load(load)
-    program = command.request.trace(workload, command.precision, dtype=command.precision.dtype)
+    if program is None:
+        workload = command.sizes.load(load)
+        program = command.request.trace(workload, command.precision, dtype=command.precision.dtype)
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
@@ -156,8 +172,15 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.show.search import search_json, search_text
 
     search, program = _search(command, load, machine)
+    calibrated_lines, calibrated_data = list[str](), dict[str, Any]()
+    if command.calibrate:
+        before, calibration = search, _calibration(command, program, machine)
+        machine = calibration.cluster
+        search, program = _search(command, load, machine, program)
+        calibrated_lines, calibrated_data = _calibrated(command, calibration, before, search)
     summary = summarize(search)
     lines, data = [search_text(summary, command.top)], search_json(summary, command.top)
+    lines, data = calibrated_lines + lines, data | calibrated_data
     if search.best is None:
         lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)
@@ -165,6 +188,39 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     for more_lines, more_data in _extras(command, load, summary, plan, machine):
         lines, data = lines + more_lines, data | more_data
     return Answer("\n".join(lines), data)
+
+
+def _calibration(command: PlanCommand, program: "Program", machine: "Cluster") -> "Calibration":
+    """Returns the devices of --on, calibrated on the measured steps of --calibrate."""
+    from spanax.check.measure.measured_runs import Requested, measured_steps
+    from spanax.models.workloads import WORKLOADS
+    from spanax.models.workloads import load as load_by_name
+    from spanax.plan.calibration.calibrate import calibrate
+
+    def load_known(name: str, **sizes: Any) -> Any:
+        if name not in WORKLOADS and name != command.workload:  # a run folder does not choose which code runs
+            raise SpanaxError(f"'{name}' is neither a workload of Spanax nor '{command.workload}'.")
+        return load_by_name(name, **sizes)
+
+    return calibrate(measured_steps(command.calibrate, Requested(program, machine, load_known)), machine)
+
+
+def _calibrated(command: PlanCommand, calibration: "Calibration", before: "Search", after: "Search") -> Extra:
+    """Writes the calibrated devices, if requested, and returns the comparison of before and after."""
+    from spanax.hardware.cluster import cluster, cluster_text
+    from spanax.show.calibration import calibration_json, calibration_text
+
+    lines = [*calibration_text(calibration, before, after)]
+    if command.out_cluster is not None and not calibration.is_applied:
+        lines.append(f"{command.out_cluster} was not written: nothing was calibrated")
+    elif command.out_cluster is not None:
+        try:
+            command.out_cluster.write_text(cluster_text(calibration.cluster))
+        except OSError as error:
+            raise WriteError(f"cannot write '{command.out_cluster}'.", where=str(error)) from None
+        cluster(str(command.out_cluster))  # raises if a number is not plausible
+        lines.append(f"written to {command.out_cluster}: spanax plan {command.workload} --on {command.out_cluster}")
+    return [*lines, ""], {"calibration": calibration_json(calibration, before, after)}
 
 
 def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[Extra]:

@@ -130,3 +130,14 @@ class Chip:
             memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second / devices,
             inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second / devices),
         )
+
+    def joined(self, devices: int) -> "Chip":
+        """Returns the rates of a shared host from those of `devices`, the inverse of `divided`."""
+        if not self.shared or devices == 1:
+            return self
+        return replace(
+            self,
+            peak_flops={dtype: peak * devices for dtype, peak in self.peak_flops.items()},
+            memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second * devices,
+            inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second * devices),
+        )

@@ -13,7 +13,7 @@ from typing import Any
 from spanax.documents import read_toml
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.hardware.chip import Chip, Link
-from spanax.units import quantity
+from spanax.units import quantity, quantity_text
 
 Table = Mapping[str, Any]
 
@@ -208,14 +208,7 @@ def _sources(table: Table, where: str, by_field: bool = True) -> Iterator[tuple[
     for key in numbers:
         group, _, part = key.partition(".")
         text = str(listed_sources.get(key, listed_sources.get(group, f"as written in {where}")))
-        if not by_field:
-            yield key, text
-        elif not part:
-            yield CHIP_KEYS[key][0], text
-        elif group in DTYPE_KEYS:
-            yield f"{DTYPE_KEYS[group][0]}.{part}", text
-        else:
-            yield f"{group}.{LINK_KEYS[part][0]}", text
+        yield (_field(key) if by_field else key), text
 
 
 def _link(table: Table, group: str, where: str) -> Link:
@@ -277,3 +270,68 @@ def _example(key: str) -> str:
     }
     link = f'[{re.sub(r"[.].*", "", key)}] with rate = "300 GB/s", and for a torus shape = [16, 16]'
     return examples.get(key, link)
+
+
+def file_text(chip: Chip, size: str) -> str:
+    """Returns the text of a cluster file, from which `read_file` returns the chip and the size.
+
+    Of a chip of the catalog, it lists only what differs. Numbers have six digits.
+
+    Args:
+      chip: of a shared host, with the resources of all devices.
+      size: the size after the colon of a cluster's name.
+
+    Example:
+      >>> chip = replace(chip_named("h100"), memory_share=0.8, sources={"memory_share": "runs/a"})
+      >>> print(file_text(chip, "8x8"), end="")
+      like = "h100"
+      memory_share = "80 %"
+      shape = "8x8"
+      <BLANKLINE>
+      [source]
+      memory_share = "runs/a"
+    """
+    import tomli_w  # not needed to read cluster files
+
+    base = catalogue().get(chip.name)
+    table = {"name": chip.name} if base is None else {"like": chip.name}
+    inherited = {} if base is None else _table(base)
+    for key, value in _table(chip).items():
+        known = inherited.get(key, {})
+        if isinstance(value, dict):
+            value = {part: text for part, text in value.items() if text != known.get(part)}
+        if value and value != known:
+            table[key] = value
+    table = {**table, "shape": size}
+    listed = {key: chip.sources[_field(key)] for key in _numbers(table) if _field(key) in chip.sources}
+    return tomli_w.dumps(table | ({"source": listed} if listed else {}))
+
+
+def _table(chip: Chip) -> dict[str, Any]:
+    """Returns the known numbers of a chip as the values of a cluster file."""
+    table = _entries(chip, CHIP_KEYS)
+    for key, (field, kind) in DTYPE_KEYS.items():
+        table[key] = {dtype: quantity_text(value, kind, 6) for dtype, value in getattr(chip, field).items()}
+    links = {key: getattr(chip, key) for key in LINKS}
+    return table | {key: _entries(link, LINK_KEYS) for key, link in links.items() if link is not None}
+
+
+def _entries(record: Chip | Link, keys: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Returns the known fields of a chip or link as values of a cluster file."""
+    entries: dict[str, Any] = {}
+    for key, (field, kind) in keys.items():
+        value = getattr(record, field)
+        if isinstance(value, tuple):
+            value = list(value)
+        if value:
+            is_number = kind not in ("count", "shape", *NUMBERLESS)
+            entries[key] = quantity_text(value, kind, 6) if is_number else value
+    return entries
+
+
+def _field(key: str) -> str:
+    """Returns the name of a number in `Chip.sources`, from its dotted key."""
+    group, _, part = key.partition(".")
+    if not part:
+        return CHIP_KEYS[key][0]
+    return f"{DTYPE_KEYS[group][0]}.{part}" if group in DTYPE_KEYS else f"{group}.{LINK_KEYS[part][0]}"

@@ -9,7 +9,7 @@ from typing import Any
 from spanax.displays import display
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
-from spanax.hardware.chips import chip_named, chip_of_kind, read_file
+from spanax.hardware.chips import chip_named, chip_of_kind, file_text, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
 from spanax.run.distributed.processes import join_group
 
@@ -40,10 +40,14 @@ class Cluster:
         return display(self)
 
     def __str__(self) -> str:
+        return f"{self.file or self.chip.name}:{self.size}"
+
+    @property
+    def size(self) -> str:
+        """The part of its name after the chip: `8`, `2x8`, or `16x16:2` for two slices."""
         nodes_of_one = not self.is_torus and (not self.shape or self.shape[0] == 1)
         shape = str(self.num_devices) if nodes_of_one else shape_text(self.shape)
-        slices = f":{self.num_slices}" if self.num_slices > 1 else ""
-        return f"{self.file or self.chip.name}:{shape}{slices}"
+        return f"{shape}:{self.num_slices}" if self.num_slices > 1 else shape
 
     @property
     def adds_first(self) -> bool:
@@ -106,6 +110,43 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
     if num_devices is not None:
         size = str(num_devices)
     return _sized(chip, size, name, file)
+
+
+def resized(machine: Cluster, size: str) -> Cluster:
+    """Returns a cluster of another size with the chip of the catalog or of the cluster file.
+
+    Raises:
+      SpanaxError: the chip does not exist in this size.
+
+    Example:
+      >>> resized(cluster("h100:2x8"), "8").num_devices
+      8
+    """
+    return machine if size == machine.size else cluster(f"{machine.file or machine.chip.name}:{size}")
+
+
+def cluster_text(machine: Cluster) -> str:
+    """Returns the text of a cluster file from which `cluster` returns an equal cluster.
+
+    Example:
+      >>> print(cluster_text(cluster("h100:2x8")), end="")
+      like = "h100"
+      shape = "2x8"
+    """
+    chip = machine.chip
+    if chip.shared:  # the file describes the host, and the memory is that of the host on which it is read
+        chip = replace(chip, memory_bytes=None, usable_bytes=None).joined(machine.devices_per_node)
+    return file_text(chip, machine.size)
+
+
+def is_of_kind(machine: Cluster, device_kind: str) -> bool:
+    """Returns whether the devices of a cluster are those with a `device_kind` in JAX.
+
+    Example:
+      >>> is_of_kind(cluster("v5e:16"), "TPU v5 lite"), is_of_kind(cluster("v5e:16"), "cpu")
+      (True, False)
+    """
+    return device_kind in (*machine.chip.device_kinds, machine.chip.name)
 
 
 def local(devices: Sequence[Any] | None = None) -> Cluster:

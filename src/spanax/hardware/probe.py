@@ -121,9 +121,8 @@ def fitted(points: Sequence[Collected]) -> Fit:
 
 
 def _head(here: Cluster, known: bool) -> list[str]:
-    text = str(here).removeprefix(f"{here.chip.name}:")
     lines = [f'like = "{here.chip.name}"'] if known else [f'name = "{here.chip.name}"']
-    lines.append(f'shape = "{text}"')
+    lines.append(f'shape = "{here.size}"')
     if not here.chip.shared and here.memory_bytes is not None:
         text = quantity_text(here.memory_bytes, "bytes", 6)
         lines += [f'usable_memory = "{text}"'] if known else [f'memory = "{text}"']

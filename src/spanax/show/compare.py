@@ -39,6 +39,10 @@ def compared_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "cluster": str(search.cluster),
         "devices": search.cluster.num_devices,
+        "size": search.cluster.size,
+        "device_kind": comparison.device_kind,
+        "jax": comparison.jax_version,
+        "fingerprint": next(iter(search.programs.values())).fingerprint,
         "batch": search.batch_size,
         "sequence_lengths": list(search.setting.sequence_lengths),
         "dtypes": list(search.setting.dtypes),

@@ -63,6 +63,19 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
         return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
         raise SpanaxError("a plan file does not record its workload.", fix="--workload NAME with --hlo")
+    return program_of(plan, load, workload)
+
+
+def program_of(plan: Plan, load: Callable[..., Workload], workload: str) -> Program:
+    """Returns the program of a plan, with the default sizes of a workload or with those of the plan's axes.
+
+    The program is that of the plan if their fingerprints are equal.
+
+    Args:
+      plan: the plan.
+      load: returns a workload, given its name and sizes.
+      workload: the name of the workload.
+    """
     dtype, program = plan.schedule.compute_dtype, None
     # With its default sizes, or else with the sizes of the plan's axes.
     for sizes in ({}, _sizes(plan)):

@@ -108,6 +108,8 @@ class Comparison:
       choice_ratio: the step time of the planner's choice relative to the fastest layout.
       choice_core_ratio: the same in CPU time; None where devices do not share cores.
       rank_correlation: of predicted and measured step times; None for one layout.
+      device_kind: what JAX calls the devices.
+      jax_version: the version of JAX.
     """
 
     search: Search
@@ -116,10 +118,12 @@ class Comparison:
     choice_ratio: float
     choice_core_ratio: float | None
     rank_correlation: float | None
+    device_kind: str = ""
+    jax_version: str = jax.__version__
 
 
-def comparison(search_result: Search, rows: Sequence[Compared]) -> Comparison:
-    """Returns the comparison of measured layouts with their predictions."""
+def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str = "") -> Comparison:
+    """Returns the comparison of layouts, measured on devices of a kind, with their predictions."""
     return Comparison(
         search_result,
         tuple(rows),
@@ -127,12 +131,14 @@ def comparison(search_result: Search, rows: Sequence[Compared]) -> Comparison:
         distance(rows),
         core_distance(rows) if search_result.cluster.chip.shared else None,
         rank_correlation(rows),
+        device_kind,
     )
 
 
 def layouts(
-    program: Program, machine: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False
-) -> Search:
+    program: Program, machine: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False,
+    remat: str | None = None,
+) -> Search:  # fmt: skip
     """Returns the layouts to compare with their predicted costs, cheapest first, with one stage and one microbatch.
 
     These are the `CHEAPEST` and the cheapest of each single strategy (`data`, `fsdp`, `tensor`, ...); `rejected` counts
@@ -144,6 +150,7 @@ def layouts(
       mesh: restricts the comparison to all layouts on this mesh.
       top: the number of cheapest layouts to compare instead.
       every: whether to compare all layouts instead.
+      remat: the policy of all layouts. Default: that of the planner's choice.
 
     Raises:
       SpanaxError: no layout can run, the mesh is invalid, or both `top` and `every` are requested.
@@ -151,7 +158,7 @@ def layouts(
     check_pruning(top, every)
     planner_search = searched(program, machine, Request(pipeline=False))
     planned = next(iter(planner_search.programs.values()))
-    remat = planned.remat if planner_search.best is None else planner_search.best.remat
+    remat = remat or (planned.remat if planner_search.best is None else planner_search.best.remat)
     searched_layouts = search(planned, machine, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY)
     if not searched_layouts.candidates:
         raise SpanaxError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
-from spanax.entries.folder import Folder
+from spanax.entries.folder import Folder, Place
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
 from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
 from spanax.run.record.append_log import AppendLog
@@ -40,11 +40,17 @@ VERSIONS = ("jax", "jaxlib", "flax", "optax")
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of a run: versions of Python and of all packages, devices, and JAX's environment variables."""
+    """The environment of a run: versions of Python and of all packages, devices, and JAX's environment variables.
+
+    `device_kind` is that of the devices in JAX, and `size` their number as in the name of a cluster: `8`, `2x8`. Both
+    are empty in records of older versions.
+    """
 
     python: str
     platform: str = ""
     devices: tuple[str, ...] = ()
+    device_kind: str = ""
+    size: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,23 +175,34 @@ def changed_versions(folder: Path) -> list[str]:
     place = Folder.of(folder)
     if not _is_recorded(place, ENVIRONMENT):
         return []
-    before, _ = _read_record(place, ENVIRONMENT, "environment", _parsed_environment)
+    before = read_environment(place)
     then = {name: before.packages.get(name) for name in VERSIONS} | {"python": before.python}
     now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
+
+
+def read_environment(folder: Place) -> Environment:
+    """Returns the environment that the run in a folder was last started in.
+
+    Raises:
+      DataError: the record is missing, or does not match its checksum; also its subclass EntryError.
+    """
+    return _read_record(Folder.of(folder), ENVIRONMENT, "environment", _parsed_environment)[0]
 
 
 def _parsed_environment(text: str) -> Environment:
     return parsed(Environment, parse_json(text), is_open=True, is_strict=False)
 
 
-def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:
-    """Writes the resolved configuration, the plan and the environment of a run."""
+def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any], size: str = "") -> None:
+    """Writes the resolved configuration, the plan and the environment of a run; `size` is that of its cluster."""
     packages = [distribution.metadata for distribution in distributions()]  # `metadata` parses a file at each access
     environment = Environment(
         python=sys.version.split()[0],
         platform=platform.platform(),
         devices=tuple(str(device) for device in devices),
+        device_kind=next((getattr(device, "device_kind", "") for device in devices), ""),
+        size=size,
         environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
         packages=dict(sorted((package["Name"], package["Version"]) for package in packages if package["Name"])),
     )

@@ -1,4 +1,4 @@
-"""Curves of a run's logged metrics, thinned to the number of points that a chart can show."""
+"""Curves of a run's logged metrics, thinned to the number of points that a chart can show, and its steady steps."""
 
 import math
 import statistics
@@ -20,6 +20,9 @@ MAX_EVALUATED = 8
 
 NUM_LAST_STEPS = 4096
 """Number of steps, the last ones, that the median step time is of."""
+
+FIRST_STEPS = 2
+"""The number of steps of an attempt that are not steady: that of compilation, and the next."""
 
 Point = tuple[float, float]
 
@@ -110,6 +113,40 @@ def metric_curves(folder: Path) -> MetricCurves:
                 curves.seconds.append(seconds)
             is_first = False
     return curves if is_tokens else replace(curves, counted="examples")
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """Steady steps of the last attempt at a run, in order.
+
+    Attributes:
+      seconds: of each logged step.
+      wait_seconds: the time per step in which the loop waited for data.
+    """
+
+    seconds: tuple[float, ...]
+    wait_seconds: float = 0.0
+
+
+def steady_steps(folder: Path) -> SteadySteps:
+    """Returns the steady steps in the metrics of a run folder; damaged lines are skipped, and so are earlier attempts.
+
+    Raises:
+      EntryError: the file of metrics is not a regular file.
+    """
+    first, steps = FIRST_STEPS, list[tuple[int, float, float]]()
+    for event in Folder.of(folder).lines(METRICS):
+        if event is None:
+            continue  # a damaged line, such as the last one of a killed run
+        if event.get("event") == "start":  # another attempt, maybe on other devices
+            first, steps = int(_number(event, "step") or 0) + FIRST_STEPS, []
+        elif event.get("event") == "step":
+            step, seconds = _number(event, "step"), _number(event, "step_seconds")
+            if step is not None and step > first and seconds is not None and seconds > 0:
+                steps.append((int(step), seconds, _number(event, "data_wait_seconds") or 0.0))
+    steps = steps[-NUM_LAST_STEPS:]
+    waits = (steps[-1][2] - steps[0][2]) / max(1, steps[-1][0] - steps[0][0]) if steps else 0.0
+    return SteadySteps(tuple(seconds for _, seconds, _ in steps), max(0.0, waits))
 
 
 def _add(points: Points, step: float, event: Mapping[str, Any], key: str) -> None:

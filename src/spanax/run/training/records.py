@@ -1,8 +1,9 @@
 """The records of a training run: config.toml, plan.json and env.json in its folder."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from spanax.errors import WriteError, first_line
+from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.evaluate import evaluate
 from spanax.run.distributed.processes import from_first
@@ -29,7 +30,10 @@ class Records:
     def write(self) -> None:
         """Writes all records."""
         job = self.job
-        run_folder.write_records(self.telemetry.folder, job.config.record(), job.plan.to_json(), list(job.devices))
+        devices = list(job.devices)
+        run_folder.write_records(
+            self.telemetry.folder, job.config.record(), job.plan.to_json(), devices, self._size(devices)
+        )
 
     def renew(self) -> None:
         """Makes the run folder again if it was removed; called on every process.
@@ -51,6 +55,13 @@ class Records:
             run_folder.write_plan(self.telemetry.folder, self.job.plan.to_json())
         except Exception as error:
             self.telemetry.warn(f"cannot predict the step time of the plan: {first_line(error)}")
+
+    def _size(self, devices: list[Any]) -> str:
+        """Returns the size of the cluster of the plan's devices; empty if they are no cluster of the catalog."""
+        try:
+            return local(devices[: self.job.plan.mesh.size]).size
+        except SpanaxError:
+            return ""  # such as half a node: the run is recorded, and cannot be used for calibration
 
     def _renewed(self) -> str:
         if self.lock is not None and self.lock.renew():

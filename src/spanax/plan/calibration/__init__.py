@@ -1,0 +1,1 @@
+"""Calibration: the constants of a chip, fitted to measured steps."""
