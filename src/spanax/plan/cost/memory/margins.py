@@ -60,8 +60,8 @@ MARGINS = {
     Kind.SMALL: Margin(Kind.SMALL, 0.3, 3.5, 62, CELLS),
 }
 """The margins. Source: the compiled programs of each, of which that of matmuls covers all but a GPT-2 with one sequence
-per device, whose gathered embedding is live at the loss; all cover fragmentation, that of convolutions also the choice of
-layouts (docs/planning.md). To that of small programs is added the memory on the chip: values assumed to be there may be
+per device, whose gathered embedding is live at the loss; all cover fragmentation, that of convolutions also the choice
+of layouts (docs/planning.md). To that of small programs is added the memory on the chip: values assumed to be there may be
 in main memory instead."""
 
 
