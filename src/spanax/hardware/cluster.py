@@ -55,6 +55,11 @@ class Cluster:
         return not self.chip.shared
 
     @property
+    def narrows_first(self) -> bool:
+        """Whether XLA converts a sum to a narrower dtype before its all-reduce on this platform; on TPUs it does."""
+        return self.is_torus
+
+    @property
     def is_torus(self) -> bool:
         """Whether the devices are connected as a torus, not through a switch."""
         return self.chip.inside is not None and self.chip.inside.kind == "torus"

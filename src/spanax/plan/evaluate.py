@@ -63,7 +63,8 @@ class LayoutCosts:
     def terms(self) -> Terms:
         """The cost terms."""
         late = deferred_reductions(self.sharded)
-        return count_terms(self.sharded, adds_first=self.cluster.adds_first, late=late)
+        cluster = self.cluster
+        return count_terms(self.sharded, adds_first=cluster.adds_first, narrows_first=cluster.narrows_first, late=late)
 
     @cached_property
     def level(self) -> Level:
@@ -145,7 +146,9 @@ class Evaluation:
     @cached_property
     def terms(self) -> Terms:
         """The cost terms of `step`."""
-        return count_terms(self.step, adds_first=self.adds_first, late=unreduced(self.step, self.plan.schedule))
+        narrows_first = self.adds_first and self.cluster.narrows_first  # both only in final programs
+        late = unreduced(self.step, self.plan.schedule)
+        return count_terms(self.step, adds_first=self.adds_first, narrows_first=narrows_first, late=late)
 
     @property
     def matmul_flops(self) -> float:
@@ -268,7 +271,9 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     if path is not None:
         values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
-    moved = count_terms(sharded, values, adds_first=search.cluster.adds_first).moved_bytes(
+    cluster = search.cluster
+    flags = {"adds_first": cluster.adds_first, "narrows_first": cluster.narrows_first}
+    moved = count_terms(sharded, values, **flags).moved_bytes(
         mesh,
         scale=search.batch_size / program.batch_size / candidate.microbatches,
         num_microbatches=candidate.microbatches,

@@ -122,3 +122,20 @@ def test_a_table_has_the_shape_of_its_columns_without_rows() -> None:
     none = table(Matmuls, [])
     assert none.sizes.shape == (0, 4) and none.scores.shape == (0, 3) and none.dtypes == ()
     assert none.flops.dtype == float and none.in_layers.dtype == bool
+
+
+def test_tpus_all_reduce_the_narrower_copy_of_a_sum():
+    # A float32 batch promotes bfloat16 weights: their gradients are float32 sums, used only in bfloat16.
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(8, 4, dtype="float32", use_bias=False, rngs=rngs),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((16, 8), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        compute_dtype="bfloat16",
+    )
+    mesh = MeshShape.of("data=4")
+    moved = {
+        first: counted(program, "data", "data=4", narrows_first=first).moved_bytes(mesh) for first in (False, True)
+    }
+    full, narrow = moved[False]["all-reduce", "data"], moved[True]["all-reduce", "data"]
+    assert full - narrow == 8 * 4 * 2, "of the weight alone: the loss remains float32"

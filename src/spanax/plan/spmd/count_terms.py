@@ -19,12 +19,16 @@ from spanax.trace.analysis.op_groups import OpGroup, Phase, executed_flops, num_
 from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Op
 from spanax.trace.rewrites.attention.operation import RING
 
+RENAMED = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
+"""Operations on each element of a sum, which commute with its reduction over devices up to rounding."""
+
 
 def count_terms(
     sharded: ShardedProgram,
     only: frozenset[int] | None = None,
     *,
     adds_first: bool = False,
+    narrows_first: bool = False,
     late: DeferredReductions | None = None,
 ) -> Terms:
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
@@ -36,8 +40,10 @@ def count_terms(
       late: the reductions that loops defer; none by default.
       adds_first: whether the compiler adds partial sums before it all-reduces them, once: those for TPUs and GPUs do,
         XLA's for CPUs does not. Source: the programs of docs/check.md.
+      narrows_first: whether the compiler converts a sum to a narrower dtype before it all-reduces it, where only the
+        converted sum is used: that for TPUs does. Source: programs of tests/byo for v5e:2x4, libtpu 0.0.52.
     """
-    traced, counter = sharded.traced, _TermCounter(sharded, only, late or DeferredReductions())
+    traced, counter = sharded.traced, _TermCounter(sharded, only, late or DeferredReductions(), narrows_first)
     for group in traced.op_groups:
         if group.op not in traced.inert:
             counter.add(group)
@@ -55,7 +61,10 @@ def count_terms(
 class _TermCounter:
     """Accumulates the rows of the terms; equal collectives are counted together."""
 
-    def __init__(self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
+    def __init__(
+        self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions, narrows_first: bool
+    ):
+        self._narrows_first = narrows_first
         self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -177,7 +186,7 @@ class _TermCounter:
                 continue
             key = (
                 KINDS.index(shift.kind),
-                self.sharded.num_bytes(shift.value),
+                self._num_bytes(shift),
                 shift.over,
                 shift.unchanged & ~shift.over,
                 self.sharded.is_batched(shift.value),
@@ -186,6 +195,18 @@ class _TermCounter:
                 not self.sharded.is_batched(shift.value),
             )
             self._moves[key] += runs * shift.times
+
+    def _num_bytes(self, shift: Reshard) -> int:
+        """Returns the global bytes of the value that moves; of a narrower copy where only that is used."""
+        num_bytes = self.sharded.num_bytes(shift.value)
+        if not self._narrows_first or shift.kind != "all-reduce":
+            return num_bytes
+        graph, value = self.traced.graph, shift.value
+        while len(readers := graph.readers[value]) == 1 and readers[0].name in RENAMED:
+            value = readers[0].outputs[0]
+            if not np.issubdtype(graph.avals[value].dtype, np.integer) and graph.avals[value].dtype != bool:
+                num_bytes = min(num_bytes, graph.num_bytes(value))
+        return num_bytes
 
     def collectives(self) -> Collectives:
         """Returns the collectives, with the number of runs of equal ones."""
