@@ -22,7 +22,7 @@ from spanax.plan.sharding.place import placed
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.remat_policies import POLICIES, RING
+from spanax.trace.rewrites.remat_policies import GATHERED, POLICIES, RING
 from spanax.units import bytes_text
 
 RESERVE = 0.05
@@ -46,6 +46,7 @@ class Candidate:
     seconds: dict[str, float]
     memory: dict[str, int]
     flops: float
+    context: str = GATHERED
 
     @staticmethod
     def of(
@@ -73,6 +74,7 @@ class Candidate:
             seconds={name: float(values[index]) for name, values in costs.terms.items()},
             memory={name: rounded_up(values[index]) for name, values in memory.groups.items()},
             flops=float(costs.flops[index]),
+            context=program.context,
         )
 
     def _repr_html_(self) -> str | None:
@@ -183,15 +185,16 @@ class Search:
 
     @property
     def setting(self) -> Setting:
-        """The batch, sequence, dtype and attention of every candidate."""
+        """The batch, sequence and dtype of every candidate, and the attention of the best."""
         program = next(iter(self.programs.values()))
+        context = self.best.context if self.best else program.context
         dtypes = (program.compute_dtype,) if program.compute_dtype is not None else contraction_dtypes(program)
         return Setting(
             batch_size=self.batch_size,
             sequence_lengths=sequence_lengths(program.batch),
             dtypes=dtypes,
             attention=attention_names(
-                program.context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
+                context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
             ),
         )
 
@@ -205,6 +208,11 @@ class Search:
             mfu=self.model_flops / peak if peak else None,
             hfu=candidate.flops * num_devices / peak if peak else None,
         )
+
+    def program_of(self, candidate: Candidate) -> Program:
+        """Returns the program of a candidate, with its remat policy and its attention."""
+        program = self.programs[candidate.remat]
+        return program.variant(replace(program.form, context=candidate.context))
 
     @property
     def best(self) -> Candidate | None:
@@ -223,7 +231,7 @@ def shortfall(search: Search) -> str:
 
 def plan_of(search: Search, candidate: Candidate) -> Plan:
     """Returns the plan of a candidate, which trains, saves and compares like any other."""
-    program = next(iter(search.programs.values()))
+    program = search.program_of(candidate)
     is_named = candidate.remat in POLICIES
     plan = placed(
         program,
@@ -238,7 +246,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
             num_stages=candidate.num_stages,
             num_chunks=candidate.num_chunks,
             pipeline=candidate.schedule,
-            context=program.context,
+            context=candidate.context,
             loss_chunks=program.loss_chunks,
         ),
     )
