@@ -224,7 +224,7 @@ def _resolver(options: _Options, sizes: Sequence[int]) -> Resolver:
 
 
 def _divisible(resolver: Resolver, sizes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns for each mesh what its sizes divide, as the resolved layout depends on it; and how many rows are of storage.
+    """Returns for each mesh what its sizes divide, as the resolved layout needs, and the number of rows of storage.
 
     The first rows are those of `_storable`, the others those of `_exchangeable`.
     """
