@@ -16,11 +16,12 @@ from programs import array, small_gpt, workload
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
+from spanax.plan.candidates.grids import SCHEDULES
 from spanax.plan.cost.memory.margins import RESERVE
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import SCHEDULES, search
+from spanax.plan.search import search
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 

@@ -282,7 +282,7 @@ def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
     from spanax.units import bytes_text
 
     assert search.best is not None
-    program, count = search.programs[search.best.remat], plan.schedule.loss_chunks
+    program, count = search.program_of(search.best), plan.schedule.loss_chunks
     saved = saved_bytes(program, plan, machine)
     line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
     line = line if count > 1 else str(suiting_chunks(program, plan, machine)[1])

@@ -1,11 +1,15 @@
 """Chooses between the attention of the model and a platform's fused kernel."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
+from spanax.plan.sharding.attention import attention_sharding
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
+from spanax.trace.rewrites.attention.operation import FORWARD
 from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
 
 
@@ -58,3 +62,28 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
     return replace(program, attention=attention)
+
+
+def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
+    """Whether a search may compute the attention of a program in a ring: neither a form nor a kernel is requested.
+
+    Devices that share one chip, as simulated ones do, save neither memory nor time with a ring.
+    """
+    is_open = program.context == GATHERED and requested != "flash"
+    return is_open and program.rewrites_loss and not cluster.chip.shared
+
+
+def repeating_axes(sharded: ShardedProgram, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the mesh axes along which devices repeat the work of an attention kernel.
+
+    Args:
+      sharded: a program under a layout.
+      axes: the mesh axes.
+    """
+    traced = sharded.traced
+    shardings = [
+        attention_sharding(traced.graph, op, sharded.constraints, sharded.resolver.mesh)
+        for op in traced.graph.ops()
+        if op.name == FORWARD and op.params["kernel"] is not None
+    ]
+    return tuple(axis for axis in axes if any(each is not None and axis not in each.used for each in shardings))

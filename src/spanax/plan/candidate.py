@@ -23,7 +23,7 @@ from spanax.plan.sharding.place import placed
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.remat_policies import POLICIES, RING
+from spanax.trace.rewrites.remat_policies import GATHERED, POLICIES, RING
 from spanax.units import bytes_text
 
 
@@ -48,6 +48,7 @@ class Candidate:
     memory: dict[str, int]
     flops: float
     hidden: dict[str, float] = field(default_factory=dict)
+    context: str = GATHERED
 
     @staticmethod
     def of(
@@ -76,6 +77,7 @@ class Candidate:
             memory={name: rounded_up(values[index]) for name, values in memory.groups.items()},
             flops=float(costs.flops[index]),
             hidden={name: float(values[index]) for name, values in costs.hidden.items()},
+            context=program.context,
         )
 
     def _repr_html_(self) -> str | None:
@@ -191,15 +193,16 @@ class Search:
 
     @property
     def setting(self) -> Setting:
-        """The batch, sequence, dtype and attention of every candidate."""
+        """The batch, sequence and dtype of every candidate, and the attention of the best."""
         program = next(iter(self.programs.values()))
+        context = self.best.context if self.best else program.context
         dtypes = (program.compute_dtype,) if program.compute_dtype is not None else contraction_dtypes(program)
         return Setting(
             batch_size=self.batch_size,
             sequence_lengths=sequence_lengths(program.batch),
             dtypes=dtypes,
             attention=attention_names(
-                program.context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
+                context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
             ),
         )
 
@@ -223,6 +226,11 @@ class Search:
         peak = np.asarray(float(candidate.peak_bytes))
         return rounded_up(float(upper_bytes(self.programs[candidate.remat], self.cluster.chip, peak)))
 
+    def program_of(self, candidate: Candidate) -> Program:
+        """Returns the program of a candidate, with its remat policy and its attention."""
+        program = self.programs[candidate.remat]
+        return program.variant(replace(program.form, context=candidate.context))
+
     @property
     def best(self) -> Candidate | None:
         """The fastest candidate that fits, or None."""
@@ -240,7 +248,7 @@ def shortfall(search: Search) -> str:
 
 def plan_of(search: Search, candidate: Candidate) -> Plan:
     """Returns the plan of a candidate, which trains, saves and compares like any other."""
-    program = next(iter(search.programs.values()))
+    program = search.program_of(candidate)
     is_named = candidate.remat in POLICIES
     plan = placed(
         program,
@@ -255,7 +263,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
             num_stages=candidate.num_stages,
             num_chunks=candidate.num_chunks,
             pipeline=candidate.schedule,
-            context=program.context,
+            context=candidate.context,
             loss_chunks=program.loss_chunks,
         ),
     )

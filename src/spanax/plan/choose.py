@@ -10,8 +10,9 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.attention_kernel import with_attention
+from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.candidates.forms import REMAT
 from spanax.plan.defaults import computed_in, default_chunks, default_dtype, defaults
 from spanax.plan.layout import Layout
 from spanax.plan.loss_chunks import in_chunks, search_in_chunks
@@ -19,7 +20,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import REMAT, check_request, search
+from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
@@ -202,9 +203,11 @@ def searched(
     remat = schedule.remat if schedule is not None else None
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat
+    attention = request.attention or usual.attention
     find = partial(
         search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
-        pins=request.pins, top=top, each=each,
+        pins=request.pins, top=top, each=each, ring=request.layout is None and can_ring(program, cluster, attention),
+        distinct=True,
     )  # fmt: skip
 
     def fastest(program: Program) -> Search:

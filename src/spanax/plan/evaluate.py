@@ -263,7 +263,7 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
       candidate: one of its candidates.
       path: a leaf of the state; counts only the collectives of it, its gradient and its update.
     """
-    program = search.programs[candidate.remat]
+    program = search.program_of(candidate)
     sizes = [dict(candidate.mesh.axes).get(axis, 1) for axis in AXES]
     mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
     layout = layout_on(candidate.storing, candidate.sequence, candidate.mesh)

@@ -26,6 +26,10 @@ class Code(Enum):
     SAME_COST = "sequence parallelism would change neither time nor memory"
     INEXACT = "microbatches would change the loss, or evaluate it twice"
     NO_REMAT = "remat {name}: {detail}"
+    RING_TOO_LONG = "a ring of more than {size} devices is priced on request only"
+    NO_RING = "ring attention: {detail}"
+    KERNEL_REPEATED = "devices would repeat the work of an attention kernel"
+    SAME_SHARDING = "another remat policy, schedule or number of microbatches of the same sharding is faster"
     NOT_COMPARED = "priced, not compared"
 
     LAYOUT_REQUESTED = "as requested"

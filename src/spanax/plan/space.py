@@ -17,6 +17,7 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
+from spanax.trace.rewrites.attention.operation import FORWARD
 
 AXES = ("data", "fsdp", "expert", "context", "model")
 """The mesh axes inside a stage, slowest first: the last axis uses the fastest links."""
@@ -177,10 +178,10 @@ def _stored_alike(options: _Options, key: Key, rows: Sequence[Row], rejected: Re
     """Returns the families of one group, separated by the leaves that storage can shard on each mesh."""
     result = []
     for resolver, members in _represented(options, key, rows):
-        flags = _storable(resolver, np.asarray(members, int).T[1:])
+        flags, num_stored = _divisible(resolver, np.asarray(members, int).T[1:])
         for flag in np.unique(flags, axis=1).T:
             same_rows = [row for row, column in zip(members, flags.T, strict=True) if (column == flag).all()]
-            if not flag.any():
+            if not flag[:num_stored].any():
                 idle = [row for row in same_rows if row[1 + AXES.index("fsdp")] > 1]
                 rejected[Reason(Code.NOTHING_STORED)] += len(idle)
                 same_rows = [row for row in same_rows if row not in idle]
@@ -204,7 +205,7 @@ def _represented(
     smallest_key = _key(options, smallest)
     if not isinstance(smallest_key, Reason) and all(key[axis] == ranks for axis, ranks in smallest_key.items()):
         resolver = _resolver(options, smallest)
-        if flag is None or (_storable(resolver, np.asarray([smallest]).T)[:, 0] == flag).all():
+        if flag is None or (_divisible(resolver, np.asarray([smallest]).T)[0][:, 0] == flag).all():
             return [(resolver, rows)]
     result: list[tuple[Resolver, Sequence[Row]]] = []
     while rows:
@@ -220,6 +221,30 @@ def _represented(
 def _resolver(options: _Options, sizes: Sequence[int]) -> Resolver:
     mesh = MeshShape(tuple(zip(AXES, map(int, sizes), strict=True)))
     return resolve(options.program, layout_on(options.storing, options.sequence, mesh), mesh, options.pins)
+
+
+def _divisible(resolver: Resolver, sizes: np.ndarray) -> tuple[np.ndarray, int]:
+    """Returns for each mesh what its sizes divide, as the resolved layout needs, and the number of rows of storage.
+
+    The first rows are those of `_storable`, the others those of `_exchangeable`.
+    """
+    stored = _storable(resolver, sizes)
+    return np.concatenate([stored, _exchangeable(resolver, sizes)]), len(stored)
+
+
+def _exchangeable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
+    """Returns for each batch dim of each attention kernel and mesh whether the axes of the sequence also divide it."""
+    step, mesh_sizes = resolver.program.step, dict(zip(AXES, sizes, strict=True))
+    rows = {}
+    for op in step.graph.ops():
+        if op.name != FORWARD or op.params["kernel"] is None:
+            continue
+        form, queries = op.params["form"], op.inputs[0]
+        spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
+        for dim, size in enumerate(form.sizes[: form.num_batch]):
+            num_shards = [mesh_sizes[axis] for axis in (*spec[dim], *spec[form.queries])]
+            rows[form, dim] = size % np.prod(num_shards, axis=0, initial=1) == np.zeros(sizes.shape[1])
+    return np.asarray([*rows.values()], bool).reshape(-1, sizes.shape[1])
 
 
 def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:

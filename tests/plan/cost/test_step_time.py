@@ -18,11 +18,12 @@ from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
+from spanax.plan.candidate import Candidate
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.roofline import TILE, matmul_seconds, shard_counts
 from spanax.plan.cost.step_time import Costs, Grid, Table, price
 from spanax.plan.cost.terms import KINDS, Matmuls, Terms
-from spanax.plan.search import Candidate, search
+from spanax.plan.search import search
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram

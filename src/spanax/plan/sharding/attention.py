@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.operation import BACKWARD, RING
@@ -66,11 +67,16 @@ class AttentionSharding:
         return (rows, row_stats) if op.params["kernel"] else (rows, row_stats, row_stats)
 
 
-def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> AttentionSharding | None:
+def attention_sharding(
+    graph: Graph, op: Op, constraints: Sequence[Constraint | None], mesh: MeshShape
+) -> AttentionSharding | None:
     """Returns how an attention operation is sharded; None for other operations.
 
     The batch is sharded where q, k and v all are, the queries as q is. A kernel needs complete sequences and all
-    queries that share keys.
+    queries that share keys: mesh axes that shard the sequence shard heads instead, where they divide them, with an
+    all-to-all before and after.
+
+    Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
     if op.name not in RING:
         return None
@@ -85,10 +91,17 @@ def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | 
 
     batch = [take([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
     if op.params["kernel"]:
+        for axis in take(q[form.queries]):
+            dims = [dim for dim in reversed(range(form.num_batch)) if _divides(form, dim, (*batch[dim], axis), mesh)]
+            batch = [(*axes, axis) if dim in dims[:1] else axes for dim, axes in enumerate(batch)]
         return AttentionSharding(form, (*batch, *[()] * (form.num_rows + 2)))
     queries = take(q[form.queries])
     rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
     return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
+
+
+def _divides(form: Form, dim: int, axes: Axes, mesh: MeshShape) -> bool:
+    return form.sizes[dim] % mesh.ways(axes) == 0
 
 
 def _computed_spec(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:

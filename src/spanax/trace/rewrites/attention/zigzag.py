@@ -45,18 +45,12 @@ class Shares:
     @property
     def work(self) -> np.ndarray:
         """Pairs of parts computed, (steps, devices); at step s device i has the keys of device i - s."""
-        n = self.num_devices
-        return np.asarray(
-            [
-                [
-                    (~self.masked[np.ix_(self.owned[device], self.owned[(device - step) % n])]).sum()
-                    for device in range(n)
-                ]
-                for step in range(n)
-            ]
-        )
+        devices, order = np.arange(self.num_devices), np.ravel(self.owned)
+        shape = 2 * (self.num_devices, len(self.owned[0]))
+        pairs = (~self.masked)[np.ix_(order, order)].reshape(shape).sum((1, 3))
+        return pairs[devices, (devices - devices[:, None]) % self.num_devices]
 
-    @property
+    @functools.cached_property
     def counts(self) -> tuple[int, int]:
         """Pairs computed by the slowest device, summed over steps, and the same without a mask."""
         return int(self.work.max(1).sum()), self.num_devices * len(self.owned[0]) ** 2

@@ -1,0 +1,176 @@
+"""Ranks priced layouts by step time; leaves out layouts of the same cost, and repeated attention kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spanax.hardware.cluster import Cluster
+from spanax.plan.candidate import Candidate
+from spanax.plan.cost.memory.margins import upper_bytes
+from spanax.plan.cost.peak_memory import MemoryUse
+from spanax.plan.cost.step_time import Costs, Grid
+from spanax.plan.cost.terms import Terms
+from spanax.plan.reason import Code, Reason
+from spanax.plan.space import AXES, STORING, Family, Rejections, layout_on, mesh_of
+from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import RING
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Every mesh of a family under one form of the program and one schedule, with its cost."""
+
+    family: Family
+    program: Program
+    terms: Terms
+    grid: Grid
+    memory: MemoryUse
+    costs: Costs
+    repeats: tuple[int, ...] = ()
+
+    def upper_bytes(self, cluster: Cluster) -> np.ndarray:
+        """Returns the upper estimate of the peak memory of each mesh."""
+        return upper_bytes(self.program, cluster.chip, self.memory.peak_bytes)
+
+    def fits(self, cluster: Cluster) -> np.ndarray:
+        """Returns for each mesh whether its upper estimate fits into the memory of a device."""
+        peak, limit = self.upper_bytes(cluster), cluster.memory_bytes
+        return np.full(peak.shape, True) if limit is None else peak <= limit
+
+    @property
+    def is_repeated(self) -> np.ndarray:
+        """For each mesh, whether devices repeat the work of an attention kernel."""
+        return np.asarray((self.grid.sizes[list(self.repeats)] > 1).any(0))
+
+    def select(self, columns: np.ndarray) -> "Priced":
+        """Returns the priced meshes of some columns."""
+        grid = replace(
+            self.grid,
+            sizes=self.grid.sizes[:, columns],
+            num_stages=self.grid.num_stages[columns],
+            num_microbatches=self.grid.num_microbatches[columns],
+            scale=self.grid.scale[columns],
+        )
+        memory = MemoryUse(
+            {name: values[columns] for name, values in self.memory.groups.items()}, self.memory.peak_bytes[columns]
+        )
+        terms = {name: values[columns] for name, values in self.costs.terms.items()}
+        hidden = {name: values[columns] for name, values in self.costs.hidden.items()}
+        costs = Costs(terms, self.costs.step_seconds[columns], self.costs.flops[columns], hidden)
+        return replace(self, grid=grid, memory=memory, costs=costs)
+
+
+def without_repeated_kernels(priced: Sequence[Priced], cluster: Cluster, rejected: Rejections) -> list[Priced]:
+    """Returns the layouts without those that repeat the work of an attention kernel; all, where no other fits."""
+    if not any((entry.fits(cluster) & ~entry.is_repeated).any() for entry in priced):
+        return list(priced)
+    rejected[Reason(Code.KERNEL_REPEATED)] += sum(int(np.count_nonzero(entry.is_repeated)) for entry in priced)
+    return [entry.select(np.flatnonzero(~entry.is_repeated)) if entry.repeats else entry for entry in priced]
+
+
+def ranked(
+    priced: Sequence[Priced], cluster: Cluster, top: int, each: bool, distinct: bool, rejected: Rejections
+) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
+    """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory."""
+    rows = []
+    for index, entry in enumerate(priced):
+        peak = entry.upper_bytes(cluster)
+        fits = entry.fits(cluster)
+        rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
+        columns = np.arange(peak.size)
+        rows.append(
+            np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry)])
+        )
+    if not rows:
+        return (), (), ()
+    table = np.concatenate(rows, axis=1)
+    repeated = _repeated(priced, table)
+    rejected[Reason(Code.SAME_COST)] += len(repeated)
+    table = np.delete(table, repeated, axis=1)
+    fitting, too_large = table[:, table[4] > 0], table[:, table[4] == 0]
+
+    def candidates(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
+        return tuple(_candidate(priced, rows[:, column]) for column in order)
+
+    # Ties in time are ordered by memory, then by enumeration.
+    fastest = []
+    for part in (fitting, too_large):
+        order = np.lexsort((part[1], part[0], part[3], part[2].round(9)))
+        if distinct:
+            same, order = order, _distinct(priced, part, order)
+            rejected[Reason(Code.SAME_SHARDING)] += (same.size - order.size) * (part is fitting)
+        firsts = np.unique(part[5, order], return_index=True)[1] if each else np.arange(0)
+        fastest.append(candidates(part, order[np.union1d(np.arange(min(top, order.size)), firsts)]))
+    leanest = np.lexsort((too_large[1], too_large[0], too_large[2], too_large[3]))[:3]
+    return fastest[0], fastest[1], () if fastest[0] else candidates(too_large, leanest)
+
+
+def _repeated(priced: Sequence[Priced], table: np.ndarray) -> list[int]:
+    """Returns the columns of `_ranked` whose cost is the same without sequence parallelism: the same layout."""
+    is_sequence = np.asarray([entry.family.sequence for entry in priced])[table[0].astype(int)]
+    plain, sequence = np.flatnonzero(~is_sequence), np.flatnonzero(is_sequence)
+    sequence = sequence[np.isin(table[2, sequence], table[2, plain])]
+    plain = plain[np.isin(table[2, plain], table[2, sequence])]
+
+    def key(column: int) -> tuple[object, ...]:
+        which, index, seconds, peak = table[:4, column]
+        entry, index = priced[int(which)], int(index)
+        grid, costs = entry.grid, entry.costs
+        return (
+            entry.program.remat, entry.family.storing, grid.schedule, *grid.sizes[:, index], grid.num_stages[index],
+            grid.num_microbatches[index], seconds, peak, costs.flops[index],
+        )  # fmt: skip
+
+    known = {key(int(column)) for column in plain}
+    return [int(column) for column in sequence if key(int(column)) in known]
+
+
+def _distinct(priced: Sequence[Priced], table: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Returns the order without all but the first column of each sharding.
+
+    A sharding is a family's storage, the mesh of a stage and the number of stages. Layouts of equal seconds, FLOPs and
+    bytes in each group of memory, under the same remat policy and schedule, have the same sharding under two names.
+    """
+    kinds = [(entry.family.storing, entry.family.sequence, entry.program.context == RING) for entry in priced]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    which, index = table[:2].astype(int)
+    rows = np.empty((len(AXES) + 2, table.shape[1]), int)
+    for number, entry in enumerate(priced):
+        columns = which == number
+        rows[:, columns] = [
+            np.full(np.count_nonzero(columns), numbers[kinds[number]]),
+            entry.grid.num_stages[index[columns]],
+            *entry.grid.sizes[:, index[columns]],
+        ]
+    codes = np.zeros(table.shape[1], int)
+    for row in rows:
+        values, inverse = np.unique(row, return_inverse=True)
+        codes = codes * len(values) + inverse.reshape(-1)
+    firsts = order[np.sort(np.unique(codes[order], return_index=True)[1])]
+    known = dict[tuple[object, ...], int]()
+    for column in firsts.tolist():
+        entry, place = priced[which[column]], index[column]
+        grid = entry.grid
+        costs = (
+            entry.program.remat, grid.schedule, grid.num_stages[place], grid.num_microbatches[place],
+            *(float(f"{values[place]:.9g}") for values in (*entry.costs.terms.values(), *entry.memory.groups.values())),
+        )  # fmt: skip
+        known.setdefault(costs, column)
+    return np.asarray([*known.values()], int)
+
+
+def _kinds(priced: Priced) -> np.ndarray:
+    """Returns an integer for the kind of layout of each mesh: its axes, its storage and whether it has stages."""
+    family = 2 * list(STORING).index(priced.family.storing) + priced.family.sequence
+    bits = np.append(priced.grid.sizes > 1, [priced.grid.num_stages > 1], axis=0)
+    return (family << len(bits)) + (1 << np.arange(len(bits))) @ bits
+
+
+def _candidate(priced: Sequence[Priced], row: np.ndarray) -> Candidate:
+    entry, column = priced[int(row[0])], int(row[1])
+    mesh = mesh_of(entry.grid.sizes[:, column].tolist())
+    layout = layout_on(entry.family.storing, entry.family.sequence, mesh)
+    return Candidate.of(
+        layout, entry.family.storing, mesh, entry.program, entry.grid, entry.costs, entry.memory, column
+    )
