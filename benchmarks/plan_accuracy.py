@@ -4,7 +4,7 @@ Takes any folder of CSV files with the columns of tests/data/truth/README.md. Ro
 by reason. With --leave-one-out all constants are fitted again without each source, and predict it: the figure to trust.
 
 Usage:
-  python benchmarks/plan_accuracy.py --truth DIR [--json] [--fit] [--leave-one-out] [--cache FILE]
+  python benchmarks/plan_accuracy.py --truth DIR [--json] [--fit [--record]] [--leave-one-out] [--cache FILE]
 """
 
 import argparse
@@ -30,14 +30,19 @@ from published.prediction import Prices  # noqa: E402
 from published.ranks import ranks  # noqa: E402
 from published.report import table  # noqa: E402
 
-FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_mpt": 4, "maxtext_readme": 2}
-"""Files of which rows were fitted on: those whose number in the id is a multiple."""
+FITTED_ROWS = Path(__file__).parent / "published" / "fitted_rows.txt"
 
 
-def is_fitted(case: Case) -> bool:
-    """Returns whether the constants of Spanax have seen a row."""
-    tail = case.row.id.rsplit("-", 1)[-1]
-    return case.row.file in FITTED and tail.isdigit() and int(tail) % FITTED[case.row.file] == 0
+def fitted_rows() -> set[str]:
+    """Returns the ids of the rows that the constants of Spanax were fitted on."""
+    lines = FITTED_ROWS.read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def record(folder: Folder) -> None:
+    """Writes the ids of the rows of a fit, which are then no longer held out."""
+    head = FITTED_ROWS.read_text(encoding="utf-8").splitlines()[0]
+    FITTED_ROWS.write_text("\n".join([head, *(case.row.id for case in folder.cases)]) + "\n", encoding="utf-8")
 
 
 def measure(folder: Folder, fit: bool = False, leave_one_out: bool = False) -> dict[str, Any]:
@@ -46,7 +51,8 @@ def measure(folder: Folder, fit: bool = False, leave_one_out: bool = False) -> d
     values = Fit(prices).all_sources() if fit and folder.cases else defaults()
     seconds = prices.seconds(values)
     errors = seconds / np.asarray([case.measured_seconds for case in folder.cases]) - 1
-    fitted = np.asarray([is_fitted(case) for case in folder.cases], bool)
+    seen = fitted_rows()
+    fitted = np.asarray([case.row.id in seen for case in folder.cases], bool)
     held_out = errors[~fitted]
     files = [case.row.file for case in folder.cases]
     result: dict[str, Any] = {
@@ -82,6 +88,7 @@ def _leave_one_out(prices: Prices) -> dict[str, Any]:
             [False] * len(prices.cases), strict=True,
         )],
         "ranks": _ranks(prices.cases, seconds),
+        "regret": dataclasses.asdict(regret) if (regret := ranks(prices.cases, seconds)) else None,
         "fitted_on_all": dataclasses.asdict(accuracy(prices.cases, everything)),
         "constants": {held.source: held.values for held in held_out},
         "constants_of_all": values,
@@ -120,17 +127,22 @@ def main() -> None:
     parser.add_argument("--truth", type=Path, required=True, help="a folder of CSV files")
     parser.add_argument("--json", action="store_true", help="one object on stdout")
     parser.add_argument("--fit", action="store_true", help="fit the constants to all rows, and print and use them")
+    parser.add_argument("--record", action="store_true", help="with --fit, list its rows as fitted on from now on")
     parser.add_argument("--leave-one-out", action="store_true", help="predict each source by a fit without it")
     parser.add_argument("--cache", type=Path, help="a file that stores the traced programs of the folder")
     args = parser.parse_args()
     if not args.truth.is_dir():
         sys.exit(f"there is no folder '{args.truth}'")
+    if args.record and not args.fit:
+        sys.exit("--record lists the rows of a fit: add --fit")
     key = stored.digest(args.truth) if args.cache else ""
     folder = stored.load(args.cache, key) if args.cache else None
     if folder is None:
         folder = read_folder(args.truth)
         if args.cache:
             stored.store(args.cache, key, folder)
+    if args.record:
+        record(folder)
     result = measure(folder, fit=args.fit, leave_one_out=args.leave_one_out)
     print(json.dumps(result) if args.json else table(result))
 

@@ -151,9 +151,13 @@ def cases(rows: Sequence[Row]) -> tuple[list[Case], dict[str, str]]:
             except Skipped as reason:
                 skipped[setting.row.id] = str(reason)
             except SpanaxError as error:
-                message = re.sub(r"\d+", "N", str(error).splitlines()[0])
-                skipped[setting.row.id] = "the planner refuses it: " + message
+                skipped[setting.row.id] = refusal(error)
     return result, skipped
+
+
+def refusal(error: SpanaxError) -> str:
+    """Returns the reason for which rows that the planner refuses are skipped, equal for all alike."""
+    return "the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The model of a published run: plain Flax NNX of its shape, traced without a device.
 
 `spanax.models.gpt` where it has that shape, else `Decoder`, which has any widths, and one matmul where several read the
-same, as the frameworks that were measured do. What the columns do not state (a gated MLP, the width of a head, an output
-matrix of its own) follows from the number of parameters where it is stated, else from the name.
+same operand, as the frameworks that were measured do. What the columns do not state (a gated MLP, the width of a head,
+an output matrix of its own) follows from the number of parameters where it is stated, else from the name.
 """
 
 import functools
@@ -74,13 +74,15 @@ def shape_of(row: Row) -> Shape:
     """
     if row.states(r"deepseek-?_?v[23]", "kimi"):
         raise Skipped("latent attention")
+    if row.embed_dim % (2 * row.num_heads) and not whole(row.text, "head_dim"):
+        raise Skipped("the heads do not divide the width")
+    if (whole(row.text, "head_dim") or 2) % 2:
+        raise Skipped("a head of odd width")
     experts = [whole(row.text, key) for key in ("num_experts", "top_k", "expert_d_ff")]
     if all(experts):
         return _mixture(row, *(size or 0 for size in experts))
     if row.states(*EXPERTS) or (row.text.get("ep") or "1") not in ("1", "1.0"):
         raise Skipped("a mixture of experts, of which no column tells the experts")
-    if row.embed_dim % row.num_heads:
-        raise Skipped("the heads do not divide the width")
     usual = Shape(
         num_layers=row.num_layers,
         embed_dim=row.embed_dim,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import spanax
-from published.cases import degrees_of
+from published.cases import degrees_of, refusal
 from published.decoder import padded, program_of, shape_of
 from published.rows import Skipped, number, read, whole
 from published.runtime import compiler_of
@@ -84,7 +84,7 @@ def compiled(text: Mapping[str, str], id: str) -> list[Measured]:
 
 
 def stated(text: dict[str, str], file: str, number_in_file: int) -> Measured:
-    """The state that a published run keeps on one device.
+    """Returns the state that a published run keeps on one device.
 
     Raises:
       Skipped: what was measured is another framework's allocator, or activations that it keeps and XLA does not.
@@ -100,7 +100,10 @@ def stated(text: dict[str, str], file: str, number_in_file: int) -> Measured:
     sizes, storing = degrees_of(row, compiler_of(row))
     mesh = mesh_of(sizes)
     program = program_of(shape, 16 * row.batch_shards, "full")
-    resolver = resolve(program, layout_on(storing, False, mesh), mesh, {})
+    try:
+        resolver = resolve(program, layout_on(storing, False, mesh), mesh, {})
+    except SpanaxError as error:
+        raise Skipped(refusal(error)) from error
     ones = np.ones(1)
     shards = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
     memory = memory_use(
@@ -122,7 +125,7 @@ def _peak_groups(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
     try:
         resolver = resolve(program, layout_for(mesh), mesh, {})
     except SpanaxError as error:
-        raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
+        raise Skipped(refusal(error)) from error
     ones = np.ones(1)
     shards = np.asarray([[mesh.size]], float)
     level = walk(ShardedProgram(resolver, program.step), is_tpu=True)

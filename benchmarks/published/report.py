@@ -22,7 +22,9 @@ def table(result: dict[str, Any], worst: int = 8) -> str:
     lines += [f"  {count:>5}  {reason}" for reason, count in result["skipped"].items()]
     lines += [f"  {count:>5}  {reason}" for reason, count in result["memory_skipped"].items()]
     lines += ["", f"{len(result['constants'])} fitted constants"]
-    lines += [f"  {c['name']:<20} {c['value']:<10.4g} fitted on {c['fitted_on']}" for c in result["constants"]]
+    line = "  {name:<20} {value:>10.4g}  {fitted_on:<20} {prior:>9.4g}  {source}"
+    lines.append("  {:<20} {:>10}  {:<20} {:>9}  {}".format("", "value", "fitted on", "prior", "source of the prior"))
+    lines += [line.format(**constant) for constant in result["constants"]]
     return "\n".join(lines)
 
 
@@ -33,6 +35,12 @@ def _leave_one_out(result: dict[str, Any], worst: int) -> list[str]:
     lines += _summaries({"all rows": result["rows"], "XLA rows": result["xla"]})
     lines.append(f"{'mean over sources':<46} {len(result['sources']):>5} {100 * result['mean_over_sources']:>7.1f}")
     lines += _summaries({"(all rows, fitted on all)": result["fitted_on_all"]["rows"]})
+    if regret := result["regret"]:
+        lines.append(
+            f"regret of the first choice: median {100 * regret['median_regret']:.1f} %, worst "
+            f"{100 * regret['worst_regret']:.1f} %; best among the first three in "
+            f"{100 * regret['top3_holds_best']:.0f} % of {regret['groups']} groups"
+        )
     lines += ["", "By group", HEAD, *_summaries(result["groups"])]
     return [*lines, *_worst(result["predictions"], worst), *_ranks(result["ranks"]), ""]
 

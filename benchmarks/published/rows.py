@@ -15,6 +15,10 @@ from published.shapes import completed
 from published.source import source_key
 
 SHAPE = ("n_layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len", "n_devices")
+OPTIONAL = (
+    "n_kv_heads", "head_dim", "num_experts", "top_k", "expert_d_ff", "shared_d_ff", "global_batch_seqs",
+    "microbatch_seqs",
+)  # fmt: skip
 MEASURED = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu_pct")
 SAME = 0.03
 """Two FLOP conventions that differ by less give the same step time, for our purpose."""
@@ -101,7 +105,14 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
     size = {key: whole(text, key) or 0 for key in SHAPE}
     if min(size.values()) < 1:
         raise Skipped("a size is not positive")
-    heads = size["n_heads"]
+    optional = {key: whole(text, key) for key in OPTIONAL}
+    if any(value is not None and value < (0 if key == "shared_d_ff" else 1) for key, value in optional.items()):
+        raise Skipped("a size is not positive")
+    heads, kv_heads = size["n_heads"], optional["n_kv_heads"] or size["n_heads"]
+    if heads % kv_heads:
+        raise Skipped("the heads of keys do not divide those of queries")
+    if (optional["top_k"] or 1) > (optional["num_experts"] or 1):
+        raise Skipped("more experts of a token than there are")
     degrees = {
         key: whole(text, key) for key in ("tp", "pp", "vpp", "cp", "ep", "dp", "fsdp", "zero_stage", "grad_accum")
     }
@@ -119,7 +130,7 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
         num_layers=size["n_layers"],
         embed_dim=size["d_model"],
         num_heads=heads,
-        num_kv_heads=whole(text, "n_kv_heads") or heads,
+        num_kv_heads=kv_heads,
         mlp_dim=size["d_ff"],
         vocab_size=size["vocab"],
         seq_len=size["seq_len"],
@@ -133,8 +144,8 @@ def read(file: str, text: dict[str, str], number_in_file: int) -> Row:
         fsdp=degrees["fsdp"],
         zero_stage=degrees["zero_stage"],
         accumulated=degrees["grad_accum"],
-        batch=whole(text, "global_batch_seqs"),
-        microbatch=whole(text, "microbatch_seqs"),
+        batch=optional["global_batch_seqs"],
+        microbatch=optional["microbatch_seqs"],
         params=None if number(text, "params_b") is None else 1e9 * (number(text, "params_b") or 0.0),
     )
 
