@@ -62,7 +62,7 @@ WATTS = {"h100": 700.0, "h200": 700.0, "a100-80gb": 400.0, "a100-40gb": 400.0}
 """The power limit that the rates of a chip are of. Source: NVIDIA's data sheets, SXM."""
 
 CLOCK_POWER = 1 / 3
-"""The clock under a power limit, as a power of it: dynamic power is clock x voltage^2, and voltage follows the clock."""
+"""The clock under a power limit, as a power of it: power is clock x voltage^2, and voltage follows the clock."""
 
 
 def _as_stated(chip: Chip, row: Row) -> Chip:

@@ -88,7 +88,8 @@ def overlap_of(family: str, chip: Chip, gradients: bool, gathers: bool, tensor: 
         return RUNTIMES["xla-gpu-latency-hiding" if latency_hiding else "xla-gpu"]
     if family == "xla tpu":  # MaxText's options for a v6e and later hand gathers to the SparseCores
         has_sparse_cores = chip.name in ("v6e", "v7")
-        return RUNTIMES["xla-tpu-sparse-cores" if has_sparse_cores else f"xla-tpu-{chip.name}"]
+        name = "xla-tpu-sparse-cores" if has_sparse_cores else f"xla-tpu-{chip.name}"
+        return RUNTIMES.get(name, RUNTIMES["xla-tpu"])
     base = RUNTIMES["megatron" if family == "megatron" else "fsdp"]
     return replace(
         base,

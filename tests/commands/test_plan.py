@@ -100,7 +100,7 @@ def search(name: str, on: str) -> Search:
 
 
 def hashable(candidate: Candidate) -> Candidate:
-    changes: Any = {"seconds": tuple(candidate.seconds.items()), "memory": tuple(candidate.memory.items())}
+    changes: Any = {name: tuple(getattr(candidate, name).items()) for name in ("seconds", "memory", "hidden")}
     return dataclasses.replace(candidate, **changes)
 
 

@@ -103,7 +103,9 @@ def test_bad_options_are_one_error(options: dict[str, Any], message: str) -> Non
 def test_a_function_without_objects_names_what_it_lacks() -> None:
     with pytest.raises(SpanaxError, match=r"`model` has no objects and no arrays to shard(.|\n)*spanax.init"):
         spanax.jit(model, mesh="fsdp=8")()
-    with pytest.raises(SpanaxError, match=r"no NNX objects: fsdp would shard nothing(.|\n)*an nnx.Module or an nnx.State"):
+    with pytest.raises(
+        SpanaxError, match=r"no NNX objects: fsdp would shard nothing(.|\n)*an nnx.Module or an nnx.State"
+    ):
         spanax.jit(lambda weights, x: x @ weights["kernel"], mesh="fsdp=8")({"kernel": X.T}, X)
 
 

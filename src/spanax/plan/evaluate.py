@@ -272,8 +272,8 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
         values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
     cluster = search.cluster
-    flags = {"adds_first": cluster.adds_first, "narrows_first": cluster.narrows_first}
-    moved = count_terms(sharded, values, **flags).moved_bytes(
+    terms = count_terms(sharded, values, adds_first=cluster.adds_first, narrows_first=cluster.narrows_first)
+    moved = terms.moved_bytes(
         mesh,
         scale=search.batch_size / program.batch_size / candidate.microbatches,
         num_microbatches=candidate.microbatches,

@@ -95,7 +95,7 @@ def attention_flops_per_second(kernel: str, chip: Chip, head_dim: Any, length: A
       >>> from spanax.hardware.chips import chip_named
       >>> long, short = (attention_flops_per_second("cudnn", chip_named("h100"), 128, size) for size in (1 << 17, 512))
       >>> round(long / 1e12), round(short / 1e12)
-      (521, 294)
+      (491, 300)
     """
     peak = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", max(chip.peak_flops.values())))
     narrow = head_dim / chip.tile if kernel == SPLASH else (head_dim / HEAD) ** HEAD_POWER

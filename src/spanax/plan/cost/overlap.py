@@ -57,10 +57,7 @@ RUNTIMES: dict[str, Overlap] = {
     "xla-gpu": Overlap(),
     "xla-gpu-latency-hiding": Overlap(weight_gathers=1.0, gradient_reductions=0.5, permutes=1.0),
     "xla-tpu-v5e": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=0.5, permutes=1.0),
-    **dict.fromkeys(
-        ("xla-tpu", "xla-tpu-v3", "xla-tpu-v4", "xla-tpu-v5p", "xla-tpu-v6e", "xla-tpu-v7"),
-        Overlap(gradient_reductions=1.0, activations=0.5, permutes=1.0),
-    ),
+    "xla-tpu": Overlap(gradient_reductions=1.0, activations=0.5, permutes=1.0),
     "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=0.5, permutes=1.0),
     "fsdp": Overlap(weight_gathers=1.0, gradient_reductions=1.0, permutes=1.0),
     "megatron": Overlap(

@@ -38,9 +38,6 @@ COLLECTIVES: dict[str, Collective] = {
 COMPUTING = ("matmuls", "memory", "kernel starts")
 """The terms of computation."""
 
-COLLECTIVE_DISPATCH = 0.2
-"""Time to dispatch a collective over that of a fused kernel. Source: PyTorch, two operations instead of about ten."""
-
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
 
@@ -102,7 +99,7 @@ def price(
     moved = _moved(terms, num_shards, grid_table, grid, assumptions)
     exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
     layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
-    _wait_for_host(layers, around, _dispatched(terms, num_shards), grid.num_stages, assumptions)
+    _wait_for_host(layers, around, terms, grid.num_stages, assumptions)
     seconds_by_term = _step(layers, around, grid, grid_table, terms, overlap)
     seconds_by_term[ONCE] = np.zeros(grid.scale.shape)
     for (phase, inside, name), seconds in exposed.seconds.items():
@@ -179,16 +176,8 @@ def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> T
     )
 
 
-def _dispatched(terms: Terms, num_shards: Array) -> Array:
-    """Returns the number of kernels and collectives of a microbatch, which a host dispatches one by one."""
-    moves = terms.collectives
-    counts = (moves.phase != Phase.UPDATE) & ~moves.of_weights
-    runs = np.where(num_shards[moves.over] > 1, (moves.runs * counts)[:, None], 0.0)
-    return terms.memory_traffic.kernels[: Phase.UPDATE].sum() + COLLECTIVE_DISPATCH * runs.sum(0)
-
-
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], dispatched: Array, stages: Array, assumptions: Assumptions
+    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, assumptions: Assumptions
 ) -> None:
     """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
@@ -196,7 +185,7 @@ def _wait_for_host(
     """
     if not assumptions.dispatch_seconds:
         return
-    host = dispatched * assumptions.dispatch_seconds / stages
+    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * assumptions.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
     growth = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):

@@ -61,8 +61,8 @@ MARGINS = {
 }
 """The margins. Source: the compiled programs of each, of which that of matmuls covers all but a GPT-2 with one sequence
 per device, whose gathered embedding is live at the loss; all cover fragmentation, that of convolutions also the choice
-of layouts (docs/planning.md). To that of small programs is added the memory on the chip: values assumed to be there may be
-in main memory instead."""
+of layouts (docs/planning.md). To that of small programs is added the memory on the chip: values assumed to be there
+may be in main memory instead."""
 
 
 def margin_of(program: Program, chip: Chip, peak_bytes: float) -> Margin:
