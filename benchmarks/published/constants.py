@@ -81,7 +81,7 @@ CONSTANTS = (
     Constant("touched", "touched", "logit", 0.05, 0.98, 0.8, 0.7, "all", "a fused kernel reads each input once"),
     Constant("start", "start", "logit", 0.02, 0.98, 0.5, 0.7, "all", SPEC),
     Constant(
-        "dispatch_seconds", "dispatch_seconds", "log", 1e-6, 1e-3, 75e-6, 0.2, "eager", "PyTorch: 5 to 10 us an "
+        "dispatch_seconds", "dispatch_seconds", "log", 1e-6, 1e-3, 50e-6, 0.7, "eager", "PyTorch: 5 to 10 us an "
         "operation, about ten operations a fused kernel", compiler="eager", start=79e-6,
     ),
     Constant(
