@@ -116,7 +116,8 @@ def test_candidates_come_by_time_and_no_two_are_the_same(place: tuple[str, str])
     seconds = [round(each.step_seconds, 9) for each in result.candidates]
     assert seconds == sorted(seconds) and result.best is result.candidates[0] and not result.nearest
     keys = {
-        (c.storing, c.sequence, c.mesh, c.num_stages, c.schedule, c.remat, c.microbatches) for c in result.candidates
+        (c.storing, c.sequence, c.mesh, c.num_stages, c.schedule, c.num_chunks, c.remat, c.microbatches, c.context)
+        for c in result.candidates
     }
     assert len(keys) == len(result.candidates)
 
