@@ -76,7 +76,7 @@ def test_every_candidate_is_sound(place: tuple[str, str]) -> None:
     for each in result.candidates:
         assert each.mesh.size * each.num_stages == result.cluster.num_devices
         assert result.batch_size % (each.microbatches * each.mesh.ways(("data", "fsdp", "expert"))) == 0
-        assert each.schedule in SCHEDULES and each.num_chunks == (2 if each.schedule == "interleaved" else 1)
+        assert each.schedule in SCHEDULES and (each.num_chunks > 1) == (each.schedule == "interleaved")
         assert each.microbatches >= each.num_stages
         assert each.num_stages > 1 or each.schedule == "1f1b"
         assert math.isfinite(each.step_seconds) and each.step_seconds > 0
@@ -188,8 +188,9 @@ def test_without_a_pipeline() -> None:
 
 def test_stages_divide_the_layers() -> None:
     """Four layers: two stages of two, or of two chunks of one; four stages of one."""
+    plain = {(stages, schedule) for stages in (2, 4) for schedule in ("1f1b", "zero-bubble")}
     kinds = {(each.num_stages, each.schedule) for each in searched("gpt-nano", "cpu:8").candidates}
-    assert kinds == {(1, "1f1b"), (2, "1f1b"), (4, "1f1b"), (2, "interleaved")}
+    assert kinds == plain | {(1, "1f1b"), (2, "interleaved")}
     unrolled = search(small_gpt(scan_layers=False), spanax.cluster("cpu:8"), remat=(), top=EVERYTHING)
     assert {each.num_stages for each in unrolled.candidates} == {1}
 
