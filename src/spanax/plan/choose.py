@@ -54,7 +54,7 @@ def plan(
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
         Default: what the names of the mesh axes mean; without a mesh, the fastest layout that fits, as `spanax.search`
-        ranks them, with gathered keys. For chips of unknown speed: `data` where the state fits on one device, `fsdp`
+        ranks them. For chips of unknown speed: `data` where the state fits on one device, `fsdp`
         where it does not.
       mesh: axis sizes, slowest axis first. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.

@@ -11,12 +11,12 @@ from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import can_ring, repeating_axes, with_attention
 from spanax.plan.candidate import Search
-from spanax.plan.candidates.forms import in_context, in_rings, programs_of
-from spanax.plan.candidates.grids import grids_of
+from spanax.plan.candidates.forms import REMAT, in_context, in_rings, programs_of
+from spanax.plan.candidates.grids import ZERO_BUBBLE, Grids, grids_of
 from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
-from spanax.plan.cost.step_time import Grid, Table
+from spanax.plan.cost.step_time import Table
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
@@ -135,7 +135,7 @@ def _search(
     priced = list[Priced]()
     for forms, some in ((programs.values(), space), (rings, sequences)):
         grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers) for family in some]
-        priced += _price(forms, some, grids, cluster, assumptions)
+        priced += _price(forms, some, grids, cluster, assumptions, rejected)
     priced = priced if layout else without_repeated_kernels(priced, cluster, rejected)
     best, too_large, nearest = ranked(priced, cluster, top, each, distinct, rejected)
     return Search(
@@ -222,23 +222,30 @@ def _requested(
 def _price(
     programs: Iterable[Program],
     space: Sequence[Family],
-    grids: Sequence[list[Grid]],
+    grids: Sequence[Grids | None],
     cluster: Cluster,
     assumptions: Assumptions,
+    rejected: Rejections,
 ) -> list[Priced]:
     """Prices every mesh of every family under every policy and schedule."""
-    table, result = Table(cluster, AXES, sum(grids, []), assumptions), list[Priced]()
-    indices = [[(grid, table.select(grid)) for grid in family_grids] for family_grids in grids]
+    table, result = Table(cluster, AXES, [each.plain for each in grids if each], assumptions), list[Priced]()
+    tables = [None if each is None else table.select(each.plain) for each in grids]
     states = [state_of(family.resolver) for family in space]
     for program in programs:
         cache = ShardingCache()
-        for family, state, family_grids in zip(space, states, indices, strict=True):
-            if not family_grids:
+        for family, state, family_grids, family_table in zip(space, states, grids, tables, strict=True):
+            if family_grids is None:
                 continue
             sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
             layout = LayoutCosts(sharded, state, cluster, assumptions)
             repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded, AXES))
-            for grid, grid_table in family_grids:
-                memory, costs = layout.memory(grid), layout.costs(grid, grid_table)
-                result.append(Priced(family, program, layout.terms, grid, memory, costs, repeats))
+            plain = layout.costs(family_grids.plain, family_table)
+            costs = [(family_grids.plain, plain)]
+            for grid, columns in family_grids.others:
+                if grid.schedule == ZERO_BUBBLE and program.remat != REMAT[0]:
+                    rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
+                else:
+                    costs.append((grid, plain.select(columns).scheduled(grid)))
+            for grid, seconds in costs:
+                result.append(Priced(family, program, layout.terms, grid, layout.memory(grid), seconds, repeats))
     return result

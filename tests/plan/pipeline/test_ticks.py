@@ -2,7 +2,7 @@
 
 import pytest
 
-from spanax.plan.pipeline.bubble import num_in_flight, step_seconds
+from spanax.plan.pipeline.bubble import num_in_flight, num_pending, step_seconds
 from spanax.plan.pipeline.ticks import COLUMNS, NONE, Ticks, ticks
 
 CASES = [
@@ -91,3 +91,10 @@ def test_the_table_is_drawn() -> None:
         "stage 0: F0 F1 .  B0 W0 B1 W1",
         "stage 1: .  F0 B0 F1 B1 W0 W1",
     ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 4), (4, 16), (8, 16)])
+def test_pending_weight_gradients_are_those_of_the_table(schedule: str, stages: int, count: int) -> None:
+    table = ticks(schedule, stages, count, 2 if schedule == "interleaved" else 1)
+    assert num_pending(schedule, stages, count) == max(table.num_split - 1, 0)

@@ -1,40 +1,80 @@
 """Enumerates pipeline schedules and numbers of microbatches on every mesh of a family."""
 
 import functools
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spanax.hardware.torus import divisors
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.space import AXES, Family
 
-SCHEDULES = ("1f1b", "interleaved")
+PLAIN, INTERLEAVED, ZERO_BUBBLE = "1f1b", "interleaved", "zero-bubble"
+
+SCHEDULES = (PLAIN, INTERLEAVED, ZERO_BUBBLE)
+
+MOST_CHUNKS = 8
+"""The most chunks per stage that a search prices: hops grow with chunks, and the bubble is then at most an eighth."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grids:
+    """The candidates of a family under every schedule.
+
+    Attributes:
+      plain: every mesh with every possible number of microbatches; in stages, under `1f1b`.
+      others: candidates of `plain` under another schedule, with their columns in `plain`. The layers are partitioned as
+        in `plain`, so that only the bubble, the hops and the activations in flight differ.
+    """
+
+    plain: Grid
+    others: tuple[tuple[Grid, np.ndarray], ...]
 
 
 def grids_of(
     family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int
-) -> list[Grid]:
-    """Returns a grid per schedule: every mesh of a family with every possible number of microbatches."""
+) -> Grids | None:
+    """Returns every mesh of a family with every possible number of microbatches and schedule; None for no candidate."""
     num_shards = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
-    grids = []
-    for schedule in SCHEDULES:
-        num_chunks = 2 if schedule == "interleaved" else 1
-        pairs = [
-            (column, count)
-            for column, (stages, shards) in enumerate(zip(family.num_stages, num_shards, strict=True))
-            if (stages > 1 or schedule == "1f1b") and (num_chunks == 1 or num_layers >= stages * num_chunks)
-            for count in _microbatches(batch_size // int(shards), int(stages), schedule)
-            if microbatches in (None, count)
-        ]
-        if pairs:
-            columns, counts = np.asarray(pairs).T
-            scale = batch_size / counts / traced_batch
-            sizes, stages = family.sizes[:, columns], family.num_stages[columns]
-            grids.append(Grid(sizes, stages, counts, scale, schedule, num_chunks, num_layers))
-    return grids
+    pairs = [
+        (column, count)
+        for column, (stages, shards) in enumerate(zip(family.num_stages, num_shards, strict=True))
+        for count in _microbatches(batch_size // int(shards), int(stages))
+        if microbatches in (None, count)
+    ]
+    if not pairs:
+        return None
+    columns, counts = np.asarray(pairs).T
+    scale = batch_size / counts / traced_batch
+    plain = Grid(family.sizes[:, columns], family.num_stages[columns], counts, scale, num_layers=num_layers)
+    in_stages = np.flatnonzero(plain.num_stages > 1)
+    others = [(replace(plain.select(in_stages), schedule=ZERO_BUBBLE), in_stages)] if in_stages.size else []
+    for num_chunks in range(2, MOST_CHUNKS + 1):
+        chosen = np.asarray([
+            column
+            for column in in_stages
+            if plain.num_microbatches[column] % plain.num_stages[column] == 0
+            and num_chunks in chunks_of(num_layers, int(plain.num_stages[column]))
+        ], int)  # fmt: skip
+        if chosen.size:
+            others.append((replace(plain.select(chosen), schedule=INTERLEAVED, num_chunks=num_chunks), chosen))
+    return Grids(plain, tuple(others))
 
 
 @functools.cache
-def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
+def chunks_of(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Returns the numbers of chunks per stage with no more padding than one chunk has.
+
+    Example:
+      >>> chunks_of(96, 8), chunks_of(126, 16)
+      ((2, 3, 4, 6), (2, 4))
+    """
+    rows = -(-num_layers // num_stages)
+    return tuple(n for n in divisors(rows) if 1 < n <= MOST_CHUNKS and num_stages * n <= num_layers)
+
+
+@functools.cache
+def _microbatches(per_device: int, stages: int) -> list[int]:
     """Returns powers of two and one example per microbatch; a pipeline needs at least one microbatch per stage."""
     counts = {1 << power for power in range(per_device.bit_length()) if per_device % (1 << power) == 0} | {per_device}
-    return sorted(c for c in counts if stages == 1 or (c >= stages and (schedule != "interleaved" or c % stages == 0)))
+    return sorted(count for count in counts if count >= stages or stages == 1)

@@ -45,20 +45,11 @@ class Priced:
 
     def select(self, columns: np.ndarray) -> "Priced":
         """Returns the priced meshes of some columns."""
-        grid = replace(
-            self.grid,
-            sizes=self.grid.sizes[:, columns],
-            num_stages=self.grid.num_stages[columns],
-            num_microbatches=self.grid.num_microbatches[columns],
-            scale=self.grid.scale[columns],
-        )
+        grid = self.grid.select(columns)
         memory = MemoryUse(
             {name: values[columns] for name, values in self.memory.groups.items()}, self.memory.peak_bytes[columns]
         )
-        terms = {name: values[columns] for name, values in self.costs.terms.items()}
-        hidden = {name: values[columns] for name, values in self.costs.hidden.items()}
-        costs = Costs(terms, self.costs.step_seconds[columns], self.costs.flops[columns], hidden)
-        return replace(self, grid=grid, memory=memory, costs=costs)
+        return replace(self, grid=grid, memory=memory, costs=self.costs.select(columns))
 
 
 def without_repeated_kernels(priced: Sequence[Priced], cluster: Cluster, rejected: Rejections) -> list[Priced]:

@@ -141,6 +141,12 @@ class Exposed:
             if place == inside and phase != Phase.UPDATE and name != ONCE and _term(name) == term
         )
 
+    def phase(self, phase: Phase) -> Array | float:
+        """Returns the exposed seconds of a phase of one microbatch inside the layers."""
+        return sum(
+            seconds for (when, place, name), seconds in self.seconds.items() if place and when == phase and name != ONCE
+        )
+
     def hidden_by_term(self, shares: Array, num_microbatches: Array) -> dict[str, Array]:
         """Returns the hidden seconds of a step by term, where a stage has one of `shares` parts of the layers."""
         result = dict.fromkeys(map(_term, CLASSES), np.zeros(shares.shape))

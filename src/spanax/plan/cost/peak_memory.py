@@ -18,7 +18,7 @@ from spanax.plan.cost.memory.tiles import LANES, WORD_BYTES, Tiled
 from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid
-from spanax.plan.pipeline.bubble import num_in_flight
+from spanax.plan.pipeline.bubble import num_in_flight, num_pending
 from spanax.plan.sharding.resolve import Constraint, axes_of
 from spanax.plan.spmd.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -135,8 +135,13 @@ def memory_use(
 def memory_per_device(
     state: State, level: Level, grid: Grid, *, fused_attention: bool = False, on_chip: OnChip | None = None
 ) -> MemoryUse:
-    """Returns the bytes per device on every mesh of a grid, under its pipeline schedule."""
+    """Returns the bytes per device on every mesh of a grid, under its pipeline schedule.
+
+    The operands of a pending weight gradient count as much as the activations of a microbatch: each matmul needs the
+    gradient of its output along with its input.
+    """
     flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    flying = flying + num_pending(grid.schedule, grid.num_stages, grid.num_microbatches)
     return memory_use(
         state,
         level,

@@ -6,7 +6,7 @@ which also runs the head, sets the pace.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ COLLECTIVES: dict[str, Collective] = {
 COMPUTING = ("matmuls", "memory", "kernel starts")
 """The terms of computation."""
 
+WEIGHTED = "matmuls with weights"
+"""The matmuls outside of attention; a part of the term `matmuls`."""
+
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
 
@@ -58,6 +61,16 @@ class Grid:
     num_chunks: int = 1
     num_layers: int = 0
 
+    def select(self, columns: Array) -> "Grid":
+        """Returns the grid of some candidates."""
+        return replace(
+            self,
+            sizes=self.sizes[:, columns],
+            num_stages=self.num_stages[columns],
+            num_microbatches=self.num_microbatches[columns],
+            scale=self.scale[columns],
+        )
+
     @property
     def shares(self) -> Array:
         """The number of parts that the layers are divided into; uneven stages have padding."""
@@ -68,13 +81,50 @@ class Grid:
 class Costs:
     """Seconds of one step by term, one entry per candidate; they add up to `step_seconds`.
 
-    `hidden` is the communication by term that runs during computation, and is not part of the step time.
+    `hidden` is the communication by term that runs during computation, and is not part of the step time. `stage` has
+    the times of one stage, which no schedule changes.
     """
 
     terms: dict[str, Array]
     step_seconds: Array
     flops: Array
     hidden: dict[str, Array]
+    stage: "Stage"
+
+    def select(self, columns: Array) -> "Costs":
+        """Returns the costs of some candidates."""
+        terms, hidden = ({name: row[columns] for name, row in rows.items()} for rows in (self.terms, self.hidden))
+        stage = Stage(**{each.name: getattr(self.stage, each.name)[columns] for each in fields(Stage)})
+        return Costs(terms, self.step_seconds[columns], self.flops[columns], hidden, stage)
+
+    def scheduled(self, grid: Grid) -> "Costs":
+        """Returns the costs under the schedule of a grid with the same meshes, microbatches and parts of the layers."""
+        terms = self.terms | {"pipeline": self.stage.idle_seconds(grid)}
+        return replace(self, terms=terms, step_seconds=np.sum([*terms.values()], 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Seconds of one microbatch in the layers of one stage, and of a send to the next stage.
+
+    `backward` is the gradient of the inputs with recomputed layers, `weights` the gradient of the weights.
+    """
+
+    forward: Array
+    backward: Array
+    weights: Array
+    hop: Array
+
+    def idle_seconds(self, grid: Grid) -> Array:
+        """Returns the bubble and the exposed hops of a step."""
+        parts = {name: getattr(self, name) / grid.num_chunks for name in ("forward", "backward", "weights")}
+        pipelined = step_seconds(
+            grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks,
+            forward_seconds=parts["forward"], backward_seconds=parts["backward"], weight_seconds=parts["weights"],
+            hop_seconds=self.hop,
+        )  # fmt: skip
+        busy = (self.forward + self.backward + self.weights) * grid.num_microbatches
+        return np.where(grid.num_stages > 1, np.maximum(pipelined - busy, 0.0), 0.0)
 
 
 def price(
@@ -100,7 +150,11 @@ def price(
     exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
     layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
     _wait_for_host(layers, around, terms, grid.num_stages, assumptions)
-    seconds_by_term = _step(layers, around, grid, grid_table, terms, overlap)
+    stage = _stage(layers, _shares_of_phases(parts, exposed), grid, grid_table, terms, overlap)
+    # The last stage also runs the operations around the layers, and all other stages wait for it.
+    count = grid.num_microbatches
+    seconds_by_term = {name: (layers[name] / grid.shares + around[name]) * count for name in layers}
+    seconds_by_term["pipeline"] = stage.idle_seconds(grid)
     seconds_by_term[ONCE] = np.zeros(grid.scale.shape)
     for (phase, inside, name), seconds in exposed.seconds.items():
         if name == ONCE:
@@ -113,27 +167,31 @@ def price(
     runs = terms.matmuls.runs[:, None] / np.where(terms.matmuls.in_layers[:, None], grid.shares, 1)
     flops = (executed_flops(terms.matmuls, num_shards, grid.scale) * runs).sum(0) * grid.num_microbatches
     hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
-    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden)
+    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage)
 
 
-def _step(
-    layers: dict[str, Array], around: dict[str, Array], grid: Grid, table: "GridTable", terms: Terms, overlap: Overlap
-) -> dict[str, Array]:
-    """Returns seconds of a step by term from those of one microbatch in all layers and around them."""
-    stages, count, divided = grid.num_stages, grid.num_microbatches, grid.shares
-    stage = sum(layers.values()) / divided
+def _stage(
+    layers: dict[str, Array], phases: Sequence[Array], grid: Grid, table: "GridTable", terms: Terms, overlap: Overlap
+) -> Stage:
+    """Returns the times of one stage from the seconds of one microbatch in all layers and the shares of its phases."""
     # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
     hop = table.hop_seconds(terms.carry_bytes * grid.scale / shard_counts(grid.sizes)[-1]) * (1.0 - overlap.hops)
-    # Only the bubble distinguishes forward and backward, and it depends on their sum.
-    third = stage / 3 / grid.num_chunks
-    pipelined = step_seconds(
-        grid.schedule, stages, count, grid.num_chunks,
-        forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
-    )  # fmt: skip
-    # The last stage also runs the operations around the layers, and all other stages wait for it.
-    result = {name: (layers[name] / divided + around[name]) * count for name in layers}
-    result["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
-    return result
+    seconds = sum(layers.values()) / grid.shares
+    forward, weights = phases
+    return Stage(seconds * forward, seconds * (1.0 - forward - weights), seconds * weights, hop)
+
+
+def _shares_of_phases(parts: dict[tuple[Any, ...], Array], exposed: Exposed) -> tuple[Array, Array]:
+    """Returns the shares of the forward pass and of the gradients of weights in the seconds of the layers.
+
+    The gradient of a weight multiplies as much as the forward pass with it: its share is that of the forward matmuls.
+    """
+    seconds = [
+        sum(parts[phase, True, name] for name in COMPUTING) + exposed.phase(phase)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    ]
+    total = np.maximum(seconds[0] + seconds[1], np.finfo(float).tiny)
+    return seconds[0] / total, np.minimum(parts[Phase.FORWARD, True, WEIGHTED], seconds[1] / 2) / total
 
 
 def _computed(
@@ -149,6 +207,8 @@ def _computed(
             for name, rows, seconds in (("matmuls", matmuls, matmul_time), ("memory", traffic, traffic_time)):
                 chosen = (rows.phase == phase) & (rows.in_layers == inside)
                 result[phase, inside, name] = seconds[chosen].sum(0)
+            chosen = (matmuls.phase == phase) & (matmuls.in_layers == inside) & ~matmuls.fused
+            result[phase, inside, WEIGHTED] = matmul_time[chosen & ~matmuls.scores.any(1)].sum(0)
             kernels = traffic.kernels[phase][int(inside)]
             start = kernels * assumptions.start * chip.kernel_start_seconds
             result[phase, inside, "kernel starts"] = np.full_like(result[phase, inside, "memory"], start)

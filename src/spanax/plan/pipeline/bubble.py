@@ -134,6 +134,21 @@ def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chu
     return np.minimum(m * v, most[schedule])
 
 
+def num_pending(schedule: str, num_stages: Any, num_microbatches: Any) -> Any:
+    """Returns the peak number of microbatches whose weight gradients wait, beyond the one that is computed next.
+
+    `zero-bubble`: min(m, p) - 1, whose operands are stored on every stage; 0 for all others.
+
+    Source: `Ticks.num_split`, with which tests compare it.
+
+    Example:
+      >>> int(num_pending("zero-bubble", 4, 8)), int(num_pending("1f1b", 4, 8))
+      (3, 0)
+    """
+    waiting = np.minimum(num_stages, num_microbatches) - 1
+    return waiting if schedule == "zero-bubble" else 0 * waiting
+
+
 def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
     """Returns the number of exposed hops in a step of p stages, m microbatches and v chunks, for short hops.
 
