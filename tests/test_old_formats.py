@@ -66,6 +66,7 @@ def test_an_old_run_is_verified_and_reported(in_folder: Path, capsys: pytest.Cap
 
 def test_an_old_certificate_keeps_its_values(in_folder: Path) -> None:
     text = Path("certificate.json").read_text()
-    assert json.loads(Certificate.from_json(text).to_json()) == json.loads(text)
+    old, written = json.loads(text), json.loads(Certificate.from_json(text).to_json())
+    assert {name: written[name] for name in old} == old
     cli.main(["report", "certificate.json", "--out", "page.html"])
     assert "fsdp" in Path("page.html").read_text()

@@ -1,11 +1,10 @@
-"""Digests of everything Spanax derives from one variant of a model, without running it.
+"""Digests of the program, axes, plans and lowered step of one variant of a model, without running it.
 
-A refactoring must leave all of them equal. Each digest is the first twelve hex digits of a SHA-256. Keys that begin
-with `words` cover prose (reasons, tables, errors); all others cover structure and numbers, and a change of wording
-leaves those equal.
+A refactoring and a change of the cost model must leave all of them equal. Each digest is the first twelve hex digits of
+a SHA-256. Keys that begin with `words` cover prose (reasons, tables, errors); all others cover structure and numbers,
+and a change of wording leaves those equal.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -15,23 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import spanax
 from spanax.errors import SpanaxError
-from spanax.plan.candidate import Candidate, plan_of
-from spanax.plan.cost.peak_memory import walk
-from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.place import as_planned
-from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.deferred_reductions import deferred_reductions
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MACHINES = ("h100:2x8", "v5e:4x4", "a100-80gb:8")
 PRESETS = {"fsdp": "fsdp=4", "data+tensor": "data=2,model=2", "fsdp+tensor+seq": "fsdp=2,model=2"}
 LOWERED = "fsdp+tensor+seq"
 PIPELINE = {"pipeline+tensor": "pipe=2,model=2"}
@@ -44,24 +36,6 @@ Texts = dict[str, str]
 
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def rounded(value: float) -> str:
-    """Ten digits: the last bits of a sum may differ between processors."""
-    return f"{value:.10g}"
-
-
-def numbers(value: Any) -> str:
-    """Every number of nested dataclasses and arrays, in the order of their fields, without the fields' names."""
-    if dataclasses.is_dataclass(value):
-        return "".join(f"({numbers(getattr(value, field.name))})" for field in dataclasses.fields(value))
-    if isinstance(value, dict):
-        return ",".join(numbers(entry) for entry in value.values())
-    if isinstance(value, tuple | list):
-        return ",".join(map(numbers, value))
-    if isinstance(value, np.ndarray):
-        return f"{value.shape}" + ",".join(map(rounded, value.astype(float).ravel().tolist()))
-    return rounded(float(value)) if isinstance(value, int | float | np.number) else repr(value)
 
 
 def without_names(jaxpr: Any) -> str:
@@ -112,9 +86,6 @@ def texts_of(trace: Callable[[], Program], *, pipeline: bool) -> Texts:
     texts["axes"] = axes_text(program)
     for preset, mesh in (PIPELINE if pipeline else PRESETS).items():
         add_preset(texts, program, preset, mesh, pipeline=pipeline)
-    if not pipeline:
-        for machine in MACHINES:
-            add_search(texts, program, machine)
     return texts
 
 
@@ -144,7 +115,7 @@ def relabeled(classes: Any) -> list[tuple[int | None, ...]]:
 
 
 def add_preset(texts: Texts, program: Program, preset: str, mesh: str, *, pipeline: bool) -> None:
-    """The plan of a preset, its terms and memory, and for one preset the lowered step."""
+    """The plan of a preset, and for one preset the lowered step."""
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
     schedule = {"schedule": Schedule(pipeline="1f1b", microbatches=4)} if pipeline else {}
     key = f"plan {preset}"
@@ -152,33 +123,11 @@ def add_preset(texts: Texts, program: Program, preset: str, mesh: str, *, pipeli
     if plan is None:
         return
     add_plan(texts, key, plan)
-    laid = evaluate(program, plan, cluster).layout.sharded
-    terms = count_terms(laid, adds_first=cluster.adds_first, late=deferred_reductions(laid))
-    texts[f"terms {preset}"] = numbers(terms) + numbers(walk(laid, is_tpu=False))
     if pipeline or preset == LOWERED:
         key = f"lowered {preset}"
         step = attempted(texts, key, lambda: Run(as_planned(program, plan), plan, plan.mesh.build(), []).lower())
         if step is not None:
             texts[key] = numbered(step.as_text())
-
-
-def add_search(texts: Texts, program: Program, machine: str) -> None:
-    """Every candidate of a search with its price, and the plan of the best."""
-    key = f"search {machine}"
-    search = attempted(texts, key, lambda: spanax.search(program, spanax.cluster(machine)))
-    if search is None:
-        return
-    rows = [candidate_text(row) for row in (*search.candidates, *search.too_large, *search.nearest)]
-    texts[key] = "\n".join([*rows, repr((search.layouts_priced, sorted(search.rejected.values()), search.model_flops))])
-    reasons = [str(reason or "") for reason in (search.requested, search.logits)]
-    texts[f"words {key}"] = repr((sorted(map(str, search.rejected)), *reasons))
-    if search.best is not None:
-        add_plan(texts, f"plan {machine}", plan_of(search, search.best))
-
-
-def candidate_text(row: Candidate) -> str:
-    names = (row.layout, row.storing, row.sequence, str(row.mesh), row.num_stages, row.schedule, row.num_chunks)
-    return repr((*names, row.remat, row.microbatches)) + numbers((row.step_seconds, row.seconds, row.memory, row.flops))
 
 
 def add_plan(texts: Texts, key: str, plan: spanax.Plan) -> None:

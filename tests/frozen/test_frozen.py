@@ -1,4 +1,4 @@
-"""Frozen behavior: programs, axes, plans, prices, lowered steps and texts are those of the golden files.
+"""Frozen behavior: programs, axes, plans of presets, lowered steps and texts are those of the golden files.
 
 `make freeze` writes the files, `make frozen` compares all of them, and `make test` compares a few.
 """
