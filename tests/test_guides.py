@@ -33,7 +33,7 @@ def traced(workload: str, batch_size: int) -> Program:
 
 @functools.cache
 def searched(workload: str, batch_size: int, on: str) -> Search:
-    return spanax.search(traced(workload, batch_size), spanax.cluster(on), top=5000)
+    return spanax.search(traced(workload, batch_size), spanax.cluster(on), top=5000, attention="auto")
 
 
 def table(*rows: tuple[object, ...]) -> str:
@@ -51,7 +51,7 @@ def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]]
     for layout, mesh in rows:
         search_result = spanax.search(
             traced(workload, batch_size), spanax.cluster(on), layout=layout, mesh=mesh, remat=("full",),
-            microbatches=microbatches, pipeline=False,
+            microbatches=microbatches, pipeline=False, attention="auto",
         )  # fmt: skip
         item = next(iter((*search_result.candidates, *search_result.nearest)))
         moved = {axes: sum(kinds.values()) / GIB for axes, kinds in collectives_of(search_result, item).items()}
@@ -68,7 +68,9 @@ def data_parallel() -> str:
     lines: list[tuple[object, ...]] = [("devices", "state", "at most held", "moved in a step", "step")]
     for count in (2, 4, 8):
         program, machine = traced("gpt2", 64), spanax.cluster(f"h100:{count}")
-        search_result = spanax.search(program, machine, layout="data", remat=("full",), microbatches=1, pipeline=False)
+        search_result = spanax.search(
+            program, machine, layout="data", remat=("full",), microbatches=1, pipeline=False, attention="auto"
+        )
         item = search_result.candidates[0]
         moved = sum(sum(kinds.values()) for kinds in collectives_of(search_result, item).values())
         lines.append((count, f"{state(item) / GIB:.2f} GiB", f"{item.peak_bytes / GIB:.1f} GiB",
