@@ -1,7 +1,9 @@
 """Defaults: every verb and the library plan the same, and nothing that is requested is dropped."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,7 +27,10 @@ from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.summary import summarize
+from spanax.plan.choose import Request, searched
+from spanax.plan.defaults import STAGE_MARGIN
 from spanax.plan.plan import Plan, Schedule
+from spanax.plan.search import search
 from spanax.run.config import TrainConfig, check
 from spanax.run.training import plan_choice
 from spanax.show.search import search_json, search_text
@@ -66,6 +71,36 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert (output["compute_dtype"], output["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
     check_answer(with_flags(CheckCommand(name, on), batch=BATCH, level=0, out=certificate, **asked))
     assert Certificate.from_json(certificate.read_text()).plan == planned
+
+
+def test_all_entry_points_divide_layers_into_stages_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages pay here: the links between these nodes are slow, and the batch is small."""
+    file, certificate, sizes = tmp_path / "plan.json", tmp_path / "check.json", dict(batch=32, seq=128, layers=16)
+    workload, on = "gpt2-xl", "v100:4x4"
+    plan_answer(with_flags(PlanCommand(workload, on), out=file, **sizes))
+    check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))
+    program = load(workload, batch_size=32, seq_len=128, num_layers=16).trace(learning_rate=1e-3, num_steps=100)
+    monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster(on))
+    telemetry = SimpleNamespace(folder=tmp_path)
+    trained = plan_choice.choose_plan(program, TrainConfig(), [], telemetry)  # type: ignore[arg-type]
+    plan = spanax.plan(program, on)
+    assert plan.schedule.num_stages > 1
+    assert plan == Plan.load(file) == Certificate.from_json(certificate.read_text()).plan == trained
+    assert spanax.plan(program, on, pipeline=False).schedule.num_stages == 1
+
+
+def test_stages_must_be_faster_by_a_margin() -> None:
+    program = load("gpt2-xl", batch_size=32, seq_len=128, num_layers=16).trace(learning_rate=1e-3, num_steps=100)
+    result = searched(program, spanax.cluster("v100:4x4"), Request(), top=1000)
+    seconds = {
+        is_staged: min(each.step_seconds for each in result.candidates if (each.num_stages > 1) == is_staged)
+        for is_staged in (False, True)
+    }
+    advantage = seconds[False] / seconds[True] - 1
+    assert advantage > STAGE_MARGIN and result.best is not None and result.best.num_stages > 1
+    find = partial(search, program, "v100:4x4", remat=("none",), ring=False)
+    slower, faster = (find(stage_margin=margin).best for margin in (20.0, 0.0))
+    assert slower is not None and slower.num_stages == 1 and faster is not None and faster.num_stages > 1
 
 
 @pytest.mark.parametrize("asked", sampled([[], ["--layout", "fsdp"]], [[]]))

@@ -36,7 +36,7 @@ class PlanCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
-      pipeline: whether to consider pipeline stages. Default: on accelerators, if nothing fits without.
+      pipeline: whether to consider pipeline stages. Default: on several nodes, or if nothing fits without.
       top: number of candidates to list.
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this file, a page with a table to sort and filter.

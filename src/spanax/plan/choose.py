@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
@@ -13,7 +13,14 @@ from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.forms import REMAT
-from spanax.plan.defaults import computed_in, default_chunks, default_dtype, defaults
+from spanax.plan.defaults import (
+    STAGE_MARGIN,
+    computed_in,
+    default_chunks,
+    default_dtype,
+    defaults,
+    prices_stages,
+)
 from spanax.plan.layout import Layout
 from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
@@ -22,8 +29,9 @@ from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, l
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
-from spanax.plan.sharding.place import placed
+from spanax.plan.sharding.place import as_planned, placed
 from spanax.plan.space import AXES, is_standard
+from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING
@@ -45,6 +53,7 @@ def plan(
     schedule: Schedule | None = None,
     attention: str | None = None,
     loss_chunks: int | str | None = None,
+    pipeline: bool | None = None,
 ) -> Plan:
     """Returns the sharding of every array of a program on a cluster. Uses no device.
 
@@ -67,6 +76,8 @@ def plan(
         GPUs); `auto`, by the kernel where supported. Default: `auto` on accelerators, `plain` on CPUs.
       loss_chunks: the number of chunks of tokens over which the logits are computed sequentially; `auto` uses chunks
         where that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
+      pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
+        nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
 
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
     `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.
@@ -87,7 +98,7 @@ def plan(
       ((), ('fsdp',))
     """
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline)
     return decided(program, cluster_of(cluster), request)
 
 
@@ -177,8 +188,8 @@ def searched(
 ) -> Search:
     """Returns the priced layouts of a request, fastest first.
 
-    Prices policies that recompute activations only where some layout does not fit without them, and pipelines only
-    where no layout fits.
+    Prices policies that recompute activations only where some layout does not fit without them. By default, prices
+    stages on several nodes, and elsewhere where no layout fits; they must be faster by `STAGE_MARGIN`.
 
     Args:
       program: what `spanax.trace` returned; its remat policy and microbatches, if set, are fixed.
@@ -207,19 +218,26 @@ def searched(
     find = partial(
         search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
         pins=request.pins, top=top, each=each, ring=request.layout is None and can_ring(program, cluster, attention),
-        distinct=True,
+        distinct=True, stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )  # fmt: skip
 
     def fastest(program: Program) -> Search:
         program = in_attention(program, cluster, request)
         policies = REMAT if remat is None else (remat,)
         result = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
-        if Reason(Code.TOO_LARGE) in result.rejected and len(policies) > 1:
-            result = find(program, remat=policies, pipeline=bool(request.pipeline))
+        if Reason(Code.TOO_LARGE) not in result.rejected:
+            policies = policies[:1]
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
+        in_stages = is_open and prices_stages(program, cluster)
+        if in_stages or len(policies) > 1:
+            result = find(program, remat=policies, pipeline=in_stages or bool(request.pipeline))
         if result.best is None and is_open and program.evaluation is not None:
             result = find(program, remat=policies, pipeline=True)
-        return result
+        unsupported = _unsupported_stages(result) if is_open else None
+        if unsupported is None:
+            return result
+        result = find(program, remat=policies, pipeline=False)
+        return replace(result, rejected={**result.rejected, unsupported: 1})
 
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
@@ -228,6 +246,18 @@ def searched(
     result = search_in_chunks(fastest, program, cluster)
     is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
+
+
+def _unsupported_stages(result: Search) -> Reason | None:
+    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
+    if result.best is None or result.best.num_stages == 1:
+        return None
+    plan = plan_of(result, result.best)
+    try:
+        pipeline_partition(as_planned(result.program_of(result.best), plan).step, plan.schedule.microbatches)
+    except SpanaxError as error:
+        return Reason(Code.NO_STAGES, detail=first_line(error))
+    return None
 
 
 def chosen(result: Search) -> Plan:

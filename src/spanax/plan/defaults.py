@@ -17,7 +17,7 @@ class Defaults:
       compute_dtype: dtype of the loss and its gradient; None uses the dtypes of the model. Parameters keep their dtype.
       attention: as `attention` of `spanax.plan`.
       loss_chunks: number of chunks of the logits; 0 chooses one.
-      pipeline: whether a search partitions layers into stages where nothing fits otherwise.
+      pipeline: whether a search partitions layers into stages: on several nodes always, elsewhere if nothing fits.
       is_searched: whether remat, microbatches and mesh are chosen by cost under an explicit layout, too.
     """
 
@@ -26,6 +26,14 @@ class Defaults:
     loss_chunks: int
     pipeline: bool
     is_searched: bool
+
+
+STAGE_MARGIN = 0.05
+"""How much faster than the fastest plan without stages one with stages must be, as a fraction.
+
+A bubble assumes equal stages, and a step in stages compiles longer. Source: a judgment, about the mean error of
+predicted step times (docs/planning.md): a smaller difference says nothing.
+"""
 
 
 ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)
@@ -47,6 +55,21 @@ def defaults(cluster: Cluster) -> Defaults:
         return ON_CPU
     dtypes = cluster.chip.peak_flops
     return ON_ACCELERATOR if "bf16" in dtypes or not dtypes else WITHOUT_BFLOAT16
+
+
+def prices_stages(program: Program, cluster: Cluster) -> bool:
+    """Whether a search prices stages even where layouts without them fit: links between nodes are slower than inside.
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> from spanax.models.workloads import load
+      >>> program = load("gpt-nano").trace(learning_rate=1e-3, num_steps=4)
+      >>> [prices_stages(program, cluster(name)) for name in ("h100:2x8", "h100:8", "v5p:4x4x4", "cpu:8")]
+      [True, False, False, False]
+    """
+    is_several = not cluster.is_torus and cluster.num_devices > cluster.devices_per_node
+    has_layers = program.evaluation is not None and program.step.layer_carry[1] > 1
+    return defaults(cluster).pipeline and is_several and has_layers
 
 
 def computed_in(program: Program, compute_dtype: str | None) -> Program:

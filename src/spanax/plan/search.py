@@ -44,6 +44,7 @@ def search(
     attention: str | None = None,
     ring: bool | None = None,
     distinct: bool = False,
+    stage_margin: float = 0.0,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -65,6 +66,7 @@ def search(
       ring: whether meshes that shard sequences are also priced with ring attention. Default: unless a layout, `flash`
         or an attention of the program is requested; not on CPUs.
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
+      stage_margin: layouts with stages rank as if they were slower by this fraction.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -98,6 +100,7 @@ def search(
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
         assumptions=assumptions or Assumptions(), pins=pins, ring=ring, distinct=distinct,
+        stage_margin=stage_margin,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is not None or not _is_inexact(program, result):
@@ -110,7 +113,7 @@ def search(
 def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
-    pipeline: bool, ring: bool, distinct: bool,
+    pipeline: bool, ring: bool, distinct: bool, stage_margin: float,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
@@ -137,7 +140,7 @@ def _search(
         grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers) for family in some]
         priced += _price(forms, some, grids, cluster, assumptions, rejected)
     priced = priced if layout else without_repeated_kernels(priced, cluster, rejected)
-    best, too_large, nearest = ranked(priced, cluster, top, each, distinct, rejected)
+    best, too_large, nearest = ranked(priced, cluster, top, each, distinct, rejected, stage_margin)
     return Search(
         cluster=cluster,
         batch_size=batch_size,

@@ -61,17 +61,27 @@ def without_repeated_kernels(priced: Sequence[Priced], cluster: Cluster, rejecte
 
 
 def ranked(
-    priced: Sequence[Priced], cluster: Cluster, top: int, each: bool, distinct: bool, rejected: Rejections
+    priced: Sequence[Priced],
+    cluster: Cluster,
+    top: int,
+    each: bool,
+    distinct: bool,
+    rejected: Rejections,
+    stage_margin: float = 0.0,
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory."""
+    """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory.
+
+    Layouts with stages rank as if they were slower by `stage_margin`, a fraction.
+    """
     rows = []
     for index, entry in enumerate(priced):
         peak = entry.upper_bytes(cluster)
         fits = entry.fits(cluster)
         rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)
+        ranks = entry.costs.step_seconds * np.where(entry.grid.num_stages > 1, 1 + stage_margin, 1)
         rows.append(
-            np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry)])
+            np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry), ranks])
         )
     if not rows:
         return (), (), ()
@@ -87,7 +97,7 @@ def ranked(
     # Ties in time are ordered by memory, then by enumeration.
     fastest = []
     for part in (fitting, too_large):
-        order = np.lexsort((part[1], part[0], part[3], part[2].round(9)))
+        order = np.lexsort((part[1], part[0], part[3], part[6].round(9)))
         if distinct:
             same, order = order, _distinct(priced, part, order)
             rejected[Reason(Code.SAME_SHARDING)] += (same.size - order.size) * (part is fitting)
