@@ -14,3 +14,17 @@ def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
     assert result.rejected[Reason(Code.KERNEL_REPEATED)] > 0
     names = [(each.storing, each.sequence, each.mesh, each.num_stages, each.context) for each in result.candidates]
     assert len(set(names)) == len(names)
+
+
+def test_a_ring_computes_slower_than_a_kernel_that_exchanges_heads() -> None:
+    """Its blocks are compiled, and their scores pass through memory; FLOPs are nearly equal for a causal mask."""
+    workload = load("llama3-8b", batch_size=1, seq_len=65536, num_layers=2)
+    program = workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype="bfloat16")
+    machine = spanax.cluster("h100:8")
+    kernel, ring = (
+        spanax.search(program, machine, layout=layout, mesh="context=8", attention=attention, remat=("full",)).best
+        for layout, attention in (("context", "flash"), ("ring", None))
+    )
+    assert kernel is not None and ring is not None
+    assert ring.seconds["matmuls"] > 2 * kernel.seconds["matmuls"]
+    assert abs(ring.flops / kernel.flops - 1) < 0.15
