@@ -1,7 +1,7 @@
 """Compares the best plan of well-known runs with the layout and throughput that their authors published.
 
 Each run is planned by `spanax plan` with its defaults, from a laptop: no accelerator is used. Throughput is per device.
-Published runs use other software, so that a ratio of 1 is no target; a large one needs a reason, which the table gives.
+Published runs use other software, so a ratio of 1 is not a target. The notes explain large ratios.
 
 Usage:
   python benchmarks/recipes.py [--write docs/recipes.md] [--only TEXT]
@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- the table: benchmarks/recipes.py -->", "<!-- end of the table -->"
+from generated_tables import write_table
+
+BEGIN = "<!-- the table: benchmarks/recipes.py -->"
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = table(list(rows(arguments.only)))
     if arguments.write:
-        page = arguments.write.read_text()
-        before, rest = page.split(BEGIN)
-        arguments.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        write_table(arguments.write, BEGIN, text)
 
 
 if __name__ == "__main__":

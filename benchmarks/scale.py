@@ -20,6 +20,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import spanax  # noqa: E402
+from generated_tables import write_table  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 from spanax.plan.candidate import Search, plan_of, shortfall  # noqa: E402
 from spanax.plan.evaluate import collectives_of  # noqa: E402
@@ -32,7 +33,7 @@ DEVICES = (16, 64, 256, 1024, 4096)
 TOKENS = {"weak": 16_384, "strong": 4_194_304}
 """In a step: of each device, and of all."""
 
-BEGIN, END = "<!-- the table: benchmarks/scale.py -->", "<!-- end of the table -->"
+BEGIN = "<!-- the table: benchmarks/scale.py -->"
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,7 @@ def main() -> None:
     if given.svg:
         given.svg.write_text(svg(points))
     if given.write:
-        before, rest = given.write.read_text().split(BEGIN)
-        given.write.write_text(f"{before}{BEGIN}\n{table(points)}\n{END}{rest.split(END)[1]}")
+        write_table(given.write, BEGIN, table(points))
 
 
 if __name__ == "__main__":

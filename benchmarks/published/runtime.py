@@ -28,10 +28,10 @@ class Runtime:
       compiler: `eager` (one operation dispatched after another), `torch.compile`, or `xla`.
       family: `megatron`, `fsdp`, `zero`, `xla gpu` or `xla tpu`: who issues the collectives.
       fused_attention: whether attention scores stay on the chip.
-      overlaps_gradients: whether reductions of gradients run beside computation.
-      overlaps_gathers: whether gathers of parameters run beside computation.
-      overlaps_tensor: whether collectives of tensor parallelism run beside the matmuls that need them.
-      latency_hiding: whether XLA schedules collectives to run beside computation.
+      overlaps_gradients: whether reductions of gradients run during computation.
+      overlaps_gathers: whether gathers of parameters run during computation.
+      overlaps_tensor: whether collectives of tensor parallelism overlap with the matmuls that need them.
+      latency_hiding: whether XLA schedules collectives to run during computation.
       distributed_optimizer: whether optimizer state is sharded over data parallelism.
       attention: the kernel of fused attention; empty for the compiler's.
       overlap: what of the communication computation can hide.

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.plan.sharding.attention import attention_sharding
+from spanax.plan.sharding.attention import attention_kernels
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.attention.operation import FORWARD
 from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
 
 
@@ -80,10 +79,6 @@ def repeating_axes(sharded: ShardedProgram, axes: Sequence[str]) -> tuple[str, .
       sharded: a program under a layout.
       axes: the mesh axes.
     """
-    traced = sharded.traced
-    shardings = [
-        attention_sharding(traced.graph, op, sharded.constraints, sharded.resolver.mesh)
-        for op in traced.graph.ops()
-        if op.name == FORWARD and op.params["kernel"] is not None
-    ]
-    return tuple(axis for axis in axes if any(each is not None and axis not in each.used for each in shardings))
+    operands = [sharded.division(op).operands for op in attention_kernels(sharded.traced)]
+    shardings = [each.attention for each in operands if each is not None and each.attention is not None]
+    return tuple(axis for axis in axes if any(axis not in sharding.used for sharding in shardings))

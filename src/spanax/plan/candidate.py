@@ -31,7 +31,7 @@ from spanax.units import bytes_text
 class Candidate:
     """One layout with its cost. Bytes and seconds are per device and per step.
 
-    `hidden` are seconds of communication by term that run during computation, and are no part of `step_seconds`.
+    `hidden` are seconds of communication by term that run during computation; `step_seconds` excludes them.
     """
 
     layout: str

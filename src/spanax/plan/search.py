@@ -15,6 +15,7 @@ from spanax.plan.candidates.forms import REMAT, in_context, in_rings, programs_o
 from spanax.plan.candidates.grids import ZERO_BUBBLE, Grids, grids_of
 from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Table
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
@@ -139,8 +140,8 @@ def _search(
     for forms, some in ((programs.values(), space), (rings, sequences)):
         grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers) for family in some]
         priced += _price(forms, some, grids, cluster, assumptions, rejected)
-    priced = priced if layout else without_repeated_kernels(priced, cluster, rejected)
-    best, too_large, nearest = ranked(priced, cluster, top, each, distinct, rejected, stage_margin)
+    priced = priced if layout else without_repeated_kernels(priced, cluster.memory_bytes, rejected)
+    best, too_large, nearest = ranked(priced, cluster.memory_bytes, top, each, distinct, rejected, stage_margin)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
@@ -250,5 +251,7 @@ def _price(
                 else:
                     costs.append((grid, plain.select(columns).scheduled(grid)))
             for grid, seconds in costs:
-                result.append(Priced(family, program, layout.terms, grid, layout.memory(grid), seconds, repeats))
+                memory = layout.memory(grid)
+                upper = upper_bytes(program, cluster.chip, memory.peak_bytes)
+                result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
     return result

@@ -15,9 +15,9 @@ from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.attention import attention_kernels
 from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
-from spanax.trace.rewrites.attention.operation import FORWARD
 
 AXES = ("data", "fsdp", "expert", "context", "model")
 """The mesh axes inside a stage, slowest first: the last axis uses the fastest links."""
@@ -236,9 +236,7 @@ def _exchangeable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
     """Returns for each batch dim of each attention kernel and mesh whether the axes of the sequence also divide it."""
     step, mesh_sizes = resolver.program.step, dict(zip(AXES, sizes, strict=True))
     rows = {}
-    for op in step.graph.ops():
-        if op.name != FORWARD or op.params["kernel"] is None:
-            continue
+    for op in attention_kernels(step):
         form, queries = op.params["form"], op.inputs[0]
         spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
         for dim, size in enumerate(form.sizes[: form.num_batch]):

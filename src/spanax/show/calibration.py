@@ -6,6 +6,7 @@ from typing import Any
 
 from spanax.plan.calibration.calibrate import Calibrated, CalibratedStep, Calibration
 from spanax.plan.candidate import Candidate, Search
+from spanax.show.search import layout_json
 from spanax.show.tables import table_text
 from spanax.units import quantity_text
 
@@ -84,13 +85,7 @@ def _best_text(candidate: Candidate) -> str:
 
 
 def _best_json(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "layout": candidate.layout,
-        "mesh": dict(candidate.mesh.axes),
-        "remat": candidate.remat,
-        "microbatches": candidate.microbatches,
-        "step_seconds": candidate.step_seconds,
-    }
+    return layout_json(candidate) | {"step_seconds": candidate.step_seconds}
 
 
 def _percent(share: float) -> str:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved, Progress
-from spanax.plan.candidate import Candidate, Search
+from spanax.plan.candidate import Search
 from spanax.show.live.progress import remaining_text
-from spanax.show.search import candidate_json
+from spanax.show.search import candidate_json, layout_json
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -49,8 +49,8 @@ def compared_json(comparison: Comparison) -> dict[str, Any]:
         "attention": list(search.setting.attention),
         "layouts_compared": len(rows),
         "layouts_left_out": search.rejected.get(PRUNED, 0),
-        "best": _summary_json(rows[0].candidate),
-        "choice": _summary_json(search.candidates[0]),
+        "best": layout_json(rows[0].candidate),
+        "choice": layout_json(search.candidates[0]),
         "choice_ratio": comparison.choice_ratio,
         "choice_core_ratio": comparison.choice_core_ratio,
         "rank_correlation": comparison.rank_correlation,
@@ -125,15 +125,6 @@ def _correlation_text(correlation: float | None, count: int, num_pruned: int) ->
 
 def _num_layouts(count: int) -> str:
     return f"{count} layout{'s' if count > 1 else ''}"
-
-
-def _summary_json(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "layout": candidate.layout,
-        "mesh": dict(candidate.mesh.axes),
-        "remat": candidate.remat,
-        "microbatches": candidate.microbatches,
-    }
 
 
 def _total(moved: Moved) -> str:

@@ -15,6 +15,16 @@ FLOP_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
 
 
+def layout_json(candidate: Candidate) -> dict[str, Any]:
+    """Returns what identifies a candidate without stages, as plain values."""
+    return {
+        "layout": candidate.layout,
+        "mesh": dict(candidate.mesh.axes),
+        "remat": candidate.remat,
+        "microbatches": candidate.microbatches,
+    }
+
+
 def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
     """Returns one candidate as plain values; bytes and seconds per device and step."""
     rates = search.rates(candidate)

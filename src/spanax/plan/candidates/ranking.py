@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
-from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.cost.terms import Terms
@@ -19,24 +17,23 @@ from spanax.trace.rewrites.remat_policies import RING
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Every mesh of a family under one form of the program and one schedule, with its cost."""
+    """Every mesh of a family under one form of the program and one schedule, with its cost.
+
+    `upper_bytes` is the upper estimate of the peak memory of each mesh, which has to fit.
+    """
 
     family: Family
     program: Program
     terms: Terms
     grid: Grid
     memory: MemoryUse
+    upper_bytes: np.ndarray
     costs: Costs
     repeats: tuple[int, ...] = ()
 
-    def upper_bytes(self, cluster: Cluster) -> np.ndarray:
-        """Returns the upper estimate of the peak memory of each mesh."""
-        return upper_bytes(self.program, cluster.chip, self.memory.peak_bytes)
-
-    def fits(self, cluster: Cluster) -> np.ndarray:
-        """Returns for each mesh whether its upper estimate fits into the memory of a device."""
-        peak, limit = self.upper_bytes(cluster), cluster.memory_bytes
-        return np.full(peak.shape, True) if limit is None else peak <= limit
+    def fits(self, limit: int | None) -> np.ndarray:
+        """Returns for each mesh whether its upper estimate fits into `limit` bytes."""
+        return self.upper_bytes <= (np.inf if limit is None else limit)
 
     @property
     def is_repeated(self) -> np.ndarray:
@@ -49,12 +46,13 @@ class Priced:
         memory = MemoryUse(
             {name: values[columns] for name, values in self.memory.groups.items()}, self.memory.peak_bytes[columns]
         )
-        return replace(self, grid=grid, memory=memory, costs=self.costs.select(columns))
+        upper_bytes, costs = self.upper_bytes[columns], self.costs.select(columns)
+        return replace(self, grid=grid, memory=memory, upper_bytes=upper_bytes, costs=costs)
 
 
-def without_repeated_kernels(priced: Sequence[Priced], cluster: Cluster, rejected: Rejections) -> list[Priced]:
+def without_repeated_kernels(priced: Sequence[Priced], limit: int | None, rejected: Rejections) -> list[Priced]:
     """Returns the layouts without those that repeat the work of an attention kernel; all, where no other fits."""
-    if not any((entry.fits(cluster) & ~entry.is_repeated).any() for entry in priced):
+    if not any((entry.fits(limit) & ~entry.is_repeated).any() for entry in priced):
         return list(priced)
     rejected[Reason(Code.KERNEL_REPEATED)] += sum(int(np.count_nonzero(entry.is_repeated)) for entry in priced)
     return [entry.select(np.flatnonzero(~entry.is_repeated)) if entry.repeats else entry for entry in priced]
@@ -62,7 +60,7 @@ def without_repeated_kernels(priced: Sequence[Priced], cluster: Cluster, rejecte
 
 def ranked(
     priced: Sequence[Priced],
-    cluster: Cluster,
+    limit: int | None,
     top: int,
     each: bool,
     distinct: bool,
@@ -75,8 +73,8 @@ def ranked(
     """
     rows = []
     for index, entry in enumerate(priced):
-        peak = entry.upper_bytes(cluster)
-        fits = entry.fits(cluster)
+        peak = entry.upper_bytes
+        fits = entry.fits(limit)
         rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)
         ranks = entry.costs.step_seconds * np.where(entry.grid.num_stages > 1, 1 + stage_margin, 1)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.rewrites.attention.operation import BACKWARD, RING
+from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, RING
 from spanax.trace.rewrites.attention.scores import NONE, Form
 
 Axes = tuple[str, ...]
@@ -98,6 +99,12 @@ def attention_sharding(
     queries = take(q[form.queries])
     rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
     return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
+
+
+def attention_kernels(traced: StepAnalysis) -> list[Op]:
+    """Returns the first operation of each group of equal attention kernels, forward."""
+    ops = [group.op for group in traced.op_groups]
+    return [op for op in ops if op.name == FORWARD and op.params["kernel"] is not None]
 
 
 def _divides(form: Form, dim: int, axes: Axes, mesh: MeshShape) -> bool:

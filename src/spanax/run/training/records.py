@@ -57,7 +57,7 @@ class Records:
             self.telemetry.warn(f"cannot predict the step time of the plan: {first_line(error)}")
 
     def _size(self, devices: list[Any]) -> str:
-        """Returns the size of the cluster of the plan's devices; empty if they are no cluster of the catalog."""
+        """Returns the size of the cluster of the plan's devices; empty if the catalog has no such cluster."""
         try:
             return local(devices[: self.job.plan.mesh.size]).size
         except SpanaxError:
