@@ -54,6 +54,13 @@ def without_scikit_learn() -> None:
         Digits()
 
 
+def in_bfloat16() -> None:
+    trace(
+        build=reading.Masked, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 1, 8, 8), "float32"),
+        loss=lambda model, x: model(x).mean(), compute_dtype="bfloat16",
+    )  # fmt: skip
+
+
 def in_two(loss: Callable[..., Any]) -> Any:
     """A loss of a weight and a batch of nine tokens, in two chunks."""
     return chunked_loss(loss, 2)(np.ones((3, 5)), np.ones((9, 3)))
@@ -161,6 +168,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
     "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), epochs=2),
+    "loss: an operation without bfloat16": in_bfloat16,
     "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
     "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]
     "simulate: no devices": lambda: simulate(0),

@@ -80,6 +80,35 @@ def test_every_preset_is_planned_or_refused_with_a_reason(name: str) -> None:
     assert result == golden.read_text()
 
 
+IN_BFLOAT16 = {"lru", "pixelcnn", "vqvae", "masked_loss"}
+
+
+@pytest.mark.parametrize("name", sampled([*corpus.FILES, *zoo.ZOO], IN_BFLOAT16))
+def test_accelerators_plan_in_bfloat16_or_the_cause_is_named(name: str) -> None:
+    case = corpus.model(name)
+    if hasattr(case, "train_step"):
+        pytest.skip("its train step chooses the dtype")
+    arguments = {
+        "build": case.build,
+        "optimizer": corpus.optimizer(name),
+        "batch": case.batch(corpus.SIZE),
+        "loss": case.loss,
+    }
+    try:
+        with corpus.under_its_mesh(case):
+            program = spanax.trace(**arguments, compute_dtype="bfloat16")
+    except SpanaxError as error:
+        assert name in {"lru", "pixelcnn", "vqvae"} and len(str(error).splitlines()) <= 4
+        assert str(error).startswith("the loss cannot be computed in bfloat16: ")
+        if name != "lru":  # complex matmuls: no dtype is chosen for it
+            with corpus.under_its_mesh(case), pytest.raises(SpanaxError, match="cannot be computed in bfloat16"):
+                spanax.plan(corpus.program(name), spanax.cluster("h100:8"))
+        with corpus.under_its_mesh(case):
+            program = spanax.trace(**arguments, compute_dtype="float32")
+    for cluster in ("v5e:2x4", "h100:8"):
+        assert spanax.plan(program, spanax.cluster(cluster)).schedule.compute_dtype == program.compute_dtype
+
+
 @functools.cache
 def reference(name: str, count: int) -> tuple[list[Any], dict[str, np.ndarray]]:
     """A birth, and what becomes of it on one device: by an ordinary loop of NNX, or in microbatches by Spanax."""

@@ -2,12 +2,18 @@
 
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import spanax
+from pipelines import ranked_layers
 from spanax.models.workloads import load
 from spanax.plan.candidates.grids import grids_of
+from spanax.plan.choose import Request, searched
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.evaluate import LayoutCosts
@@ -65,3 +71,29 @@ def test_a_zero_bubble_is_shorter_and_takes_more_memory(result: spanax.Search) -
     plain, zero_bubble = key["1f1b"], key["zero-bubble"]
     assert zero_bubble.seconds["pipeline"] < plain.seconds["pipeline"]
     assert zero_bubble.memory["activations"] == pytest.approx(plain.memory["activations"] * 7 / 4, rel=0.25)
+
+
+class Deep(nnx.Module):
+    """Sixteen layers, one loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.split_rngs(splits=16)(nnx.vmap(lambda rngs: nnx.Linear(1024, 1024, rngs=rngs)))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graph, state = nnx.split(self.blocks)
+        layers = jax.lax.scan(lambda x, layer: (jnp.tanh(nnx.merge(graph, layer)(x)), None), x, state)
+        return jnp.square(layers[0]).mean()
+
+
+@pytest.mark.parametrize("is_ranked", [False, True])
+def test_interleaved_stages_are_rejected_where_the_update_depends_on_the_order_of_layers(is_ranked: bool) -> None:
+    program = spanax.trace(
+        build=Deep, batch=jax.ShapeDtypeStruct((64, 1024), "float32"), loss=lambda model, x: model(x),
+        optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)) if is_ranked else optax.sgd(0.1),
+    )  # fmt: skip
+    result = searched(program, spanax.cluster("h100:4x1"), Request(pipeline=True))
+    reasons = {reason.detail: count for reason, count in result.rejected.items() if reason.code is Code.NO_CHUNKS}
+    assert result.best is not None and result.best.num_stages == 4
+    assert result.best.schedule == ("1f1b" if is_ranked else "interleaved")
+    detail = "`iota` outside of the layer loop depends on the order of the layers."
+    assert [*reasons] == ([detail] if is_ranked else []) and all(count > 10 for count in reasons.values())

@@ -13,6 +13,7 @@ from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.forms import REMAT
+from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     computed_in,
@@ -31,6 +32,7 @@ from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.place import as_planned, placed
 from spanax.plan.space import AXES, is_standard
+from spanax.trace.pipeline.order_invariance import check_order_invariant
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
@@ -233,11 +235,12 @@ def searched(
             result = find(program, remat=policies, pipeline=in_stages or bool(request.pipeline))
         if result.best is None and is_open and program.evaluation is not None:
             result = find(program, remat=policies, pipeline=True)
-        unsupported = _unsupported_stages(result) if is_open else None
-        if unsupported is None:
+        refused = _refused_stages(result)
+        if refused is None or (refused.code is Code.NO_STAGES and not is_open):
             return result
-        result = find(program, remat=policies, pipeline=False)
-        return replace(result, rejected={**result.rejected, unsupported: 1})
+        in_stages, num_priced = refused.code is Code.NO_CHUNKS, result.layouts_priced
+        result = find(program, remat=policies, pipeline=in_stages, schedules=CONTIGUOUS)
+        return replace(result, rejected={**result.rejected, refused: num_priced - result.layouts_priced})
 
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
@@ -248,15 +251,19 @@ def searched(
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
 
 
-def _unsupported_stages(result: Search) -> Reason | None:
+def _refused_stages(result: Search) -> Reason | None:
     """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
     if result.best is None or result.best.num_stages == 1:
         return None
-    plan = plan_of(result, result.best)
+    plan, code = plan_of(result, result.best), Code.NO_STAGES
     try:
-        pipeline_partition(as_planned(result.program_of(result.best), plan).step, plan.schedule.microbatches)
+        step = as_planned(result.program_of(result.best), plan).step
+        partition = pipeline_partition(step, plan.schedule.microbatches)
+        code = Code.NO_CHUNKS
+        if plan.schedule.num_chunks > 1:
+            check_order_invariant(step, partition)
     except SpanaxError as error:
-        return Reason(Code.NO_STAGES, detail=first_line(error))
+        return Reason(code, detail=first_line(error))
     return None
 
 

@@ -32,6 +32,7 @@ class Code(Enum):
     SAME_SHARDING = "another remat policy, schedule or number of microbatches of the same sharding is faster"
     STORES_RECOMPUTED = "the zero-bubble schedule would store what remat recomputes, until the gradient of the weights"
     NO_STAGES = "stages: {detail}"
+    NO_CHUNKS = "interleaved stages: {detail}"
     NOT_COMPARED = "priced, not compared"
 
     LAYOUT_REQUESTED = "as requested"

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spanax.errors import NoLayoutError, SpanaxError, nearest
@@ -12,7 +12,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import can_ring, repeating_axes, with_attention
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.forms import REMAT, in_context, in_rings, programs_of
-from spanax.plan.candidates.grids import ZERO_BUBBLE, Grids, grids_of
+from spanax.plan.candidates.grids import SCHEDULES, ZERO_BUBBLE, Grids, grids_of
 from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.margins import upper_bytes
@@ -46,6 +46,7 @@ def search(
     ring: bool | None = None,
     distinct: bool = False,
     stage_margin: float = 0.0,
+    schedules: Collection[str] = SCHEDULES,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -68,6 +69,7 @@ def search(
         or an attention of the program is requested; not on CPUs.
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
       stage_margin: layouts with stages rank as if they were slower by this fraction.
+      schedules: the schedules of stages to price; `1f1b` is always priced.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -101,7 +103,7 @@ def search(
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
         assumptions=assumptions or Assumptions(), pins=pins, ring=ring, distinct=distinct,
-        stage_margin=stage_margin,
+        stage_margin=stage_margin, schedules=schedules,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is not None or not _is_inexact(program, result):
@@ -114,7 +116,7 @@ def search(
 def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
-    pipeline: bool, ring: bool, distinct: bool, stage_margin: float,
+    pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
@@ -138,7 +140,7 @@ def _search(
     trace_seconds += time.perf_counter() - tracing_start
     priced = list[Priced]()
     for forms, some in ((programs.values(), space), (rings, sequences)):
-        grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers) for family in some]
+        grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some]
         priced += _price(forms, some, grids, cluster, assumptions, rejected)
     priced = priced if layout else without_repeated_kernels(priced, cluster.memory_bytes, rejected)
     best, too_large, nearest = ranked(priced, cluster.memory_bytes, top, each, distinct, rejected, stage_margin)

@@ -14,6 +14,7 @@ from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
+from spanax.trace.loss.compute_dtype import dtype_error
 from spanax.trace.loss.pure_loss import numbers_of, with_extra
 from spanax.trace.loss.train_step import as_metrics, chosen_step
 from spanax.trace.optimizers.gradient_recording import recording
@@ -168,7 +169,15 @@ class Definition:
           SpanaxError: the step cannot be traced.
         """
         state, attentions = self.state(variant), list[FusedAttention]()
-        step = self._traced(state, partial(_run_step, state.variables, self.step(variant, attentions)))
+        try:
+            step = self._traced(state, partial(_run_step, state.variables, self.step(variant, attentions)))
+        except SpanaxError:
+            raise
+        except Exception as error:
+            if variant.compute_dtype is None:
+                raise
+            self.traced(replace(variant, compute_dtype=None))  # raises what the loss raises in every dtype
+            raise dtype_error(error, variant.compute_dtype, state.variables.leaves) from error
         warn_of_unknown(step.axes)
         evaluation = None
         if self.loss is not None:

@@ -1,6 +1,7 @@
 """Enumerates pipeline schedules and numbers of microbatches on every mesh of a family."""
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,9 @@ from spanax.plan.space import AXES, Family
 PLAIN, INTERLEAVED, ZERO_BUBBLE = "1f1b", "interleaved", "zero-bubble"
 
 SCHEDULES = (PLAIN, INTERLEAVED, ZERO_BUBBLE)
+
+CONTIGUOUS = (PLAIN, ZERO_BUBBLE)
+"""The schedules whose stages have consecutive layers."""
 
 MOST_CHUNKS = 8
 """The most chunks per stage that a search prices: hops grow with chunks, and the bubble is then at most an eighth."""
@@ -32,9 +36,17 @@ class Grids:
 
 
 def grids_of(
-    family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int
+    family: Family,
+    batch_size: int,
+    traced_batch: int,
+    microbatches: int | None,
+    num_layers: int,
+    schedules: Collection[str] = SCHEDULES,
 ) -> Grids | None:
-    """Returns every mesh of a family with every possible number of microbatches and schedule; None for no candidate."""
+    """Returns every mesh of a family with every possible number of microbatches and schedule; None for no candidate.
+
+    `schedules` are those to price in addition to `1f1b`.
+    """
     num_shards = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
     pairs = [
         (column, count)
@@ -48,8 +60,10 @@ def grids_of(
     scale = batch_size / counts / traced_batch
     plain = Grid(family.sizes[:, columns], family.num_stages[columns], counts, scale, num_layers=num_layers)
     in_stages = np.flatnonzero(plain.num_stages > 1)
-    others = [(replace(plain.select(in_stages), schedule=ZERO_BUBBLE), in_stages)] if in_stages.size else []
-    for num_chunks in range(2, MOST_CHUNKS + 1):
+    others = []
+    if in_stages.size and ZERO_BUBBLE in schedules:
+        others.append((replace(plain.select(in_stages), schedule=ZERO_BUBBLE), in_stages))
+    for num_chunks in range(2, MOST_CHUNKS + 1) if INTERLEAVED in schedules else ():
         chosen = np.asarray([
             column
             for column in in_stages

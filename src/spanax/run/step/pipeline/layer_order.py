@@ -14,20 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.assign import divided_layers
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import Op
-from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
-
-ORDER_INVARIANT = frozenset({Family.ELEMENTWISE, Family.REDUCTION, Family.CONTRACTION, Family.VIEW})
-"""Operations that treat all indices of a dim alike, whatever their order."""
 
 PADDING = -1
 """Marks a row without a layer."""
@@ -142,31 +135,6 @@ def layers_by_stage(parts: Parts) -> tuple[int, ...]:
         for part in parts_by_stage
         for row in range(parts.num_rows)
     )
-
-
-def check_order_invariant(traced: StepAnalysis, partition: PipelinePartition) -> None:
-    """Validates that no operation outside of the layer loop depends on the order of the layers.
-
-    Raises:
-      SpanaxError: an operation does.
-    """
-    labels = {traced.axes.classes[value][0] for value in partition.rows}
-    for op in (*traced.graph.body.ops, *partition.prepared_ops):
-        if op is partition.loop.op or not _has_label(traced, op, labels):
-            continue
-        constants = [
-            v for v in op.inputs if v in traced.graph.constants and labels.intersection(traced.axes.classes[v])
-        ]
-        if op.family not in ORDER_INVARIANT or constants:
-            raise SpanaxError(
-                f"`{op.name}` outside of the layer loop depends on the order of the layers.",
-                where="schedule 'interleaved', whose stages have non-contiguous layers",
-                fix="use schedule '1f1b' or 'zero-bubble'",
-            )
-
-
-def _has_label(traced: StepAnalysis, op: Op, labels: set[int | None]) -> bool:
-    return any(labels.intersection(traced.axes.classes[value]) for value in (*op.inputs, *op.outputs))
 
 
 def _layer_placement(leaf: Placement, dim: int | None, mesh: MeshShape) -> Placement:

@@ -17,13 +17,14 @@ from jax.sharding import PartitionSpec
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import Ticks, ticks_of
 from spanax.plan.plan import Schedule
-from spanax.run.step.pipeline.layer_order import LayerOrder, check_order_invariant
+from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.stage import Stage, Values, converted
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
+from spanax.trace.pipeline.order_invariance import check_order_invariant
 from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
 from spanax.trace.pipeline.split_backward import SplitBackward, split_backward
 
