@@ -269,6 +269,18 @@ def test_what_goes_over_the_logits_more_often_touches_more_around_the_layers_onl
     assert once["update"][0] == thrice["update"][0]
 
 
+def test_a_host_dispatches_collectives_of_activations_like_kernels() -> None:
+    slow, cluster = Assumptions(dispatch_seconds=1.0), spanax.cluster("a100", 8)
+    seconds = {}
+    for layout, mesh, sizes in (("data", "data=8", (8,)), ("tensor", "model=8", (8,)), ("tensor", "model=8", (1,))):
+        each = terms(small_gpt(), layout, mesh)
+        count = each.memory_traffic.kernels[: Phase.UPDATE].sum()
+        seconds[layout, sizes] = price(each, cluster, grid(sizes), slow).step_seconds[0] - count
+    # Two sums in each pass of both blocks, and those around the layers.
+    assert seconds["tensor", (8,)] >= 2.4 * 8 > 1 > abs(seconds["data", (8,)])
+    assert abs(seconds["tensor", (1,)]) < 1
+
+
 def test_alone_nothing_moves() -> None:
     result = cost(small_gpt(), "data", "data=1").terms
     for name in ("gradient sync", "weights between devices", "activations between devices", "pipeline"):

@@ -41,6 +41,12 @@ COMPUTING = ("matmuls", "memory", "kernel starts")
 WEIGHTED = "matmuls with weights"
 """The matmuls outside of attention; a part of the term `matmuls`."""
 
+COLLECTIVE_DISPATCH = 2.4
+"""The time in which a host dispatches a collective, in fused kernels.
+
+Source: `python benchmarks/eager_dispatch.py`, PyTorch 2.13.0: 2.2 to 2.7, with and without checkpoints.
+"""
+
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
 
@@ -149,7 +155,7 @@ def price(
     moved = _moved(terms, num_shards, grid_table, grid, assumptions)
     exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
     layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
-    _wait_for_host(layers, around, terms, grid.num_stages, assumptions)
+    _wait_for_host(layers, around, terms, num_shards, grid.num_stages, assumptions)
     stage = _stage(layers, _shares_of_phases(parts, exposed), grid, grid_table, terms, overlap)
     # The last stage also runs the operations around the layers, and all other stages wait for it.
     count = grid.num_microbatches
@@ -237,15 +243,20 @@ def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> T
 
 
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, assumptions: Assumptions
-) -> None:
+    layers: dict[str, Array], around: dict[str, Array], terms: Terms, num_shards: Array, stages: Array,
+    assumptions: Assumptions,
+) -> None:  # fmt: skip
     """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
     A microbatch takes the longer of both, with a soft corner: neither is steady. Each term increases by the same share.
+    Collectives of activations are dispatched like kernels; those of weights are few, in buckets.
     """
     if not assumptions.dispatch_seconds:
         return
-    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * assumptions.dispatch_seconds / stages
+    moves = terms.collectives
+    sent = (moves.runs * ~moves.of_weights * (moves.phase != Phase.UPDATE))[:, None] * (num_shards[moves.over] > 1)
+    count = terms.memory_traffic.kernels[: Phase.UPDATE].sum() + COLLECTIVE_DISPATCH * sent.sum(0)
+    host = count * assumptions.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
     growth = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):
