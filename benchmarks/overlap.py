@@ -1,10 +1,11 @@
-"""What of a layer's gathers and reduce-scatters the chips' own compilers run beside matmuls, read from the schedule.
+"""What of a layer's collectives the chips' own compilers schedule during matmuls, of weights or of activations.
 
 Needs libtpu (`pip install -e '.[tpu]'`), or for GPUs `.[cuda12]`, and no chip; some seconds a line. Nothing is timed: a
 gather that is started before a matmul and awaited behind it can be hidden, one that is one instruction is waited for.
+`--of weights` compiles `fsdp`, `--of activations` tensor parallelism with sequences sharded, over all devices.
 
 Usage:
-  python benchmarks/overlap.py [--layers 4] [--on v5e:4x4 v5p:2x2x4 v6e:4x4 h100:8]
+  python benchmarks/overlap.py [--of weights] [--layers 4] [--on v5e:4x4 v5p:2x2x4 v6e:4x4 h100:8]
 """
 
 import argparse
@@ -32,6 +33,11 @@ HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
 
 MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
 SUMS = ("reduce-scatter", "all-reduce", "all-reduce-start")
+
+LOOPS = {"rs": "products scattered in loops of permutes", "ag": "products gathered in loops of permutes"}
+"""What `WINDOWED` loops are."""
+
+LAYOUTS = {"weights": "fsdp", "activations": "tensor+seq"}
 
 SPARSE_CORES = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather=False",
@@ -68,8 +74,9 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
     names: dict[int, str] = {}
     by_id = {one.id: one for one in order}
     for one in order:
-        if one.opcode == "while" and any(WINDOWED.search(module.computations[body].name) for body in one.called):
-            found["products scattered in loops of permutes"] += 1
+        for body in one.called if one.opcode == "while" else ():
+            if windowed := WINDOWED.search(module.computations[body].name):
+                found[LOOPS[windowed[1]]] += 1
         gather = contains(module, one, GATHERS)
         starts = one.opcode.endswith("-start") or one.name.startswith("async-collective-start")
         ends = one.opcode.endswith("-done") or one.name.startswith("async-collective-done")
@@ -102,12 +109,13 @@ def _begun(one: Instruction, by_id: dict[int, Instruction], waiting: dict[int, b
     return None
 
 
-def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[Counter[str]]:
-    """The loops over layers of a Llama 3 8B step under `fsdp`, one behind the other: forward, backward."""
+def measure(on: str, num_layers: int, flags: tuple[str, ...], of: str = "weights") -> list[Counter[str]]:
+    """Returns the counts of the loops over layers of a Llama 3 8B step, those with the fewest matmuls first."""
     machine = spanax.cluster(on)
     workload = load("llama3-8b", batch_size=2 * machine.num_devices, seq_len=4096, num_layers=num_layers)
     program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype="bfloat16", remat="full")
-    plan = spanax.plan(program, machine, layout="fsdp")
+    mesh = {"mesh": f"model={machine.num_devices}"} if of == "activations" else {}
+    plan = spanax.plan(program, machine, layout=LAYOUTS[of], **mesh)
     target = target_of(machine)
     asked = for_platform((*plan.xla_flags, *flags), target.platform)
     data = compile_for(target, lower(program, plan, target.platform), plan.mesh, flags=asked).module
@@ -125,16 +133,17 @@ def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[Counter[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--of", choices=LAYOUTS, default="weights")
     parser.add_argument("--on", nargs="*", default=["v5e:4x4", "v5p:2x2x4", "v6e:4x4"])
     args = parser.parse_args()
-    told = ("beside a matmul", "beside something else", "waited for")
-    kinds = (*told, *(f"sums {one}" for one in told), "products scattered in loops of permutes")
+    fates = ("beside a matmul", "beside something else", "waited for")
+    kinds = (*fates, *(f"sums {fate}" for fate in fates), *LOOPS.values())
     print("| chips | options | loop | " + " | ".join(kinds) + " |\n" + "|---" * (3 + len(kinds)) + "|")
     for on in args.on:
         for name, flags in (("none", ()), ("gathers by the SparseCores", SPARSE_CORES)):
             if flags and not on.startswith(("v5p", "v6e")):
                 continue  # it has no SparseCores
-            for loop, counted in zip(("forward", "backward"), measure(on, args.layers, flags), strict=True):
+            for loop, counted in enumerate(measure(on, args.layers, flags, args.of), 1):
                 counts = " | ".join(str(counted[kind]) for kind in kinds)
                 print(f"| {on} | {name} | {loop} | {counts} |", flush=True)
 

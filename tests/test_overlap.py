@@ -2,7 +2,7 @@
 
 from jaxlib import _hlo
 
-from overlap import in_schedule, tally
+from overlap import LOOPS, in_schedule, tally
 from spanax.check.hlo.module import read_module
 
 PROGRAM = """
@@ -78,3 +78,36 @@ def test_sums_are_counted_apart_from_gathers() -> None:
     instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
     expected = {"matmuls": 1, "sums beside a matmul": 1, "sums beside something else": 1, "sums waited for": 1}
     assert tally(module, instructions) == expected
+
+
+LOOPING = """
+HloModule program, is_scheduled=true
+
+windowed_dot_general_body_ag {
+  x = f32[8] parameter(0)
+  ROOT y = f32[8] negate(x)
+}
+
+windowed_dot_general_body_rs.1 {
+  x = f32[8] parameter(0)
+  ROOT y = f32[8] negate(x)
+}
+
+forever {
+  x = f32[8] parameter(0)
+  ROOT yes = pred[] constant(true)
+}
+
+ENTRY main {
+  x = f32[8] parameter(0)
+  gathered = f32[8] while(x), condition=forever, body=windowed_dot_general_body_ag
+  ROOT scattered = f32[8] while(gathered), condition=forever, body=windowed_dot_general_body_rs.1
+}
+"""
+
+
+def test_loops_of_permutes_are_counted_by_what_they_implement() -> None:
+    data = _hlo.hlo_module_from_text(LOOPING).as_serialized_hlo_module_proto()
+    module = read_module(data)
+    instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
+    assert tally(module, instructions) == dict.fromkeys(LOOPS.values(), 1)

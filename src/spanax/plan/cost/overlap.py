@@ -56,22 +56,25 @@ RUNTIMES: dict[str, Overlap] = {
     # No asynchronous collectives but permutes: openxla/xla, the latency-hiding scheduler is off by default.
     "xla-gpu": Overlap(),
     "xla-gpu-latency-hiding": Overlap(weight_gathers=1.0, gradient_reductions=0.5, permutes=1.0),
-    "xla-tpu-v5e": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=0.5, permutes=1.0),
-    "xla-tpu": Overlap(gradient_reductions=1.0, activations=0.5, permutes=1.0),
-    "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=0.5, permutes=1.0),
+    "xla-tpu-v5e": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=8 / 15, permutes=1.0),
+    "xla-tpu": Overlap(gradient_reductions=1.0, activations=0.25, permutes=1.0),
+    "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=10 / 15, permutes=1.0),
     "fsdp": Overlap(weight_gathers=1.0, gradient_reductions=1.0, permutes=1.0),
     "megatron": Overlap(
-        weight_gathers=1.0, gradient_reductions=1.0, updated_weights=1.0, activations=0.5, permutes=1.0, hops=1.0
+        weight_gathers=1.0, gradient_reductions=1.0, updated_weights=1.0, activations=0.95, permutes=1.0, hops=1.0
     ),
 }
 """The runtimes, by name.
 
 Source: `xla-*`: schedules of compiled programs (`python benchmarks/overlap.py`, docs/speed.md): the share of a layer's
-weights that are gathered or scattered asynchronously. On TPUs scatters become loops of permutes and matmuls and gathers
-do not, so that half of the collectives of tensor parallelism are hidden. `fsdp`: Zhao et al., arXiv 2304.11277, 3.3,
-prefetching in the forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`: overlap_grad_reduce,
-overlap_param_gather and overlap_p2p_comm of Megatron-Core; tp_comm_overlap pipelines gathers and reduce-scatters with
-matmuls in chunks: half is an estimate.
+weights that are gathered or scattered asynchronously, and with `--of activations` the collectives of tensor parallelism
+with sequences sharded. Of 15 on a TPU, 4 reduce-scatters become loops of permutes and matmuls; of the 11 gathers none
+run during a matmul on v6e, 4 on v5e, and 6 by the SparseCores; v5p has 4 of 18. `fsdp`: Zhao et al., arXiv 2304.11277,
+3.3, prefetching in the forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`: overlap_grad_reduce,
+overlap_param_gather and overlap_p2p_comm of Megatron-Core. Its tp_comm_overlap, by the configurations of NeMo
+(nemo/collections/llm/recipes/tp_overlap_configs/userbuffers.py): of the ten collectives of a layer the four gathers of
+a ring start with the shard that is there, four run during a matmul that does not need them (bulk), and the two
+reduce-scatters of the forward pass are sent in four chunks, of which one has no matmul left: (8 + 2 x 3/4) / 10.
 """
 
 
