@@ -14,8 +14,8 @@ SMALLEST: dict[str, Any] = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "16 GiB",
 
 
 def test_the_chips() -> None:
-    expected = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 l4 mi300x v3 v4 v5e v5p v6e v7 cpu"
-    assert set(catalogue()) == set(expected.split())
+    gpus = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 b300 gb300 l4 mi300x"
+    assert set(catalogue()) == {*gpus.split(), *"v3 v4 v5e v5p v6e v7 cpu".split()}
     aliases = {"v100": "v100-32gb", "a100": "a100-80gb", "h100-80gb": "h100", "tpu7x": "v7", "ironwood": "v7"}
     for alias, name in (aliases | {"tpu-v5p": "v5p", "Trillium": "v6e", "A100": "a100-80gb"}).items():
         assert chip_named(alias).name == name
@@ -55,6 +55,8 @@ KNOWN = [
     ("h200", 989, 141, 4.8, 450, 400),
     ("b200", 2250, 180, 8.0, 900, 400),
     ("gb200", 2500, 186, 8.0, 900, 400),
+    ("b300", 2250, 268, 8.0, 900, 800),
+    ("gb300", 2500, 268, 8.0, 900, 800),
     ("v4", 275, 32, 1.228, 50, 50),
     ("v5e", 197, 16, 0.819, 50, 25),
     ("v6e", 918, 32, 1.638, 100, 100),

@@ -43,7 +43,9 @@ RATES: dict[tuple[str, str], Rate] = {
     (SPLASH, "tpu"): Rate(0.55, 0.45, "an estimate: no public table"),
 }
 
-GENERATIONS = {"v100": "a100", "l4": "a100", "h200": "h100", "gb200": "b200", "mi300x": "a100"}
+GENERATIONS = {
+    "v100": "a100", "l4": "a100", "h200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200", "mi300x": "a100"
+}  # fmt: skip
 """The generation whose rates replace those of a chip that has none. Source: an estimate, the nearest architecture."""
 
 HALF_LENGTH = 330.0
