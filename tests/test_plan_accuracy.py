@@ -1,6 +1,7 @@
 """The planner's accuracy: some published rows are priced near what was measured, odd ones skipped with a reason."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from published.alternatives import measurements, nearest
 from published.cases import cases
+from published.machine import cluster_of
 from published.prediction import Prices
 from published.rows import Row, Skipped, read
 from published.runtime import runtime_of
@@ -18,6 +20,7 @@ from published.shapes import completed
 from published.source import source_key
 from spanax.hardware.chips import catalogue
 from spanax.plan.cost.terms import KINDS
+from spanax.trace.analysis.op_groups import Phase
 
 # A benchmark in a process of its own; the planner's prices are frozen elsewhere.
 pytestmark = pytest.mark.slow
@@ -128,7 +131,9 @@ def test_a_source_is_the_repository_or_paper_that_is_named_first(text: str, key:
     ("cells", "features"),
     [
         ({}, ("torch.compile", "fsdp", True, True, True, False)),
-        ({"framework": "Megatron-LM", "zero_stage": "1"}, ("eager", "megatron", True, False, False, False)),
+        ({"framework": "Megatron-LM", "zero_stage": "1"}, ("eager", "megatron", True, True, True, True)),
+        ({"framework": "4D", "tp": "2"}, ("eager", "megatron", True, True, True, True)),
+        ({"framework": "4D", "tp": "2", "device": "A100"}, ("eager", "megatron", False, False, False, False)),
         ({"framework": "Megatron-LM", "device": "A100"}, ("eager", "megatron", False, False, False, False)),
         ({"framework": "Megatron-LM", "device": "A100", "notes": "flash attention"},
          ("eager", "megatron", True, False, False, False)),
@@ -136,13 +141,66 @@ def test_a_source_is_the_repository_or_paper_that_is_named_first(text: str, key:
          ("eager", "megatron", True, False, True, True)),
         ({"framework": "DeepSpeed ZeRO-3"}, ("eager", "zero", True, True, True, False)),
         ({"framework": "MaxText", "device": "TPU v5p"}, ("xla", "xla tpu", True, True, True, True)),
-        ({"framework": "PAX on JAX/XLA:GPU"}, ("xla", "xla gpu", True, True, True, False)),
+        ({"framework": "PAX on JAX/XLA:GPU"}, ("xla", "xla gpu", False, True, True, False)),
+        ({"framework": "PAX on JAX/XLA:GPU", "precision": "TE bf16"}, ("xla", "xla gpu", True, True, True, False)),
+        ({"framework": "torchtitan", "tp": "2"}, ("eager", "fsdp", True, True, True, False)),
     ],
 )  # fmt: skip
 def test_features_of_software_are_read_from_what_a_row_states(cells: dict[str, str], features: tuple[object]) -> None:
     of = runtime_of(row(n_devices="8", **cells), catalogue()["a100-80gb" if cells.get("device") == "A100" else "h100"])
     assert (of.compiler, of.family, of.fused_attention) == features[:3]
     assert (of.overlaps_gradients, of.overlaps_gathers, of.overlaps_tensor) == features[3:]
+
+
+def test_gathers_of_a_tpu_are_hidden_where_its_options_hide_them() -> None:
+    on = {"framework": "MaxText", "device": "TPU"}
+    hidden = {
+        (chip, notes): runtime_of(row(n_devices="8", notes=notes, **on), catalogue()[chip]).overlap.weight_gathers
+        for chip, notes in (("v5e", ""), ("v6e", ""), ("v6e", "gathers by the SparseCores"), ("v7", ""))
+    }
+    assert list(hidden.values()) == [6 / 7, 0.0, 6 / 7, 6 / 7]
+
+
+def test_a_power_limit_slows_all_kernels_and_scales_per_row_the_matmuls_in_eight_bits() -> None:
+    limited, plain = (cluster_of(row(n_devices="8", device=device)).chip for device in ("H100 350W", "H100"))
+    assert limited.peak_flops["bf16"] == pytest.approx(plain.peak_flops["bf16"] * 0.5 ** (1 / 3))
+    rowwise = cluster_of(row(n_devices="8", precision="float8 rowwise")).chip
+    assert rowwise.flops_per_second("fp8") == pytest.approx(0.8 * plain.flops_per_second("fp8"))
+    assert rowwise.flops_per_second("bf16") == plain.flops_per_second("bf16")
+    # What an MFU is of does not change.
+    cells = {"n_devices": "8", "step_time_s": "", "mfu_pct": "40", "flops_convention": "6N, causal halved"}
+    seconds = [cases([row(device=device, **cells)])[0][0].measured_seconds for device in ("H100 350W", "H100")]
+    assert seconds[0] == seconds[1]
+
+
+def test_updated_weights_are_gathered_in_16_bits_except_by_xla() -> None:
+    cells = {"n_devices": "8", "fsdp": "8", "zero_stage": "1", "global_batch_seqs": "16"}
+    gathered = {}
+    for framework in ("Megatron-Core", "PAX on JAX/XLA:GPU"):
+        (case,), _ = cases([row(framework=framework, **cells)])
+        moves = case.terms.collectives
+        is_update = (moves.phase == Phase.UPDATE) & (moves.kind == KINDS.index("all-gather"))
+        gathered[framework] = (moves.num_bytes * moves.runs)[is_update].sum() / case.shape.matmul_params
+    # Embeddings and heads of one size, padded by Megatron: bytes are compared per parameter of the matmuls.
+    assert gathered["PAX on JAX/XLA:GPU"] == pytest.approx(2 * gathered["Megatron-Core"], rel=0.01)
+
+
+def test_a_token_is_sent_once_to_each_node() -> None:
+    sizes = {"num_experts": "32", "top_k": "4", "expert_d_ff": "256", "ep": "32", "framework": "Megatron-Core"}
+    cells = sizes | {"global_batch_seqs": "64", "n_devices": "32", "zero_stage": "1"}
+    bytes_of = lambda case: case.terms.collectives.num_bytes[case.terms.collectives.kind == KINDS.index("all-to-all")]  # noqa: E731
+    (over_nodes,), _ = cases([row(**cells)])
+    (in_one_domain,), _ = cases([row(device="GB200", **cells)])
+    # Of 4 nodes, 1 - (3/4)**4 have one of 4 experts: 2.73 copies instead of 4.
+    ratio = bytes_of(over_nodes).sum() / bytes_of(in_one_domain).sum()
+    assert ratio == pytest.approx(4 * (1 - 0.75**4) / 4)
+
+
+def test_the_measured_layer_has_as_many_fused_kernels_as_a_layer_of_gpt() -> None:
+    source = (ROOT / "benchmarks" / "eager_dispatch.py").read_text(encoding="utf-8")  # PyTorch is not installed here
+    stated = re.search(r"FORWARD_KERNELS, BACKWARD_KERNELS = (\d+), (\d+)", source)
+    (case,), _ = cases([row(n_devices="8", framework="Megatron-LM", model="GPT", d_ff="4096")])
+    assert stated and case.terms.memory_traffic.kernels[:2, 1].tolist() == [2 * int(each) for each in stated.groups()]
 
 
 def test_a_published_name_completes_a_shape_that_does_not_contradict_it() -> None:

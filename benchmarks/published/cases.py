@@ -13,12 +13,14 @@ from published.machine import cluster_of
 from published.rows import Row, Skipped, step_seconds
 from published.runtime import Runtime, runtime_of
 from spanax.errors import SpanaxError
+from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster
 from spanax.plan.cost.terms import KINDS, Terms
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.op_groups import Phase
 
 TRACED = 16
 """The traced batch is a multiple of it, and of every number of batch shards: a batch of one would be no axis."""
@@ -204,16 +206,19 @@ def case_of(setting: Setting, traced: int, known: dict[tuple[object, ...], Terms
     dtype = dtype_of(row)
     if dtype not in machine.chip.peak_flops:
         raise Skipped(f"the chip's rate in {dtype} is not known")
-    peak = machine.chip.peak_flops["bf16" if dtype in ("fp8", "fp4") else dtype]
+    # An MFU is of the data sheet's rate, whatever limits the chip.
+    peak = catalogue()[machine.chip.name].peak_flops["bf16" if dtype in ("fp8", "fp4") else dtype]
     seconds = step_seconds(row, batch, peak, setting.shape.matmul_params)
     resolved = sizes if compiler == "xla" else (sizes[0], min(sizes[1], 2), *sizes[2:])
     key = (resolved, storing, sequence)
     if key not in known:
         known[key] = terms_of(setting, traced, *key)
-    if (*key, dtype) not in known:
-        known[*key, dtype] = in_dtype(known[key], dtype)
+    copies = sent_copies(setting, sizes)
+    if (*key, dtype, copies) not in known:
+        known[*key, dtype, copies] = in_dtype(with_copies(known[key], copies), dtype)
     return Case(
-        row=row, shape=setting.shape, cluster=machine, terms=known[*key, dtype], sizes=sizes, num_microbatches=count,
+        row=row, shape=setting.shape, cluster=machine, terms=known[*key, dtype, copies], sizes=sizes,
+        num_microbatches=count,
         scale=batch / count / traced, runtime=setting.runtime, redone=setting.redone,
         gathers_again=storing == "fsdp" and setting.runtime.family == "zero", measured_seconds=seconds,
     )  # fmt: skip
@@ -239,7 +244,20 @@ def terms_of(setting: Setting, traced: int, sizes: tuple[int, ...], storing: str
     program = program_of(setting.shape, traced, setting.remat)
     resolver = resolve(program, layout_on(storing, sequence, mesh), mesh, {})
     terms = count_terms(ShardedProgram(resolver, program.step))
-    return dispatched(terms) if setting.runtime.compiler != "xla" else terms
+    return gathered_in_16_bits(dispatched(terms)) if setting.runtime.compiler != "xla" else terms
+
+
+def gathered_in_16_bits(terms: Terms) -> Terms:
+    """Returns the terms with gathers of updated weights in 16 bits: the 32-bit copy stays sharded.
+
+    The all-reduce of 16-bit gradients before it takes as long as these runtimes' reduce-scatter in 32 bits.
+
+    Source: Megatron-Core's distributed optimizer (docs, `dist_optimizer`): gradients in 32 bits are reduce-scattered,
+    weights in 16 are gathered; Rajbhandari et al., "ZeRO" (arXiv 1910.02054), section 5.
+    """
+    moves = terms.collectives
+    changes = (moves.phase == Phase.UPDATE) & moves.of_weights & (moves.kind == KINDS.index("all-gather"))
+    return replace(terms, collectives=replace(moves, num_bytes=np.where(changes, moves.num_bytes / 2, moves.num_bytes)))
 
 
 def dispatched(terms: Terms) -> Terms:
@@ -254,6 +272,27 @@ def dispatched(terms: Terms) -> Terms:
     changes = (moves.over == over) & ~moves.of_weights & (moves.kind == KINDS.index("all-gather"))
     kind = np.where(changes, KINDS.index("all-to-all"), moves.kind)
     return replace(terms, collectives=replace(moves, kind=kind))
+
+
+def sent_copies(setting: Setting, sizes: tuple[int, ...]) -> float:
+    """Returns the copies of a token that are sent between nodes over its number of experts, 1 within a node.
+
+    Dispatchers of Megatron-Core send a token once to each node with any of its k experts, and copy it there: of N nodes
+    with equal loads 1 - (1 - 1 / N)^k have one.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.2.2; Megatron-Bridge, `moe_flex_dispatcher_backend`.
+    """
+    nodes = math.ceil(math.prod(sizes[2:]) / setting.cluster.devices_per_node)
+    if not setting.shape.is_mixture or not setting.runtime.interleaves or nodes == 1:
+        return 1.0
+    return nodes * (1 - (1 - 1 / nodes) ** setting.shape.experts_per_token) / setting.shape.experts_per_token
+
+
+def with_copies(terms: Terms, copies: float) -> Terms:
+    """Returns the terms with a share of the bytes between experts."""
+    moves = terms.collectives
+    num_bytes = np.where(moves.kind == KINDS.index("all-to-all"), copies * moves.num_bytes, moves.num_bytes)
+    return replace(terms, collectives=replace(moves, num_bytes=num_bytes))
 
 
 def dtype_of(row: Row) -> str:

@@ -15,7 +15,8 @@ XLA = (r"maxtext", r"\bjax\b", r"axlearn", r"\bpax", r"praxis", r"\bxla\b", r"\b
 FULLY_SHARDED = (r"\bfsdp", r"torchtitan", r"fully.sharded", r"llm-foundry", r"simplefsdp")
 MEGATRON = (r"megatron", r"nemo")
 ZERO = (r"zero", r"deepspeed")
-MODERN_MEGATRON = (r"megatron[- ]?core", r"megatron[- ]?bridge", r"nemo", r"mcore", r"\b4d\b")
+MODERN_MEGATRON = (r"megatron[- ]?core", r"megatron[- ]?bridge", r"nemo", r"mcore")
+SPARSE_CORES = (r"sparse[- ]?cores?",)
 FUSED = (r"flash", r"fused.attention", r"splash", r"cudnn.attention", r"\bsdpa\b", r"transformer.engine", r"\bte\b")
 UNFUSED = (r"unfused.attention", r"naive.attention", r"no.flash", r"dot.product.attention")
 
@@ -61,7 +62,9 @@ def runtime_of(row: Row, chip: Chip) -> Runtime:
     """
     compiler = compiler_of(row)
     family = family_of(row, compiler)
-    is_xla, is_modern = compiler == "xla", row.states(*MODERN_MEGATRON)
+    is_xla = compiler == "xla"
+    # No Megatron before Megatron-Core supports the chips that compute in eight bits.
+    is_modern = family == "megatron" and (row.states(*MODERN_MEGATRON) or "fp8" in chip.peak_flops)
     by_default = {"fsdp": True, "megatron": is_modern, "zero": row.zero_stage == 3}.get(family, is_xla)
     gradients = _stated(row, r"overlap[-_ ]grad", by_default)
     gathers = _stated(row, r"overlap[-_ ]param", by_default)
@@ -77,17 +80,23 @@ def runtime_of(row: Row, chip: Chip) -> Runtime:
         latency_hiding=latency_hiding,
         distributed_optimizer=bool(row.zero_stage) or row.states(r"distributed.optim"),
         attention=attention_of(row, compiler, family, chip),
-        overlap=overlap_of(family, chip, gradients, gathers, tensor and not is_xla, latency_hiding),
-        interleaves=family == "megatron" and is_modern,
+        overlap=overlap_of(row, family, chip, gradients, gathers, tensor and not is_xla, latency_hiding),
+        interleaves=is_modern,
     )
 
 
-def overlap_of(family: str, chip: Chip, gradients: bool, gathers: bool, tensor: bool, latency_hiding: bool) -> Overlap:
-    """Returns what computation can hide: a runtime of Spanax, with what the row switches on or off."""
+def overlap_of(
+    row: Row, family: str, chip: Chip, gradients: bool, gathers: bool, tensor: bool, latency_hiding: bool
+) -> Overlap:
+    """Returns what computation can hide: a runtime of Spanax, with what the row switches on or off.
+
+    Source: the options of MaxText's recipes (AI-Hypercomputer/tpu-recipes @3596002): those for a v6e are the
+    compiler's defaults (`CF_FOR_ALL_GATHER`), those for a v7 hand gathers to the SparseCores.
+    """
     if family == "xla gpu":
         return RUNTIMES["xla-gpu-latency-hiding" if latency_hiding else "xla-gpu"]
-    if family == "xla tpu":  # MaxText's options for a v6e and later hand gathers to the SparseCores
-        has_sparse_cores = chip.name in ("v6e", "v7")
+    if family == "xla tpu":
+        has_sparse_cores = chip.name == "v7" or row.states(*SPARSE_CORES)
         name = "xla-tpu-sparse-cores" if has_sparse_cores else f"xla-tpu-{chip.name}"
         return RUNTIMES.get(name, RUNTIMES["xla-tpu"])
     base = RUNTIMES["megatron" if family == "megatron" else "fsdp"]
@@ -146,14 +155,16 @@ def family_of(row: Row, compiler: str) -> str:
 def has_fused_attention(row: Row, compiler: str, family: str, chip: Chip) -> bool:
     """Returns whether attention scores stay on the chip.
 
-    A row that does not state it: compiled frameworks and PyTorch's FSDP call a fused kernel (XLA's, or PyTorch 2's
-    `scaled_dot_product_attention`). Megatron and DeepSpeed had none before the chips that compute in eight bits.
+    A row that does not state it: on TPUs MaxText takes splash, and PyTorch's FSDP and compiled PyTorch PyTorch 2's
+    `scaled_dot_product_attention`. XLA on GPUs runs attention as it is written, two matmuls and a softmax, unless
+    Transformer Engine or cuDNN's kernel is stated (openxla/xla: `xla_gpu_enable_cudnn_fmha` is off by default).
+    Megatron and DeepSpeed had no fused kernel before the chips that compute in eight bits.
     """
     if row.states(*UNFUSED):
         return False
-    if row.states(*FUSED) or compiler != "eager" or family == "fsdp":
+    if row.states(*FUSED) or family in ("xla tpu", "fsdp") or compiler == "torch.compile":
         return True
-    return "fp8" in chip.peak_flops
+    return family != "xla gpu" and "fp8" in chip.peak_flops
 
 
 def _stated(row: Row, words: str, default: bool) -> bool:

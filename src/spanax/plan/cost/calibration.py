@@ -18,7 +18,7 @@ class Assumptions:
       touched_around: a factor on the bytes outside the layers, mostly in the loss: 1 for a compiled step.
       attention: the kernel of fused attention, of `kernel_rates.RATES`; None for the one that Spanax runs on the chip.
       start: the visible share of a kernel's or collective's start, where the next is already queued.
-      dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
+      dispatch_seconds: per fused kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
       repeats_forward: the share of the layers' forward pass that the backward pass repeats, 1 for checkpoints where no
         compiler removes dead code; the program is then one without remat.
       gathers_again: whether the repeated pass gathers the weights once more.
@@ -37,13 +37,13 @@ class Assumptions:
     (openxla/xla @336bb15, B200) suggests 250 to 400 for small matmuls.
     """
 
-    idle_rounds: float = 0.53
+    idle_rounds: float = 0.63
     first_products: float = 200.0
-    score_products: float = 235.0
-    touched: float = 0.831
+    score_products: float = 296.0
+    touched: float = 0.82
     touched_around: float = 1.0
     attention: str | None = None
-    start: float = 0.534
+    start: float = 0.546
     dispatch_seconds: float = 0.0
     repeats_forward: float = 0.0
     gathers_again: bool = False
