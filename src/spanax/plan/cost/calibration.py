@@ -18,7 +18,7 @@ class Assumptions:
       touched_around: a factor on the bytes outside the layers, mostly in the loss: 1 for a compiled step.
       attention: the kernel of fused attention, of `kernel_rates.RATES`; None for the one that Spanax runs on the chip.
       start: the visible share of a kernel's or collective's start, where the next is already queued.
-      dispatch_seconds: per fused kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
+      dispatch_seconds: per fused kernel, on the host, where operations run one by one: 0 for a compiled step.
       repeats_forward: the share of the layers' forward pass that the backward pass repeats, 1 for checkpoints where no
         compiler removes dead code; the program is then one without remat.
       gathers_again: whether the repeated pass gathers the weights once more.
