@@ -159,6 +159,25 @@ def test_memory_decides_the_remat() -> None:
     assert tight.step_seconds > plenty.step_seconds
 
 
+def without_seconds(result: Search) -> dict[str, Any]:
+    named = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    return {name: value for name, value in named.items() if not name.endswith("_seconds") and name != "programs"}
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("memory_bytes", [20 << 20, 1 << 30])
+def test_more_remat_is_priced_only_where_a_layout_does_not_fit(memory_bytes: int, is_counted: bool) -> None:
+    program, cluster = workload("gpt-nano"), with_memory("a100:2x8", memory_bytes)
+    result = search(program, cluster, top=EVERYTHING, distinct=True, until_fits=True, counts_stages=is_counted)
+    first = search(program, cluster, remat=("none",), pipeline=is_counted)
+    is_short = Reason(Code.TOO_LARGE) in first.rejected
+    assert is_short == (memory_bytes < 1 << 30)
+    policies = ("none", "dots", "full") if is_short else ("none",)
+    expected = search(program, cluster, top=EVERYTHING, distinct=True, remat=policies)
+    assert without_seconds(result) == without_seconds(expected)
+    assert tuple(result.programs) == policies
+
+
 def test_a_batch_of_another_size() -> None:
     result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=64, top=EVERYTHING)
     assert result.batch_size == 64 and result.model_flops == 2 * searched("gpt-nano", "cpu:8").model_flops

@@ -226,21 +226,17 @@ def searched(
     def fastest(program: Program) -> Search:
         program = in_attention(program, cluster, request)
         policies = REMAT if remat is None else (remat,)
-        result = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
-        if Reason(Code.TOO_LARGE) not in result.rejected:
-            policies = policies[:1]
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, cluster)
-        if in_stages or len(policies) > 1:
-            result = find(program, remat=policies, pipeline=in_stages or bool(request.pipeline))
+        spare = partial(find, program, remat=policies, until_fits=True, counts_stages=not in_stages)
+        result = spare(pipeline=in_stages or bool(request.pipeline))
         if result.best is None and is_open and program.evaluation is not None:
             result = find(program, remat=policies, pipeline=True)
         refused = _refused_stages(result)
         if refused is None or (refused.code is Code.NO_STAGES and not is_open):
             return result
-        in_stages, num_priced = refused.code is Code.NO_CHUNKS, result.layouts_priced
-        result = find(program, remat=policies, pipeline=in_stages, schedules=CONTIGUOUS)
-        return replace(result, rejected={**result.rejected, refused: num_priced - result.layouts_priced})
+        again = spare(pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
+        return replace(again, rejected={**again.rejected, refused: result.layouts_priced - again.layouts_priced})
 
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from typing import Any
 
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Search, plan_of
-from spanax.plan.evaluate import evaluate
+from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
@@ -61,18 +61,22 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
 
     The number is the smallest power of two where doubling saves little memory or costs much time.
     """
-    peak_bytes = partial(_peak_bytes, plan=plan, cluster=cluster)
+    evaluated = cache(lambda count: evaluate(program, _with_chunks(plan, count), cluster))
+
+    def peak_bytes(count: int) -> float:
+        return evaluated(count).peak_bytes
+
     divided = _divided(program, peak_bytes)
     if isinstance(divided, Reason):
         return 1, divided
-    tried, before = divided.loss_chunks, _peak_bytes(program, plan, cluster, 1)
-    logits = (before - _peak_bytes(program, plan, cluster, tried)) * tried / (tried - 1)
+    tried, before = divided.loss_chunks, peak_bytes(1)
+    logits = (before - peak_bytes(tried)) * tried / (tried - 1)
     if logits < LARGE * before:
         return 1, Reason(Code.LOGITS_SMALL, detail=f"{max(0.0, logits / before):.0%}")
-    count, peak, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
+    count, peak, slower, seconds = 1, before, 0.0, _step_seconds(evaluated(1))
     while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), Reason):
-        chunked_peak = _peak_bytes(program, plan, cluster, 2 * count)
-        slower = _step_seconds(program, plan, cluster, 2 * count) / seconds - 1
+        chunked_peak = peak_bytes(2 * count)
+        slower = _step_seconds(evaluated(2 * count)) / seconds - 1
         fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
         if peak - chunked_peak < SMALL * before or (fits and slower > SLOWER):
             break
@@ -100,26 +104,20 @@ def chunks_to_try(result: Search) -> tuple[int, int]:
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
     """Returns the bytes per device by which the chunks of the logits of a plan lower the peak memory."""
     counts = (1, plan.schedule.loss_chunks)
-    before, after = (_peak_bytes(program, plan, cluster, count) for count in counts)
+    before, after = (evaluate(program, _with_chunks(plan, count), cluster).peak_bytes for count in counts)
     return round(before - after)
 
 
-def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
-    return evaluate(program, _with_chunks(plan, count), cluster).peak_bytes
-
-
-def _step_seconds(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
-    """Returns the predicted step time with `count` chunks; 1 on a chip of unknown speed."""
-    if not cluster.chip.peak_flops:
-        return 1.0
-    return evaluate(program, _with_chunks(plan, count), cluster).candidate.step_seconds
+def _step_seconds(evaluation: Evaluation) -> float:
+    """Returns the predicted step time; 1 on a chip of unknown speed."""
+    return evaluation.candidate.step_seconds if evaluation.cluster.chip.peak_flops else 1.0
 
 
 def _with_chunks(plan: Plan, count: int) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
 
 
-def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] = TRIED) -> Program | Reason:
+def _divided(program: Program, check: Callable[[int], Any], counts: Sequence[int] = TRIED) -> Program | Reason:
     """Returns the program with the first supported number of chunks, or why it supports none.
 
     Args:
@@ -130,7 +128,7 @@ def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] 
     message = ""
     for count in counts:
         try:
-            check(program, count=count)
+            check(count)
             return program.variant(replace(program.form, loss_chunks=count))
         except SpanaxError as error:
             message = first_line(error)  # the plan reports it

@@ -4,7 +4,9 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from spanax.errors import NoLayoutError, SpanaxError, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
@@ -16,8 +18,8 @@ from spanax.plan.candidates.grids import SCHEDULES, ZERO_BUBBLE, Grids, grids_of
 from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.margins import upper_bytes
-from spanax.plan.cost.memory.state import state_of
-from spanax.plan.cost.step_time import Table
+from spanax.plan.cost.memory.state import State, state_of
+from spanax.plan.cost.step_time import GridTable, Table
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
@@ -47,6 +49,8 @@ def search(
     distinct: bool = False,
     stage_margin: float = 0.0,
     schedules: Collection[str] = SCHEDULES,
+    until_fits: bool = False,
+    counts_stages: bool = True,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -70,6 +74,8 @@ def search(
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
       stage_margin: layouts with stages rank as if they were slower by this fraction.
       schedules: the schedules of stages to price; `1f1b` is always priced.
+      until_fits: prices the policies after the first only if some layout does not fit under the first.
+      counts_stages: whether layouts with stages count for this.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -103,7 +109,7 @@ def search(
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
         assumptions=assumptions or Assumptions(), pins=pins, ring=ring, distinct=distinct,
-        stage_margin=stage_margin, schedules=schedules,
+        stage_margin=stage_margin, schedules=schedules, until_fits=until_fits, counts_stages=counts_stages,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is not None or not _is_inexact(program, result):
@@ -117,33 +123,43 @@ def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
+    until_fits: bool, counts_stages: bool,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
     rejected: Rejections = Counter()
+    policies = REMAT if remat is None else remat
     tracing_start = time.perf_counter()
-    programs = programs_of(program, remat, rejected)
+    programs = programs_of(program, policies[:1] if until_fits else policies, rejected)
     trace_seconds = time.perf_counter() - tracing_start
     first = next(iter(programs.values()))
     space = families(first, cluster, batch_size, rejected, pins)
     if not space:
-        raise NoLayoutError(
-            f"no layout shards a batch of {batch_size} over {cluster.num_devices} devices.",
-            where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
-            fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
-        )
+        raise _no_layout(batch_size, cluster.num_devices, rejected)
     space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
-    tracing_start = time.perf_counter()
     sequences = [in_context(family, rejected) for family in space] if ring else []
+    pricers = [
+        Pricer.of(some, cluster, assumptions, [
+            grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some
+        ])
+        for some in (space, sequences)
+    ]  # fmt: skip
+    tracing_start = time.perf_counter()
     rings = in_rings(programs, rejected) if any(family.num_stages.size for family in sequences) else []
     trace_seconds += time.perf_counter() - tracing_start
-    priced = list[Priced]()
-    for forms, some in ((programs.values(), space), (rings, sequences)):
-        grids = [grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some]
-        priced += _price(forms, some, grids, cluster, assumptions, rejected)
-    priced = priced if layout else without_repeated_kernels(priced, cluster.memory_bytes, rejected)
-    best, too_large, nearest = ranked(priced, cluster.memory_bytes, top, each, distinct, rejected, stage_margin)
+    limit, parts = cluster.memory_bytes, _priced(pricers, (programs.values(), rings), rejected)
+    if len(programs) < len(policies) and until_fits and _is_too_large(parts, limit, counts_stages, layout):
+        tracing_start = time.perf_counter()
+        others, rings_of_others = _other_forms(program, policies, programs, rings, rejected)
+        trace_seconds += time.perf_counter() - tracing_start
+        if len(rings_of_others) < len(others):
+            parts[1] = []
+        more = _priced(pricers, (others.values(), rings_of_others), rejected)
+        programs, parts = programs | others, [a + b for a, b in zip(parts, more, strict=True)]
+    priced = [entry for part in parts for entry in part]
+    priced = priced if layout else without_repeated_kernels(priced, limit, rejected)
+    best, too_large, nearest = ranked(priced, limit, top, each, distinct, rejected, stage_margin)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
@@ -159,6 +175,14 @@ def _search(
         programs=programs,
         pins=pins or {},
         attention=program.attention,
+    )
+
+
+def _no_layout(batch_size: int, num_devices: int, rejected: Rejections) -> NoLayoutError:
+    return NoLayoutError(
+        f"no layout shards a batch of {batch_size} over {num_devices} devices.",
+        where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
+        fix=f"a batch of {-(-batch_size // num_devices) * num_devices}",
     )
 
 
@@ -225,35 +249,81 @@ def _requested(
     return replace(family, sizes=family.sizes[:, columns], num_stages=family.num_stages[columns])
 
 
-def _price(
-    programs: Iterable[Program],
-    space: Sequence[Family],
-    grids: Sequence[Grids | None],
-    cluster: Cluster,
-    assumptions: Assumptions,
+def _other_forms(
+    program: Program, policies: Sequence[str], programs: dict[str, Program], rings: Sequence[Program],
     rejected: Rejections,
-) -> list[Priced]:
-    """Prices every mesh of every family under every policy and schedule."""
-    table, result = Table(cluster, AXES, [each.plain for each in grids if each], assumptions), list[Priced]()
-    tables = [None if each is None else table.select(each.plain) for each in grids]
-    states = [state_of(family.resolver) for family in space]
-    for program in programs:
-        cache = ShardingCache()
-        for family, state, family_grids, family_table in zip(space, states, grids, tables, strict=True):
-            if family_grids is None:
-                continue
-            sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
-            layout = LayoutCosts(sharded, state, cluster, assumptions)
-            repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded, AXES))
-            plain = layout.costs(family_grids.plain, family_table)
-            costs = [(family_grids.plain, plain)]
-            for grid, columns in family_grids.others:
-                if grid.schedule == ZERO_BUBBLE and program.remat != REMAT[0]:
-                    rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
-                else:
-                    costs.append((grid, plain.select(columns).scheduled(grid)))
-            for grid, seconds in costs:
-                memory = layout.memory(grid)
-                upper = upper_bytes(program, cluster.chip, memory.peak_bytes)
-                result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
-    return result
+) -> tuple[dict[str, Program], list[Program]]:  # fmt: skip
+    """Returns the program under the other policies, and in rings: under every policy, or not at all."""
+    others = programs_of(program, policies, rejected)
+    others = {name: form for name, form in others.items() if name not in programs}
+    return others, in_rings(others, rejected) if rings else []
+
+
+def _priced(
+    pricers: Sequence["Pricer"], forms: Sequence[Iterable[Program]], rejected: Rejections
+) -> list[list[Priced]]:
+    return [pricer.price(some, rejected) for pricer, some in zip(pricers, forms, strict=True)]
+
+
+def _is_too_large(parts: Sequence[Sequence[Priced]], limit: int | None, stages: bool, layout: str | None) -> bool:
+    """Whether some layout does not fit; those in stages count only if `stages` is set."""
+    priced = [entry for part in parts for entry in part]
+    if not stages:
+        priced = [entry.select(np.flatnonzero(entry.grid.num_stages == 1)) for entry in priced]
+    priced = priced if layout else without_repeated_kernels(priced, limit, Counter())
+    return any(not entry.fits(limit).all() for entry in priced)
+
+
+@dataclass(frozen=True, eq=False)
+class Pricer:
+    """Families with their meshes and schedules, to be priced under any forms of the program.
+
+    Attributes:
+      space: the families.
+      grids: the meshes and schedules of each family.
+      states: the state of each family.
+      tables: the part of a table of links and matmuls of each family.
+      cluster: the devices.
+      assumptions: constants that are not in data sheets.
+    """
+
+    space: Sequence[Family]
+    grids: Sequence[Grids | None]
+    states: Sequence[State]
+    tables: Sequence[GridTable | None]
+    cluster: Cluster
+    assumptions: Assumptions
+
+    @staticmethod
+    def of(
+        space: Sequence[Family], cluster: Cluster, assumptions: Assumptions, grids: Sequence[Grids | None]
+    ) -> "Pricer":
+        """Returns the pricer of some families; its table is filled with the first price."""
+        table = Table(cluster, AXES, [each.plain for each in grids if each], assumptions)
+        tables = [None if each is None else table.select(each.plain) for each in grids]
+        return Pricer(space, grids, [state_of(family.resolver) for family in space], tables, cluster, assumptions)
+
+    def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
+        """Prices every mesh of every family under every policy and schedule."""
+        result, cluster = list[Priced](), self.cluster
+        for program in programs:
+            cache = ShardingCache()
+            rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
+            for family, state, grids, table in rows:
+                if grids is None:
+                    continue
+                sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
+                layout = LayoutCosts(sharded, state, cluster, self.assumptions)
+                repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded, AXES))
+                plain = layout.costs(grids.plain, table)
+                costs = [(grids.plain, plain)]
+                for grid, columns in grids.others:
+                    if grid.schedule == ZERO_BUBBLE and program.remat != REMAT[0]:
+                        rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
+                    else:
+                        costs.append((grid, plain.select(columns).scheduled(grid)))
+                for grid, seconds in costs:
+                    memory = layout.memory(grid)
+                    upper = upper_bytes(program, cluster.chip, memory.peak_bytes)
+                    result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
+        return result

@@ -63,13 +63,11 @@ def grids_of(
     others = []
     if in_stages.size and ZERO_BUBBLE in schedules:
         others.append((replace(plain.select(in_stages), schedule=ZERO_BUBBLE), in_stages))
+    stages = plain.num_stages[in_stages]
+    whole_groups = in_stages[plain.num_microbatches[in_stages] % stages == 0]
     for num_chunks in range(2, MOST_CHUNKS + 1) if INTERLEAVED in schedules else ():
-        chosen = np.asarray([
-            column
-            for column in in_stages
-            if plain.num_microbatches[column] % plain.num_stages[column] == 0
-            and num_chunks in chunks_of(num_layers, int(plain.num_stages[column]))
-        ], int)  # fmt: skip
+        divisible = [count for count in np.unique(stages).tolist() if num_chunks in chunks_of(num_layers, count)]
+        chosen = whole_groups[np.isin(plain.num_stages[whole_groups], divisible)]
         if chosen.size:
             others.append((replace(plain.select(chosen), schedule=INTERLEAVED, num_chunks=num_chunks), chosen))
     return Grids(plain, tuple(others))

@@ -1,6 +1,7 @@
 """Ranks priced layouts by step time; leaves out layouts of the same cost, and repeated attention kernels."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -133,30 +134,41 @@ def _distinct(priced: Sequence[Priced], table: np.ndarray, order: np.ndarray) ->
     """
     kinds = [(entry.family.storing, entry.family.sequence, entry.program.context == RING) for entry in priced]
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-    which, index = table[:2].astype(int)
+    which, index = table[:2].astype(int)  # `which` is sorted: the table has one entry after the other
     rows = np.empty((len(AXES) + 2, table.shape[1]), int)
-    for number, entry in enumerate(priced):
-        columns = which == number
-        rows[:, columns] = [
-            np.full(np.count_nonzero(columns), numbers[kinds[number]]),
-            entry.grid.num_stages[index[columns]],
-            *entry.grid.sizes[:, index[columns]],
-        ]
+    for number, start, end in _ranges(which, len(priced)):
+        grid, columns = priced[number].grid, index[start:end]
+        rows[0, start:end] = numbers[kinds[number]]
+        rows[1:, start:end] = [grid.num_stages[columns], *grid.sizes[:, columns]]
     codes = np.zeros(table.shape[1], int)
     for row in rows:
         values, inverse = np.unique(row, return_inverse=True)
         codes = codes * len(values) + inverse.reshape(-1)
     firsts = order[np.sort(np.unique(codes[order], return_index=True)[1])]
-    known = dict[tuple[object, ...], int]()
-    for column in firsts.tolist():
-        entry, place = priced[which[column]], index[column]
-        grid = entry.grid
-        costs = (
-            entry.program.remat, grid.schedule, grid.num_stages[place], grid.num_microbatches[place],
-            *(float(f"{values[place]:.9g}") for values in (*entry.costs.terms.values(), *entry.memory.groups.values())),
-        )  # fmt: skip
-        known.setdefault(costs, column)
+    texts, by_entry = np.empty(firsts.size, object), np.argsort(which[firsts], kind="stable")
+    for number, start, end in _ranges(which[firsts[by_entry]], len(priced)):
+        places = by_entry[start:end]
+        texts[places] = _cost_texts(priced[number], index[firsts[places]])
+    known = dict[str, int]()
+    for text, column in zip(texts.tolist(), firsts.tolist(), strict=True):
+        known.setdefault(text, column)
     return np.asarray([*known.values()], int)
+
+
+def _ranges(which: np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:
+    """Yields each number of a sorted array, with the start and the end of its range."""
+    bounds = np.searchsorted(which, np.arange(count + 1)).tolist()
+    return ((number, *pair) for number, pair in enumerate(itertools.pairwise(bounds)) if pair[0] < pair[1])
+
+
+def _cost_texts(entry: Priced, columns: np.ndarray) -> list[str]:
+    """Returns a text for each of some meshes: equal for layouts of the same cost, up to rounding."""
+    grid, form = entry.grid, f"{entry.program.remat} {entry.grid.schedule} "
+    values = [*entry.costs.terms.values(), *entry.memory.groups.values()]
+    # Adding zero makes a negative zero positive.
+    rows = np.stack([grid.num_stages, grid.num_microbatches, *values])[:, columns] + 0.0
+    numbers = "%d %d" + " %.9g" * len(values)
+    return [form + numbers % tuple(row) for row in rows.T.tolist()]
 
 
 def _kinds(priced: Priced) -> np.ndarray:

@@ -51,12 +51,16 @@ class ShardedProgram:
         self.constraints = resolver.constraints(traced)
         self.cache = cache or ShardingCache()
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
-        self._masks_by_key: dict[int, tuple[int, Masks]] = {}
+        self._masks: dict[int, Masks] = {}
+        self._numbers: dict[int, int] = {}
         self._divisions: dict[Op, Division] = {}
 
     def masks(self, value: int) -> Masks:
         """Returns the sharding of a value."""
-        return self._numbered_masks(value)[1]
+        number = self.traced.sharding_keys[value].number
+        if number not in self._masks:
+            self._masks[number] = self.masks_of(value, self.constraints[value])
+        return self._masks[number]
 
     def masks_of(self, value: int, constraint: Constraint | None) -> Masks:
         """Returns the sharding of a value under a constraint; replicated without one."""
@@ -79,21 +83,27 @@ class ShardedProgram:
     def division(self, op: Op) -> Division:
         """Returns how an operation is executed; its reshards name the values of its group's representative."""
         op = self.traced.alike[op]
-        if op not in self._divisions:
-            shardings = tuple(self._numbered_masks(value)[0] for value in (*op.inputs, *op.outputs))
-            key = (op, shardings, self.resolver.mesh if op.name in LOOKUPS | RING else None)
-            if key not in self.cache.divisions:
-                self.cache.divisions[key] = self._divide(op)
-            self._divisions[op] = self.cache.divisions[key]
-        return self._divisions[op]
+        known = self._divisions.get(op)
+        if known is None:
+            keys, numbers = self.traced.keys_of[op], self._numbers
+            if not numbers.keys() >= {*keys}:
+                self._number(op)
+            key = (
+                op,
+                tuple([numbers[each] for each in keys]),
+                self.resolver.mesh if op.name in LOOKUPS | RING else None,
+            )
+            known = self.cache.divisions.get(key)
+            if known is None:
+                known = self.cache.divisions[key] = self._divide(op)
+            self._divisions[op] = known
+        return known
 
-    def _numbered_masks(self, value: int) -> tuple[int, Masks]:
-        key = self.traced.sharding_keys[value].number
-        if key not in self._masks_by_key:
-            constraint, numbers = self.constraints[value], self.cache.numbers
-            number = numbers.setdefault(constraint, len(numbers))
-            self._masks_by_key[key] = number, self.masks_of(value, constraint)
-        return self._masks_by_key[key]
+    def _number(self, op: Op) -> None:
+        """Numbers the shardings of an operation's values, equal ones alike."""
+        for value, key in zip((*op.inputs, *op.outputs), self.traced.keys_of[op], strict=True):
+            if key not in self._numbers:
+                self._numbers[key] = self.cache.numbers.setdefault(self.constraints[value], len(self.cache.numbers))
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]

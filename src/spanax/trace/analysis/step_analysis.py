@@ -118,9 +118,21 @@ class StepAnalysis:
         return op_groups(self.traced, self.sharding_keys, self.layer_labels)
 
     @cached_property
+    def has_convolutions(self) -> bool:
+        """Returns whether any operation is a convolution."""
+        return any(group.op.name == "conv_general_dilated" for group in self.op_groups)
+
+    @cached_property
     def alike(self) -> dict[Op, Op]:
         """Returns, for every operation, the first operation of its group."""
         return {op: group.op for group in self.op_groups for op, _ in group.ops}
+
+    @cached_property
+    def keys_of(self) -> dict[Op, tuple[int, ...]]:
+        """Returns, for the first operation of every group, the numbers of its values' sharding keys."""
+        keys = self.sharding_keys
+        ops = [group.op for group in self.op_groups]
+        return {op: tuple(keys[value].number for value in (*op.inputs, *op.outputs)) for op in ops}
 
     @cached_property
     def gradient_sums(self) -> list[GradientSum]:

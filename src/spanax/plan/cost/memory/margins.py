@@ -85,5 +85,4 @@ def upper_bytes(program: Program, chip: Chip, peak_bytes: np.ndarray) -> np.ndar
 
 
 def _kind(program: Program) -> Kind:
-    is_conv = any(group.op.name == "conv_general_dilated" for group in program.step.op_groups)
-    return Kind.CONVOLUTIONS if is_conv else Kind.MATMULS
+    return Kind.CONVOLUTIONS if program.step.has_convolutions else Kind.MATMULS
