@@ -168,7 +168,7 @@ def without_seconds(result: Search) -> dict[str, Any]:
 @pytest.mark.parametrize("memory_bytes", [20 << 20, 1 << 30])
 def test_more_remat_is_priced_only_where_a_layout_does_not_fit(memory_bytes: int, is_counted: bool) -> None:
     program, cluster = workload("gpt-nano"), with_memory("a100:2x8", memory_bytes)
-    result = search(program, cluster, top=EVERYTHING, distinct=True, until_fits=True, counts_stages=is_counted)
+    result = search(program, cluster, top=EVERYTHING, distinct=True, fits_first=True, counts_stages=is_counted)
     first = search(program, cluster, remat=("none",), pipeline=is_counted)
     is_short = Reason(Code.TOO_LARGE) in first.rejected
     assert is_short == (memory_bytes < 1 << 30)

@@ -228,7 +228,7 @@ def searched(
         policies = REMAT if remat is None else (remat,)
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, cluster)
-        spare = partial(find, program, remat=policies, until_fits=True, counts_stages=not in_stages)
+        spare = partial(find, program, remat=policies, fits_first=True, counts_stages=not in_stages)
         result = spare(pipeline=in_stages or bool(request.pipeline))
         if result.best is None and is_open and program.evaluation is not None:
             result = find(program, remat=policies, pipeline=True)

@@ -49,7 +49,7 @@ def search(
     distinct: bool = False,
     stage_margin: float = 0.0,
     schedules: Collection[str] = SCHEDULES,
-    until_fits: bool = False,
+    fits_first: bool = False,
     counts_stages: bool = True,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
@@ -74,7 +74,7 @@ def search(
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
       stage_margin: layouts with stages rank as if they were slower by this fraction.
       schedules: the schedules of stages to price; `1f1b` is always priced.
-      until_fits: prices the policies after the first only if some layout does not fit under the first.
+      fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
 
     Raises:
@@ -109,7 +109,7 @@ def search(
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
         assumptions=assumptions or Assumptions(), pins=pins, ring=ring, distinct=distinct,
-        stage_margin=stage_margin, schedules=schedules, until_fits=until_fits, counts_stages=counts_stages,
+        stage_margin=stage_margin, schedules=schedules, fits_first=fits_first, counts_stages=counts_stages,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is not None or not _is_inexact(program, result):
@@ -123,14 +123,14 @@ def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
-    until_fits: bool, counts_stages: bool,
+    fits_first: bool, counts_stages: bool,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
     rejected: Rejections = Counter()
     policies = REMAT if remat is None else remat
     tracing_start = time.perf_counter()
-    programs = programs_of(program, policies[:1] if until_fits else policies, rejected)
+    programs = programs_of(program, policies[:1] if fits_first else remat, rejected)
     trace_seconds = time.perf_counter() - tracing_start
     first = next(iter(programs.values()))
     space = families(first, cluster, batch_size, rejected, pins)
@@ -149,7 +149,7 @@ def _search(
     rings = in_rings(programs, rejected) if any(family.num_stages.size for family in sequences) else []
     trace_seconds += time.perf_counter() - tracing_start
     limit, parts = cluster.memory_bytes, _priced(pricers, (programs.values(), rings), rejected)
-    if len(programs) < len(policies) and until_fits and _is_too_large(parts, limit, counts_stages, layout):
+    if len(programs) < len(policies) and fits_first and _is_too_large(parts, limit, counts_stages, layout):
         tracing_start = time.perf_counter()
         others, rings_of_others = _other_forms(program, policies, programs, rings, rejected)
         trace_seconds += time.perf_counter() - tracing_start
