@@ -1,6 +1,7 @@
 """Peak memory of compiled steps, tests/data/memory_cells.json, next to what is predicted for them.
 
-The cells are compiled by `python benchmarks/memory_cells.py --compile FOLDER` and `--store FOLDER`, with libtpu.
+The cells are compiled by `python benchmarks/memory_cells.py --compile FOLDER` and `--store FOLDER`, with libtpu and
+with XLA's GPU compiler.
 """
 
 import json
@@ -16,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = "multitask.b"
 """Part of the name of the cells that are traced fast."""
 
-ABOVE = {"gpt2.b8-fsdp-v5e.2x4": -0.2}
+ABOVE = {"gpt2.b8-fsdp-v5e.2x4": -0.1, "gpt2.b64-data-v5e.2x4": -0.09}
 """Cells whose compiled peak exceeds the upper estimate, and by how much the prediction may be off at most."""
 
-KINDS = {"large": ("programs of matmuls", "programs with convolutions"), "small": ("less than 0.25 GiB",)}
+TPUS, GPUS = ("v5e", "v5p"), ("h100",)
 
 
 def measured(only: str) -> list[dict[str, Any]]:
@@ -33,8 +34,8 @@ def rows() -> list[dict[str, Any]]:
     return measured("")
 
 
-def of_size(rows: list[dict[str, Any]], size: str) -> list[dict[str, Any]]:
-    return [row for row in rows if any(kind in row["kind"] for kind in KINDS[size])]
+def of_size(rows: list[dict[str, Any]], size: str, chips: tuple[str, ...] = TPUS) -> list[dict[str, Any]]:
+    return [row for row in rows if row["group"] in {f"{chip}, {size}" for chip in chips}]
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
@@ -43,13 +44,14 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row
         assert row["predicted"] <= row["upper"], row
-        assert row["compiled"] <= row["upper"] or row["error"] > ABOVE.get(row["cell"], 0), row
+        is_gpu = row in of_size(rows, "small", GPUS)  # its workspaces are not priced
+        assert is_gpu or row["compiled"] <= row["upper"] or row["error"] > ABOVE.get(row["cell"], 0), row
 
 
 def test_some_cells_are_predicted_within_their_margin() -> None:
     rows = measured(QUICK)
     check_rows(rows)
-    assert all(abs(row["error"]) < 0.2 for row in rows)
+    assert all(abs(row["error"]) < 0.2 for row in of_size(rows, "small"))
 
 
 @pytest.mark.slow
@@ -59,12 +61,18 @@ def test_all_cells_are_predicted_within_their_margin(rows: list[dict[str, Any]])
 
 @pytest.mark.slow
 def test_programs_at_size_are_predicted_to_ten_percent_and_never_five_percent_low(rows: list[dict[str, Any]]) -> None:
-    errors = [row["error"] for row in of_size(rows, "large") if row["cell"] not in ABOVE]
+    errors = [row["error"] for row in of_size(rows, "at size") if row["cell"] not in ABOVE]
     assert sum(map(abs, errors)) / len(errors) < 0.1 and min(errors) > -0.05
 
 
 @pytest.mark.slow
 def test_small_programs_are_predicted_to_fifteen_percent_on_average(rows: list[dict[str, Any]]) -> None:
     errors = [abs(row["error"]) for row in of_size(rows, "small")]
-    assert sum(errors) / len(errors) < 0.16
-    assert sum(error <= 0.15 for error in errors) / len(errors) > 0.6
+    assert sum(errors) / len(errors) < 0.12
+    assert sum(error <= 0.15 for error in errors) / len(errors) > 0.7
+
+
+@pytest.mark.slow
+def test_small_programs_on_gpus_are_predicted_to_a_quarter_on_average(rows: list[dict[str, Any]]) -> None:
+    errors = [abs(row["error"]) for row in of_size(rows, "small", GPUS)]
+    assert errors and sum(errors) / len(errors) < 0.25
