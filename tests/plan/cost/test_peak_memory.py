@@ -167,6 +167,23 @@ def test_a_gathered_weight_is_live_while_it_is_used() -> None:
     assert whole["gathered weights"] == 0
 
 
+class Tied(nnx.Module):
+    """Logits from the transposed table of an embedding."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.table = nnx.Linear(64, 64, rngs=rngs), nnx.Embed(4096, 64, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return self.table.attend(self.first(inputs))
+
+
+def test_a_gathered_table_is_live_until_its_transposition_is_used() -> None:
+    """The gradient of the logits is made by another matmul, after the loss."""
+    program = spanax.trace(build=Tied, optimizer=optax.sgd(0.1), batch=array(4096, 64), loss=squared)
+    result = groups(program, "fsdp", "fsdp=8", is_tpu=True)
+    assert result["gathered weights"] >= 4 * 4096 * 64, result
+
+
 def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:
     result = [groups(small_gpt(), scale=scale) for scale in (0.5, 1.0, 2.0, 4.0)]
     activations = [each["activations"] for each in result]

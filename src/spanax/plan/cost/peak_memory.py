@@ -6,7 +6,7 @@ walk serves all meshes on which a layout resolves equally.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,13 +14,14 @@ import numpy as np
 
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import STATE_GROUPS, State, state_padding
+from spanax.plan.cost.memory.tables import Counts, counted, table_bytes
 from spanax.plan.cost.memory.tiles import LANES, WORD_BYTES, Tiled
 from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.pipeline.bubble import num_in_flight, num_pending
-from spanax.plan.sharding.resolve import Constraint, axes_of
-from spanax.plan.spmd.partition import union
+from spanax.plan.sharding.resolve import axes_of
+from spanax.plan.spmd.partition import Masks, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.liveness import SCATTERS, Liveness
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
@@ -64,13 +65,13 @@ class Column(NamedTuple):
 class Level:
     """The peak moments of one body: global bytes by (moment, column), and the bodies that run at some of them.
 
-    `num_kernels` counts the values that the body's kernels write, and those of the bodies in it.
+    `counts` has the kernels, scalars and collectives of the body and of the bodies in it, for a TPU only.
     """
 
     live_bytes: Array
     columns: tuple[Column, ...]
     inside: dict[int, tuple["Level", ...]]
-    num_kernels: int = 0
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +124,10 @@ def memory_use(
     columns = _Columns(num_shards, scale, num_stages, in_flight, fused_attention, on_chip)
     peak = _peak(level, columns)
     if on_chip is not None:
-        peak = peak[: len(GROUPS)] * on_chip.share_in_main_memory(peak[: len(GROUPS)].sum(0), peak[len(GROUPS)])
+        total, small = peak[: len(GROUPS)].sum(0), peak[len(GROUPS)]
+        peak = peak[: len(GROUPS)] * on_chip.share_in_main_memory(total, small)
         groups[PADDING] = state_padding(state, num_shards, scale, num_stages)
-        groups[TABLES] = np.broadcast_to(on_chip.table_bytes(state.num_arrays, level.num_kernels), scale.shape)
+        groups[TABLES] = table_bytes(state, level.counts, on_chip.free_share(total))
     for index, name in enumerate(GROUPS):
         groups[name] = peak[index]
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
@@ -245,7 +247,8 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
         columns.setdefault(_column(sharded, value, is_tiled=num_bytes >= largest), len(columns))
         for value, num_bytes in zip(live.values, live.num_bytes, strict=True)
     ]
-    spans = [*_gathered(sharded, ops), *_summed(sharded, ops), *_worked(sharded, ops)]
+    stored = sharded.traced.memory_plans[body].kept
+    spans = [*_gathered(sharded, ops, stored), *_summed(sharded, ops), *_worked(sharded, ops)]
     spans += _row_major(sharded, ops) if is_tpu else ()
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
@@ -264,12 +267,12 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     # Live bytes only grow until a live range ends.
     full = _fullest(live_bytes, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
-    num_stored = max(0, live.first.size - (0 if body is sharded.traced.graph.body else len(body.inputs)))
+    counts = [each.counts for inner in inside.values() for each in inner]
     return Level(
         live_bytes[moments],
         tuple(columns),
         {len(full) + index: inner for index, inner in enumerate(inside.values())},
-        num_stored + sum(each.num_kernels for inner in inside.values() for each in inner),
+        sum(counts, counted(sharded, live, body, ops)) if is_tpu else Counts(),
     )
 
 
@@ -283,20 +286,39 @@ class Span:
     num_bytes: float
 
 
-def _gathered(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
-    """Yields stored weights in their used sharding, from the first gather to the last use."""
-    spans: dict[tuple[int, Constraint], list[int]] = {}
+def _gathered(sharded: ShardedProgram, ops: Sequence[Op], stored: Collection[int]) -> Iterator[Span]:
+    """Yields operands as an operation uses them, if it gathers them: from the first such use to the last.
+
+    An operation that is fused into its consumers, such as a transposition, uses its operands until they run.
+    """
+    spans: dict[tuple[int, Masks], list[int]] = {}
+    fused = dict[int, list[list[int]]]()
     for index, op in enumerate(ops):
-        use = None if op.bodies or op in sharded.traced.inert else sharded.division(op).operands
-        if use is None or use.attention:
+        passed = [span for value in op.inputs for span in fused.get(value, ())] if fused else []
+        for span in passed:
+            span[1] = index
+        if op.bodies or op in sharded.traced.inert:
             continue
-        for value, constraint in zip(op.inputs, use.inputs, strict=True):
+        division, used = sharded.division(op), dict[int, Masks]()
+        if division.operands is not None and division.operands.attention:
+            continue
+        group = sharded.traced.alike[op]
+        for shift in division.partition.shifts if division.partition else ():
+            if shift.kind == "all-gather" and shift.is_operand and shift.value in group.inputs:
+                value = op.inputs[group.inputs.index(shift.value)]
+                used[value] = tuple(mask & ~shift.over for mask in used.get(value, sharded.masks(value)))
+        for value, constraint in zip(op.inputs, division.operands.inputs if division.operands else (), strict=False):
             if constraint is not None:
-                spans.setdefault((value, constraint), [index, index])[1] = index
-    for (value, constraint), (first, last) in spans.items():
-        axes = union(sharded.masks_of(value, constraint))
-        column = _column(sharded, value)._replace(axes=axes, group=WEIGHTS)
-        yield Span(first, last, column, sharded.num_bytes(value))
+                used[value] = sharded.masks_of(value, constraint)
+        for use in used.items():
+            passed.append(spans.setdefault(use, [index, index]))
+            passed[-1][1] = index
+        if passed:
+            fused |= {value: passed for value in op.outputs if value not in stored}
+    for (value, masks), (first, last) in spans.items():
+        column = _column(sharded, value)
+        group_of = ACTIVATIONS if column.is_batched else WEIGHTS
+        yield Span(first, last, column._replace(axes=union(masks), group=group_of), sharded.num_bytes(value))
 
 
 def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
@@ -360,7 +382,8 @@ def _column(sharded: ShardedProgram, value: int, *, is_tiled: bool = False) -> C
         is_batch = tuple(label is not None and label in traced.batch_labels for label in labels)
         is_layers = tuple(label is not None and label in traced.layer_labels for label in labels)
         itemsize = getattr(aval.dtype, "itemsize", WORD_BYTES)
-        tiled = Tiled(traced.graph.shape(value), sharded.masks(value), is_batch, is_layers, itemsize)
+        indexed = tuple(range(len(labels) - 1)) if labels in sharded.kernel_labels else ()
+        tiled = Tiled(traced.graph.shape(value), sharded.masks(value), is_batch, is_layers, itemsize, indexed=indexed)
     return Column(union(sharded.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group, tiled)
 
 

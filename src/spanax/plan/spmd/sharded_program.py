@@ -8,6 +8,7 @@ from spanax.plan.cost.ring_attention import ring_partition
 from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
+from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.operation import RING
@@ -29,12 +30,13 @@ class ShardingCache:
     """A cache shared by the layouts of one function over the same mesh axes.
 
     `numbers` enumerates the shardings of values; `divisions` are keyed by the operation and its values' shardings,
-    `matmuls` by division: a row of `Matmuls` without its phase and number of runs.
+    `matmuls` by division: a row of `Matmuls` without its phase and number of runs. `kernel_labels` has one entry.
     """
 
     numbers: dict[Constraint | None, int] = field(default_factory=dict)
     divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
     matmuls: dict[Division, tuple[Any, ...]] = field(default_factory=dict)
+    kernel_labels: list[frozenset[Labels]] = field(default_factory=list)
 
 
 class ShardedProgram:
@@ -79,6 +81,16 @@ class ShardedProgram:
     def num_bytes(self, value: int) -> int:
         """Returns the global bytes of a value."""
         return self.traced.graph.num_bytes(value)
+
+    @property
+    def kernel_labels(self) -> frozenset[Labels]:
+        """Returns the labels of the values that fused attention reads and writes, also with stacked layers."""
+        if not self.cache.kernel_labels:
+            traced = self.traced
+            values = (value for op in traced.graph.ops() if op.name in RING for value in (*op.inputs, *op.outputs))
+            labels = {traced.sharding_keys[value].labels for value in values}
+            self.cache.kernel_labels.append(stacked_labels(traced.axes, labels, traced.layer_labels))
+        return self.cache.kernel_labels[0]
 
     def division(self, op: Op) -> Division:
         """Returns how an operation is executed; its reshards name the values of its group's representative."""

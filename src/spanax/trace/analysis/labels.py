@@ -58,3 +58,8 @@ def score_labels(axes: Axes, score_keys: Collection[Key], layers: Collection[int
     """Returns the labels of attention scores, also with stacked layers."""
     keys = {labels: label_key([label for label in labels if label not in layers]) for labels in set(axes.classes)}
     return frozenset(labels for labels, key in keys.items() if key in score_keys)
+
+
+def stacked_labels(axes: Axes, labels: Collection[Labels], layers: Collection[int | None]) -> frozenset[Labels]:
+    """Returns the labels that equal one of the given labels, in the same order, but for stacked layers."""
+    return frozenset(each for each in axes.classes if tuple(label for label in each if label not in layers) in labels)

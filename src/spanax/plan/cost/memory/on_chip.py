@@ -10,14 +10,6 @@ RESERVED_BYTES = 16 << 20
 """On-chip memory that kernels use themselves. Source: 112 of the 128 MiB of a v5e are allocated to values at most, in
 the buffer assignments of libtpu 0.0.52 in tests/data/memory_cells.json."""
 
-TABLE_BYTES = 16 << 10
-"""Main memory of a tuple of buffers: the result of a kernel with several outputs, of an asynchronous copy or of a
-collective; it is not reused. Source: the offsets in the buffer assignments of libtpu 0.0.52."""
-
-TABLES_PER_ARRAY, TABLES_PER_KERNEL = 2.2, 0.35
-"""Tuples per array of the state and per kernel: an array is copied to the chip and back, and updated by a kernel with
-several outputs. Source: fitted to the 62 cells below 0.25 GiB in tests/data/memory_cells.json."""
-
 
 @dataclass(frozen=True)
 class OnChip:
@@ -42,6 +34,6 @@ class OnChip:
         share = small / np.maximum(total, 1.0)
         return 1 - share * np.minimum(small, self.num_bytes) / np.maximum(total, 1.0)
 
-    def table_bytes(self, num_arrays: int, num_kernels: int) -> float:
-        """Returns the main memory of all tuples of a program."""
-        return TABLE_BYTES * (TABLES_PER_ARRAY * num_arrays + TABLES_PER_KERNEL * num_kernels)
+    def free_share(self, total: np.ndarray) -> np.ndarray:
+        """Returns the share of the memory on the chip that the live values of each candidate leave free."""
+        return 1 - np.minimum(total / max(self.num_bytes, 1), 1.0)

@@ -34,8 +34,17 @@ class State:
 
     @property
     def num_arrays(self) -> int:
-        """The number of leaves of the state and of the batch."""
-        return int(sum(count for kind, count in zip(self.kind, self.counts, strict=True) if kind != "gradient"))
+        """The number of leaves of the state that have more than one element."""
+        return self._count({"param", "optimizer", "other"})
+
+    @property
+    def num_updated(self) -> int:
+        """The number of parameters that have more than one element."""
+        return self._count({"gradient"})
+
+    def _count(self, kinds: Collection[str]) -> int:
+        rows = zip(self.kind, self.tiled, self.counts, strict=True)
+        return int(sum(count for kind, tiled, count in rows if kind in kinds and math.prod(tiled.shape) > 1))
 
 
 def state_of(resolver: Resolver) -> State:
