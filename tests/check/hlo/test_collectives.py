@@ -167,3 +167,11 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 def test_pairs_of_a_permute_that_is_not_a_ring() -> None:
     assert axes_of(((0, 1),), {"data": 8}) == "~data"
+
+
+def test_a_collective_of_another_kind_on_the_channel_of_a_started_one_counts() -> None:
+    reduced = (
+        "r = f32[4] all-reduce(p), channel_id=7, use_global_device_ids=true, replica_groups=[1,8]<=[8], to_apply=add"
+    )
+    program = text.CLONED.replace(" a = (f32[32], u32[]) fusion", f" {reduced}\n a = (f32[32], u32[]) fusion")
+    assert sorted((item.kind, item.num_bytes) for item in of(program)) == [("all-gather", 128), ("all-reduce", 16)]

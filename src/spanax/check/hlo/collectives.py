@@ -120,10 +120,13 @@ class _Collector:
         self._started = self._channels_started()
         self._visit(module.entry, 1, True, [])
 
-    def _channels_started(self) -> frozenset[int]:
-        """Returns the channels of all-gathers that TPU programs start in one fusion and repeat in others."""
+    def _channels_started(self) -> frozenset[tuple[str, int]]:
+        """Returns the (opcode, channel) of collectives that TPU programs start in one fusion and repeat in others.
+
+        A combined collective of another kind may have the same channel.
+        """
         return frozenset(
-            instruction.channel
+            (instruction.opcode, instruction.channel)
             for computation in self.module.computations.values()
             if _starts(computation)
             for instruction in computation.instructions.values()
@@ -183,7 +186,7 @@ class _Collector:
             self._append(instruction, kind, part, ring, runs, is_counted, "permutes around a matmul", num_bytes)
 
     def _add(self, computation: Computation, instruction: Instruction, kind: str, runs: int, is_counted: bool) -> None:
-        if instruction.channel in self._started and not _starts(computation):
+        if (instruction.opcode, instruction.channel) in self._started and not _starts(computation):
             return
         groups = groups_of(instruction)
         result = _result(instruction)
