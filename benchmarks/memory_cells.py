@@ -254,7 +254,7 @@ def main() -> None:
     asked = parser.parse_args()
     cells = [cell for cell in CELLS if asked.only in cell.name]
     if asked.compile:
-        _compile(cells, asked.compile)
+        compile_into(cells, asked.compile)
     elif asked.store:
         keys = ("peak", "argument_bytes", "temp_bytes", "other_bytes", "mesh", "jax", "version")
         facts = {cell.name: asked.store / f"{cell.name}.json" for cell in cells}
@@ -274,7 +274,7 @@ def main() -> None:
             print(kind, {name: round(value, 3) for name, value in result.items()})
 
 
-def _compile(cells: Sequence[Cell], folder: Path) -> None:
+def compile_into(cells: Sequence[Cell], folder: Path) -> None:
     for cell in cells:
         target = folder / f"{cell.name}.json"
         if target.exists():

@@ -148,7 +148,13 @@ class Evaluation:
         """The cost terms of `step`."""
         narrows_first = self.adds_first and self.cluster.narrows_first  # both only in final programs
         late = unreduced(self.step, self.plan.schedule)
-        return count_terms(self.step, adds_first=self.adds_first, narrows_first=narrows_first, late=late)
+        return count_terms(
+            self.step,
+            adds_first=self.adds_first,
+            narrows_first=narrows_first,
+            is_tpu_program=narrows_first,
+            late=late,
+        )
 
     @property
     def matmul_flops(self) -> float:

@@ -14,6 +14,9 @@ from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, T
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
+from spanax.plan.spmd.slices import exchanges
+from spanax.plan.spmd.tiled_scatter import as_tiles
+from spanax.plan.spmd.tpu_matmuls import is_gathered_rounded, is_rounded, num_matmuls, num_parts
 from spanax.trace.analysis.gradient_accumulation import GradientSum
 from spanax.trace.analysis.op_groups import OpGroup, Phase, executed_flops, num_groups, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Op
@@ -29,6 +32,7 @@ def count_terms(
     *,
     adds_first: bool = False,
     narrows_first: bool = False,
+    is_tpu_program: bool = False,
     late: DeferredReductions | None = None,
 ) -> Terms:
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
@@ -42,8 +46,11 @@ def count_terms(
         XLA's for CPUs does not. Source: the programs of docs/check.md.
       narrows_first: whether the compiler converts a sum to a narrower dtype before it all-reduces it, where only the
         converted sum is used: that for TPUs does. Source: programs of tests/byo for v5e:2x4, libtpu 0.0.52.
+      is_tpu_program: whether to count what a program compiled for TPUs runs (`tpu_matmuls`, `tiled_scatter`), which
+        depends on the sizes of the mesh.
     """
-    traced, counter = sharded.traced, _TermCounter(sharded, only, late or DeferredReductions(), narrows_first)
+    counter = _TermCounter(sharded, only, late or DeferredReductions(), narrows_first, is_tpu_program)
+    traced = sharded.traced
     for group in traced.op_groups:
         if group.op not in traced.inert:
             counter.add(group)
@@ -58,13 +65,22 @@ def count_terms(
     return Terms(sharded.resolver.mesh.names, *tables, num_bytes, num_layers)
 
 
+SUMS = ("all-reduce", "reduce-scatter")
+"""Collectives that reduce. A compiler that fuses an all-reduce with a slice late adds the operands of both first."""
+
+
 class _TermCounter:
     """Accumulates the rows of the terms; equal collectives are counted together."""
 
     def __init__(
-        self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions, narrows_first: bool
+        self,
+        sharded: ShardedProgram,
+        only: frozenset[int] | None,
+        late: DeferredReductions,
+        narrows_first: bool,
+        is_tpu_program: bool,
     ):
-        self._narrows_first = narrows_first
+        self._narrows_first, self._is_tpu_program = narrows_first, is_tpu_program
         self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -77,7 +93,14 @@ class _TermCounter:
             self._add_wires(group)
             return
         division = sharded.division(op)
+        exchanged = tuple(exchanges(sharded, op)) if self._is_tpu_program else ()
+        for exchange in exchanged:
+            moved = Reshard(exchange.kind, exchange.value, exchange.over, exchange.sharding, False)
+            factor = exchange.factor * (0.5 if is_rounded(self.traced.graph, op.outputs[exchange.output]) else 1.0)
+            self._move(self._of(exchange.value, group.runs), group.phase, group.in_layers, [moved], factor)
         for shift in division.partition.shifts if division.partition else ():
+            if exchanged and shift.kind == "all-gather" and shift.is_operand:
+                continue
             is_counted = shift.is_operand or self._only is not None
             self._move(self._runs(group, shift) if is_counted else group.runs, group.phase, group.in_layers, [shift])
         if op.name in RING and division.operands and division.operands.attention and division.partition:
@@ -90,11 +113,17 @@ class _TermCounter:
             known = sharded.cache.matmuls
             if division not in known:
                 known[division] = _matmul(sharded, op, division.partition)
-            self._add_matmul(known[division], group, _of_experts(sharded, op, division.partition))
+            row, runs = known[division], group.runs
+            if self._is_tpu_program:
+                runs *= num_matmuls(sharded, op, row)
+            self._add_matmul(row, group, _of_experts(sharded, op, division.partition), runs)
 
-    def _add_matmul(self, row: Sequence[Any], group: OpGroup, of_experts: tuple[int, int, int]) -> None:
+    def _add_matmul(
+        self, row: Sequence[Any], group: OpGroup, of_experts: tuple[int, int, int], runs: int | None = None
+    ) -> None:
         *first, scores, is_fused = row
-        self.matmul_rows.append((*first, group.runs, int(group.phase), group.in_layers, scores, is_fused, *of_experts))
+        runs = group.runs if runs is None else runs
+        self.matmul_rows.append((*first, runs, int(group.phase), group.in_layers, scores, is_fused, *of_experts))
 
     def _add_wires(self, group: OpGroup) -> None:
         """Counts reshards between the outside and the inside of a loop, and between its iterations."""
@@ -158,8 +187,15 @@ class _TermCounter:
         partitioned = (
             None if any(op in self._late.sums for op, _ in group.ops) else self.sharded.division(group.op).partition
         )
-        sums = [shift for shift in partitioned.shifts if shift.kind == "all-reduce"] if partitioned else []
+        sums = [shift for shift in partitioned.shifts if self._is_joined(shift)] if partitioned else []
         return (index, group, sums[0]) if len(sums) == 1 else None
+
+    def _is_joined(self, shift: Reshard) -> bool:
+        """Returns whether sums are added before they are reduced; scattered ones on TPUs only, without a conversion."""
+        is_converted = self._num_bytes(replace(shift, kind="all-reduce")) != self.sharded.num_bytes(shift.value)
+        return shift.kind == "all-reduce" or (
+            self._is_tpu_program and shift.kind == "reduce-scatter" and not is_converted
+        )
 
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0
@@ -180,13 +216,17 @@ class _TermCounter:
             runs += self._of(value, times)
         return runs
 
-    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Reshard]) -> None:
+    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Reshard], of_bytes: float = 1.0) -> None:
         for shift in shifts:
             if not runs or shift.value in self.traced.uniform:
                 continue
+            factor = of_bytes
+            if self._is_tpu_program:
+                shift, change = self._on_tpu(shift)
+                factor *= change
             key = (
                 KINDS.index(shift.kind),
-                self._num_bytes(shift),
+                self._num_bytes(shift) * factor,
                 shift.over,
                 shift.unchanged & ~shift.over,
                 self.sharded.is_batched(shift.value),
@@ -195,6 +235,17 @@ class _TermCounter:
                 not self.sharded.is_batched(shift.value),
             )
             self._moves[key] += runs * shift.times
+
+    def _on_tpu(self, shift: Reshard) -> tuple[Reshard, float]:
+        """Returns a collective as a TPU runs it, and the factor by which its bytes change."""
+        if shift.kind in SUMS:
+            factor = num_parts(self.traced.graph, shift.value)
+            if shift.kind == "reduce-scatter":
+                shift, padding = as_tiles(self.sharded, shift)
+                factor *= padding
+            return shift, factor
+        is_narrow = shift.kind == "all-gather" and shift.is_operand and is_gathered_rounded(self.sharded, shift.value)
+        return shift, 0.5 if is_narrow else 1.0
 
     def _num_bytes(self, shift: Reshard) -> int:
         """Returns the global bytes of the value that moves; of a narrower copy where only that is used."""

@@ -11,13 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-LANES, ROWS = 128, 8
-"""Columns and rows of a tile of 32-bit elements."""
+from spanax.plan.spmd.tiled_scatter import LANES, ROWS, WORD_BYTES
 
 GRANULE_BYTES = 512
 """The allocation granularity of arrays."""
-
-WORD_BYTES = 4
 
 Array = np.ndarray
 

@@ -1,0 +1,104 @@
+"""What a program compiled for TPUs runs: matmuls with vectors, complex ones, rounded operands, sharded slices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.cost.terms import Terms
+from spanax.plan.presets import layout_named
+from spanax.plan.sharding.resolve import resolve
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.program import Program
+
+BATCH = 64
+
+
+def traced(build: Callable[[nnx.Rngs], Any], width: int, loss: Callable[[Any, jax.Array], jax.Array]) -> Program:
+    batch = jax.ShapeDtypeStruct((BATCH, width), "float32")
+    return spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+
+
+def counted(program: Program, layout: str, sizes: str, *, is_tpu_program: bool) -> Terms:
+    mesh = MeshShape.of(sizes)
+    resolver = resolve(program, layout_named(layout, mesh), mesh, {})
+    return count_terms(ShardedProgram(resolver, program.step), is_tpu_program=is_tpu_program)
+
+
+def flops(terms: Terms) -> float:
+    return float((terms.matmuls.flops * terms.matmuls.runs).sum())
+
+
+def squared(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.abs(model(x)) ** 2)
+
+
+@pytest.mark.parametrize("features, share", [(1, 0), (2, 1)])
+def test_a_matmul_with_a_vector_is_not_counted(features: int, share: int) -> None:
+    program = traced(lambda rngs: nnx.Linear(32, features, rngs=rngs), 32, squared)
+    before, after = (flops(counted(program, "data", "data=4", is_tpu_program=is_tpu)) for is_tpu in (False, True))
+    assert before == 2 * 2 * BATCH * 32 * features and after == share * before
+
+
+class ComplexLinear(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jnp.ones((32, 16), jnp.complex64))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.complex64) @ self.kernel[...]
+
+
+def test_a_complex_matmul_is_three_and_its_sum_has_three_parts() -> None:
+    program = traced(ComplexLinear, 32, squared)
+    mesh = MeshShape.of("data=4")
+    before, after = (counted(program, "data", "data=4", is_tpu_program=is_tpu) for is_tpu in (False, True))
+    assert flops(after) == 3 * flops(before)
+    grown = [terms.moved_bytes(mesh)["all-reduce", "data"] for terms in (before, after)]
+    assert grown[1] - grown[0] == 32 * 16 * 4
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_a_weight_that_only_matmuls_read_is_gathered_rounded(is_rounded: bool) -> None:
+    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        penalty = 0.0 if is_rounded else jnp.cumsum(jax.lax.stop_gradient(model.kernel[...]), 0).mean()
+        return (model(x) ** 2).mean() + penalty
+
+    program = traced(lambda rngs: nnx.Linear(64, 64, use_bias=False, rngs=rngs), 64, loss)
+    moved = counted(program, "fsdp", "fsdp=8", is_tpu_program=True).moved_bytes(MeshShape.of("fsdp=8"))
+    num_elements = 64 * 64
+    if is_rounded:
+        assert moved["all-gather", "fsdp"] == 2 * num_elements
+    else:
+        assert moved["all-gather", "fsdp"] >= 4 * num_elements
+
+
+class Gated(nnx.Module):
+    """A layer whose result is divided into a value and a gate."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.enter = nnx.Linear(32, 64, use_bias=False, rngs=rngs)
+        self.leave = nnx.Linear(32, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        value, gate = jnp.split(self.enter(x), 2, axis=-1)
+        return self.leave(jnp.tanh(value) * jnp.sin(gate))
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_devices_exchange_slices_of_a_sharded_dim(ways: int) -> None:
+    # Of ways shards of each half, the first of the first half and the last of the second lie where they are used.
+    mesh = MeshShape.of(f"model={ways}")
+    program = traced(Gated, 32, squared)
+    moved = counted(program, "tensor", f"model={ways}", is_tpu_program=True).moved_bytes(mesh)
+    shard = BATCH * 32 // ways * 4
+    distances = {2: 1 + 1, 4: 2.0 * 2}[ways]
+    assert moved["collective-permute", "model"] == distances * shard
+    # The gradient of both halves is concatenated: as much of the parts, and the result in bfloat16, as matmuls read it.
+    assert moved["all-to-all", "model"] == 2 * 2 * shard / 2

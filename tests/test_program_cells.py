@@ -1,0 +1,37 @@
+"""Bytes and FLOPs of compiled steps, tests/data/program_cells.json, next to what is predicted for them.
+
+The cells are compiled by `python benchmarks/program_cells.py --compile FOLDER` and `--store FOLDER`, with libtpu.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+QUICK = "mlp.b"
+"""Part of the name of a cell that is traced fast: of its gradients, some are scattered and some all-reduced."""
+
+
+def measured(only: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "program_cells.py"), "--json", "--only", only]
+    output = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    rows: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return rows
+
+
+def test_bytes_and_flops_of_a_small_program_are_predicted() -> None:
+    [row] = measured(QUICK)
+    assert abs(row["bytes_error"]) < 0.005 and abs(row["flops_error"]) < 0.001
+
+
+@pytest.mark.slow
+def test_most_small_programs_are_predicted_within_their_tolerances() -> None:
+    rows = measured("")
+    assert len(rows) >= 50
+    assert sum(abs(row["bytes_error"]) <= 0.05 for row in rows) >= 0.8 * len(rows)
+    assert sum(abs(row["flops_error"]) <= 0.02 for row in rows) >= 0.6 * len(rows)
