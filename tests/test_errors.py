@@ -188,6 +188,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "search: mesh axes in another order": lambda: spanax.search(linear(), "a100:2x4", mesh="model=4,fsdp=2"),
     "search: a policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full",)),
     "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
+    "pad: examples": lambda: spanax.plan(linear(), "cpu:3", layout="tensor", mesh="model=3", pad="batch"),
+    "pad: an axis that no mesh axis shards": lambda: spanax.plan(linear(), "cpu:8", layout="data", pad="features"),
     "digits: no scikit-learn": without_scikit_learn,
     "digits: no such size": lambda: Digits(image_size=12),
 }

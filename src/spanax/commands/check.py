@@ -163,6 +163,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         schedule=schedule,
         attention=request.attention,
         loss_chunks=request.loss_chunks,
+        pad=request.pad,
     )
     check_requested_schedule(command.schedule, chosen)
     return program, chosen

@@ -162,6 +162,7 @@ def _request(command: PlanCommand) -> "Request":
         request.mesh,
         attention=request.attention,
         loss_chunks=request.loss_chunks,
+        pad=request.pad,
         pipeline=command.pipeline,
     )
 

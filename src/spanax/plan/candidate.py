@@ -265,6 +265,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
             pipeline=candidate.schedule,
             context=candidate.context,
             loss_chunks=program.loss_chunks,
+            padded=program.form.padded,
         ),
     )
     return replace(plan, xla_flags=default_flags(search.cluster, plan.param_axes))

@@ -14,6 +14,7 @@ from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
+from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     computed_in,
@@ -30,6 +31,7 @@ from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, l
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.sharding.place import as_planned, placed
 from spanax.plan.space import AXES, is_standard
 from spanax.trace.pipeline.order_invariance import check_order_invariant
@@ -56,6 +58,7 @@ def plan(
     attention: str | None = None,
     loss_chunks: int | str | None = None,
     pipeline: bool | None = None,
+    pad: str | Sequence[str] | None = None,
 ) -> Plan:
     """Returns the sharding of every array of a program on a cluster. Uses no device.
 
@@ -81,6 +84,9 @@ def plan(
       pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
 
+      pad: names of axes that are padded where they are computed if a mesh axis that shards them does not divide them:
+        `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. Default: none.
+
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
     `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.
 
@@ -100,7 +106,7 @@ def plan(
       ((), ('fsdp',))
     """
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
     return decided(program, cluster_of(cluster), request)
 
 
@@ -120,6 +126,13 @@ class Request:
     loss_chunks: int | str | None = None
     pins: Pins = field(default_factory=dict)
     pipeline: bool | None = None
+    pad: str | Sequence[str] | None = None
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        """The names of the axes to pad."""
+        names = self.pad.split(",") if isinstance(self.pad, str) else self.pad or ()
+        return tuple(dict.fromkeys(name.strip() for name in names))
 
     @property
     def is_placed(self) -> bool:
@@ -240,9 +253,13 @@ def searched(
 
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
+
+    def padded(program: Program) -> Search:
+        return search_in_padding(fastest, program, cluster, request.padded, mesh)
+
     if count:
-        return replace(fastest(program), requested=reason)
-    result = search_in_chunks(fastest, program, cluster)
+        return replace(padded(program), requested=reason)
+    result = search_in_chunks(padded, program, cluster)
     is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
 
@@ -275,7 +292,8 @@ def chosen(result: Search) -> Plan:
         )
     plan = plan_of(result, result.best)
     attention = [f"attention {outcome}" for outcome in result.attention]
-    reasons = (result.requested, rule(result, result.best), *attention, result.logits)
+    padding = padding_text(result.program_of(result.best), plan.mesh, plan.layout)
+    reasons = (result.requested, rule(result, result.best), padding, *attention, result.logits)
     return replace(plan, why="; ".join(str(reason) for reason in reasons if reason))
 
 
@@ -336,6 +354,9 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)
+    if request.padded:
+        padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
+        schedule = replace(schedule, padded=padded)
     if request.is_ring:
         schedule = replace(schedule, context=RING)
         check_ring(layout, shape)

@@ -101,6 +101,7 @@ class Schedule:
       context: attention where the sequence is sharded: keys are `gathered`, or permuted around a `ring`; or `splash`
         or `cudnn`, the kernel that computes attention with gathered keys.
       loss_chunks: the number of chunks in which the loss computes its logits sequentially.
+      padded: the axes that are padded where they are computed, each to a multiple of a number.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages
@@ -115,6 +116,7 @@ class Schedule:
     pipeline: str = "1f1b"
     context: str = GATHERED
     loss_chunks: int = 1
+    padded: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ class Plan:
             del data["schedule"]["context"]
         if self.schedule.loss_chunks == 1:
             del data["schedule"]["loss_chunks"]
+        if not self.schedule.padded:
+            del data["schedule"]["padded"]
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
@@ -367,6 +371,8 @@ def _possible(plan: Plan) -> Plan:
     num_shards, names = plan.mesh.ways, set(plan.mesh.names)
     schedule = plan.schedule
     counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
+    if any(not 1 < number <= plan.mesh.size for _, number in schedule.padded):
+        raise ValueError(f"axes padded to multiples of more or fewer than {plan.mesh.size} devices")
     if plan.mesh.size > MAX_DEVICES or min(*counts, schedule.loss_chunks) < 1 or math.prod(counts) > MAX_TASKS:
         raise ValueError(
             f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: beyond the limits of a plan"

@@ -11,6 +11,7 @@ class Code(Enum):
     AXIS_USED = "'{axis}' already shards another dim of {name}"
     ROUTER_SCORES = "only a router's scores have {name}"
 
+    STORED_UNPADDED = "{name} ({size}) is padded in computation only: the array is stored with its own size"
     STORED = "stored over {axis}"
     REPLICATED = "stored replicated: no dim of {name} is divisible by {axis}={num_shards}"
     ANNOTATED = "as the model's author annotated it"

@@ -118,7 +118,9 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
 STATE_DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
 
-PLAN_SETTINGS = ("layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks")
+PLAN_SETTINGS = (
+    "layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks", "pad",
+)  # fmt: skip
 """Settings that a plan file determines."""
 
 MIN: dict[str, float] = {

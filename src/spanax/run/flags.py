@@ -88,6 +88,8 @@ class LayoutRequest:
         Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
         accelerators, 1 on CPUs.
+      pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes.
+        Default: none.
       accumulate: how the gradients of microbatches are combined: exact, to that of the batch, or mean, to the mean of
         theirs.
     """
@@ -97,6 +99,7 @@ class LayoutRequest:
     remat: str | None = None
     attention: str | None = None
     loss_chunks: str | None = None
+    pad: str | None = None
     accumulate: str | None = None
 
     def check_layout(self) -> None:

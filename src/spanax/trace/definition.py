@@ -24,6 +24,7 @@ from spanax.trace.pipeline.retrace import Shapes, retraced_graph
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
+from spanax.trace.rewrites.padding.padded_step import padded_step
 from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.trace.traced import Traced
 from spanax.trace.user_mesh import UserMesh, outside_meshes
@@ -168,6 +169,8 @@ class Definition:
         Raises:
           SpanaxError: the step cannot be traced.
         """
+        if variant.padded:
+            return self._padded(variant)
         state, attentions = self.state(variant), list[FusedAttention]()
         try:
             step = self._traced(state, partial(_run_step, state.variables, self.step(variant, attentions)))
@@ -185,6 +188,19 @@ class Definition:
             axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
             evaluation = replace(evaluation, axes=axes)
         return TracedVariant(step, evaluation, tuple(dict.fromkeys(attentions)))
+
+    def _padded(self, variant: Variant) -> TracedVariant:
+        """Returns the variant without padding, with its axes padded."""
+        plain, leaves = self.traced(replace(variant, padded=())), self.state(variant).variables.leaves
+        step, evaluation = (
+            None if each is None else padded_step(each, leaves, self.batch_leaves, variant.padded)
+            for each in (plain.step, plain.evaluation)
+        )
+        assert step is not None
+        if evaluation is not None:
+            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
+            evaluation = replace(evaluation, axes=axes)
+        return plain._replace(step=step, evaluation=evaluation)
 
     @_once
     def resized(self, variant: Variant, shapes: Shapes) -> Graph:

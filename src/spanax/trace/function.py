@@ -17,6 +17,7 @@ from spanax.trace.loss.value_and_grad import loss_form
 from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.program import Program, program_of
 from spanax.trace.rewrites.microbatches.support import Microbatches
+from spanax.trace.rewrites.padding.padded_step import padded_step
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Owner, Variables, take_apart
 from spanax.trace.variant import Variant
@@ -96,7 +97,11 @@ class FunctionDefinition:
         Raises:
           SpanaxError: it cannot be traced, or the variant requires a loss and the function has none.
         """
-        if variant not in self._memo:
+        if variant not in self._memo and variant.padded:
+            plain = self.traced(replace(variant, padded=()))
+            step = padded_step(plain.step, self.values.variables.leaves, self.batch_leaves, variant.padded)
+            self._memo[variant] = plain._replace(step=step)
+        elif variant not in self._memo:
             run = partial(_run, self.values.variables, self.function)
             with loss_form(variant) as form:
                 step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)

@@ -100,6 +100,11 @@ class Program:
         return self.form.compute_dtype
 
     @property
+    def unpadded(self) -> "Program":
+        """Returns the program without padded axes."""
+        return self.variant(replace(self.form, padded=()))
+
+    @property
     def variables(self) -> Variables:
         """Returns the structure of model and optimizer."""
         return self.definition.state(self.form).variables

@@ -16,6 +16,7 @@ class Variant:
       loss_chunks: number of chunks of tokens in which the loss computes its logits.
       compute_dtype: dtype of floating parameters and batch in the loss; None for their own dtypes.
       records_gradients: whether the optimizer state also stores the gradients of the last step.
+      padded: axes by name, each with a number: activations have them padded to a multiple of it.
       seed: the seed of a `build` that runs eagerly.
 
     Example:
@@ -29,4 +30,5 @@ class Variant:
     loss_chunks: int = 1
     compute_dtype: str | None = None
     records_gradients: bool = False
+    padded: tuple[tuple[str, int], ...] = ()
     seed: int = 0

@@ -12,6 +12,7 @@ from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.padding import padding_text
 from spanax.plan.sharding.resolve import Resolver, axes_of, resolve
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING
@@ -38,7 +39,10 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    program = program.variant(replace(program.form, context=schedule.context, loss_chunks=schedule.loss_chunks))
+    if schedule.padded and schedule.num_stages > 1:
+        axes = ", ".join(name for name, _ in schedule.padded)
+        raise SpanaxError(f"stages of a pipeline do not support padded axes: {axes}.", fix="a layout without stages")
+    program = _in_forms(program, schedule)
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -66,6 +70,7 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
     """
     check_made_for(program, plan)
     pins = {name: to or None for name, to in plan.pins}
+    program = program.variant(replace(program.form, padded=plan.schedule.padded))
     return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks)
 
 
@@ -99,15 +104,19 @@ def as_planned(program: Program, plan: Plan) -> Program:
 
 
 def in_forms(program: Program, plan: Plan) -> Program:
-    """Returns the program in the compute dtype of a plan, with its attention and its chunks of the logits.
+    """Returns the program in the compute dtype of a plan, with its attention, chunks of the logits and padded axes.
 
     Raises:
       SpanaxError: the plan was made for another program, or the program was traced with another compute dtype.
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    program = computed_in(program, schedule.compute_dtype)
-    return program.variant(replace(program.form, context=schedule.context, loss_chunks=schedule.loss_chunks))
+    return _in_forms(computed_in(program, schedule.compute_dtype), schedule)
+
+
+def _in_forms(program: Program, schedule: Schedule) -> Program:
+    chunks, padded = schedule.loss_chunks, schedule.padded
+    return program.variant(replace(program.form, context=schedule.context, loss_chunks=chunks, padded=padded))
 
 
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
@@ -121,10 +130,11 @@ def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
 
 
 def _padding(resolver: Resolver) -> str:
-    """Returns the plan's note on layers that its stages do not divide evenly."""
+    """Returns the plan's note on padded axes, and on layers that its stages do not divide evenly."""
+    text = padding_text(resolver.program, resolver.mesh, resolver.layout)
     uneven = [parts for parts in resolver.assignment.parts.values() if parts.num_short]
     note = "; {0.num_layers} layers in {0.num_parts} parts of {0.num_rows}, the last {0.num_short} with one fewer"
-    return "".join(map(note.format, uneven))
+    return (f"; {text}" if text else "") + "".join(map(note.format, uneven))
 
 
 def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:

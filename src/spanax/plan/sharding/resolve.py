@@ -142,7 +142,7 @@ class Resolver:
             sizes, num_shards = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
             return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
         stored = [Reason(Code.STORED, axis="+".join(axes))] if spec != used else []
-        return spec, stored + self._reasons(labels, spec)
+        return spec, stored + self._reasons(labels, leaf.shape, spec)
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:
         """Returns the spec of an annotated leaf; the layout decides for names not of this mesh, and for storage."""
@@ -189,14 +189,18 @@ class Resolver:
         spec = self.stored(used, labels, leaf.shape, kind)
         if leaf.shape and spec == used and self._stored_axes(used, kind):
             return []
-        return self._reasons(labels, spec)
+        return self._reasons(labels, leaf.shape, spec)
 
-    def _reasons(self, labels: Labels, spec: Spec) -> list[Reason]:
-        reasons = self.assignment.reasons
-        pairs = zip(labels, spec, strict=True)
-        return list(
-            dict.fromkeys(reasons[label] for label, by in pairs if label is not None and label in reasons and not by)
-        )
+    def _reasons(self, labels: Labels, shape: Sequence[int], spec: Spec) -> list[Reason]:
+        known, reasons = self.assignment.reasons, dict[Reason, None]()
+        for label, size, by in zip(labels, shape, spec, strict=True):
+            if label is not None and not by:
+                if label in known:
+                    reasons[known[label]] = None
+                elif size % self.program.step.axes.ways[label]:
+                    name = self.program.step.axes.names.get(label, "a dim")
+                    reasons[Reason(Code.STORED_UNPADDED, name, size=size)] = None
+        return list(reasons)
 
 
 def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 from spanax.plan.sharding.resolve import Constraint
+from spanax.trace.axes.discover import is_padding
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Graph, Op
 
@@ -100,7 +101,7 @@ def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed
     """Returns the constraints of the operands and results of an operation that resizes a dim (`RESIZED_DIMS`).
 
     None for other operations. An operand is replicated along a resized dim unless all operands and results are sharded
-    equally along it: 7 of 8 elements do not divide.
+    equally along it: 7 of 8 elements do not divide. Shards of a padded axis are not shards of the axis.
 
     Args:
       graph: the program.
@@ -115,7 +116,8 @@ def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed
     shapes = [graph.shape((*op.inputs, *op.outputs)[index]) for index in arrays]
     closed = [placed[index] or Constraint(((),) * len(shape)) for index, shape in zip(arrays, shapes, strict=True)]
     dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
-    dims = [dim for dim in dims if len({constraint.spec[dim] for constraint in closed}) > 1]
+    if not is_padding(op):
+        dims = [dim for dim in dims if len({constraint.spec[dim] for constraint in closed}) > 1]
     if not dims:
         return None
     constraints: list[Constraint | None] = [None] * len(placed)

@@ -94,6 +94,7 @@ def discover(
         dims.join(examples[0], 0, value, dim, factor=dims.size(examples[0], 0))
     dims.join_turns(examples)
     dims.join_pieces()
+    dims.join_padded()
     is_frozen = frozen(graph, leaves)
     pairs = zip(graph.body.inputs, leaves, strict=False)
     leaves = [replace(leaf, kind="param") if value in is_frozen else leaf for value, leaf in pairs]

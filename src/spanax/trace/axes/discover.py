@@ -6,9 +6,15 @@ from collections.abc import Collection, Sequence
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.marks import PADDING
 
 JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
 """Relations of dims that are sharded together."""
+
+
+def is_padding(op: Op) -> bool:
+    """Returns whether an operation pads an uneven axis, or cuts the padding."""
+    return PADDING in str(op.eqn.source_info.name_stack)
 
 
 class Dims:
@@ -31,6 +37,7 @@ class Dims:
         self._parent = list(range(len(sizes)))
         self._ways = sizes
         self._pieces: list[tuple[Dim, Sequence[Dim]]] = []
+        self._padded: list[tuple[Dim, Dim]] = []
         self._turns: list[tuple[Dim, Dim | None, Dim]] = []
         self._looped = looped
         self.replicated: set[Dim] = set()
@@ -52,6 +59,8 @@ class Dims:
             if relation.kind in JOINED:
                 for dim in dims[1:]:
                     self.join(*dims[0], *dim, factor=relation.factor)
+            elif relation.kind is Kind.PARTS and is_padding(op):
+                self._padded.append((dims[0], dims[1]))
             else:
                 self._record(op.name, relation, dims, values)
 
@@ -179,6 +188,20 @@ class Dims:
                 if len(labels) == 1 and labels != {self.find(whole, dim)}:
                     self.join(whole, dim, *parts[0], factor=math.gcd(size, *part_sizes))
                     changed = True
+
+    def join_padded(self) -> None:
+        """Joins padded dims with the dims they pad; call it last, after all other joins.
+
+        The number of shards of the class is that of the padded dims; of its other dims, those that divide are sharded.
+        """
+        ways = {self.find(*padded): self.ways(self.find(*padded)) for padded, _ in self._padded}
+        for padded, true in self._padded:
+            self._unite(self._start[padded[0]] + padded[1], self._start[true[0]] + true[1], 0)
+        limits: dict[int, int] = {}
+        for label, count in ways.items():
+            limits[self._root(label)] = math.gcd(count, limits.get(self._root(label), 0))
+        for label, count in limits.items():
+            self._ways[label] = count
 
     def _unite(self, a: int, b: int, factor: int) -> None:
         i, j = self._root(a), self._root(b)

@@ -69,7 +69,7 @@ def with_bodies(
     op: Op,
     ins: Sequence[Any],
     function: Callable[[Body, Sequence[Any]], Sequence[Any]],
-    leading: Callable[[int], Sequence[int]] = lambda value: (),
+    shape: Callable[[int], Sequence[int]] | None = None,
 ) -> Sequence[Any]:
     """Runs a loop, a branch or a remat, with its parameters, on other bodies.
 
@@ -77,7 +77,7 @@ def with_bodies(
       op: the operation.
       ins: its operands.
       function: computes the outputs of a body from its inputs; it must not close over tracers.
-      leading: for each input of a body, the sizes of its new leading dims.
+      shape: the shape of each input of a body, if it differs from the traced one.
     """
     functions = [lambda *args, body=body: function(body, args) for body in op.bodies]
     remat = remat_of(op.eqn)
@@ -87,7 +87,7 @@ def with_bodies(
 
     def replaced(old: Any) -> Any:
         body, function = next(pairs)
-        return retraced(old, function, [leading(value) for value in body.inputs])
+        return retraced(old, function, None if shape is None else [shape(value) for value in body.inputs])
 
     params = dict(op.params)
     for key in ("jaxpr",) if op.name in REMAT else BODIES[op.name]:
@@ -126,16 +126,16 @@ def rebuilt(graph: Graph, op: Op, ins: Sequence[Any], functions: Sequence[Functi
     return [*carry, *stacked]
 
 
-def retraced(old: Any, function: Function, leading: Sequence[Sequence[int]] = ()) -> Any:
+def retraced(old: Any, function: Function, shapes: Sequence[Sequence[int]] | None = None) -> Any:
     """Returns a function traced as the body of an operation, closed or open like the old body.
 
-    `leading` has, for every operand, the sizes of its new leading dims.
+    `shapes` has the shape of every operand, if any differs.
     """
     jaxpr, _ = opened(old)
     # Keep memory spaces (residuals offloaded to the host), and drop shardings, which may name another mesh.
     avals = [var.aval.update(sharding=None, weak_type=False) for var in jaxpr.invars]
-    pairs = zip(avals, leading or [()] * len(avals), strict=True)
-    avals = [aval.update(shape=(*sizes, *aval.shape)) if sizes else aval for aval, sizes in pairs]
+    pairs = zip(avals, shapes or (), strict=shapes is not None)
+    avals = [a if a.shape == shape else a.update(shape=tuple(shape)) for a, shape in pairs] if shapes else avals
     closed = jax.make_jaxpr(function)(*avals)
     if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
         return closed

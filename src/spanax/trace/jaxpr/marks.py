@@ -11,6 +11,9 @@ GRADIENT, METRIC = "gradient:", "metric:"
 LOSS_CHUNKS = "spanax_loss_chunks"
 """Name of the scan of a chunked loss in the name stack, and of its gradients in remat policies."""
 
+PADDING = "spanax_padding"
+"""Name of the operations that pad a dim of an uneven axis, or cut it, in the name stack."""
+
 
 def marked(value: Any, mark: str) -> Any:
     """Returns the same value; `Graph.marks` records it under its mark.

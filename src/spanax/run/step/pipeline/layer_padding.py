@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +16,8 @@ from spanax.errors import SpanaxError
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.jaxpr.dim_maps.padding import neutral_element
+from spanax.trace.jaxpr.dim_maps.relations import Equation
 from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
@@ -110,8 +111,7 @@ class PaddedStep:
         if not by_row or not self._is_same_op(original, op):
             raise self._unsupported(op)
         if op.name in REDUCTIONS and dims[0] is not None and dims[0] in op.params["axes"]:
-            dtype = self.step.graph.avals[op.inputs[0]].dtype
-            return {0: (dims[0], _neutral_element(op, dtype))}
+            return {0: (dims[0], neutral_element(Equation(op.eqn)))}
         if op.name == "dot_general":
             sides = zip(dims, op.params["dimension_numbers"][0], strict=True)
             return {
@@ -172,9 +172,3 @@ def _same(first: Any, second: Any) -> bool:
 def _same_array(first: Any, second: Any) -> bool:
     a, b = np.asarray(first), np.asarray(second)
     return first is second or ((a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes())
-
-
-def _neutral_element(op: Op, dtype: Any) -> Any:
-    """Returns the result of a reduction of no elements."""
-    with jax.ensure_compile_time_eval():
-        return np.asarray(op.bind([jnp.zeros(0, dtype)], op.params | {"axes": (0,)})[0])

@@ -116,7 +116,8 @@ class Replay:
             return sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
         if use is not None:
             for targets in filter(None, (use.first, use.inputs)):
-                ins = [self.constrained(array, target) for array, target in zip(ins, targets, strict=True)]
+                leading = map(self.unreduced.of, op.inputs)
+                ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
             if use.is_isolated:
                 ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
         if op.name in DROPPED:
@@ -162,7 +163,7 @@ class Replay:
         if op.name == "scan":
             outs: Sequence[Any] = self._looped(op, ins)
         else:
-            outs = with_bodies(op, ins, self.body, self._leading)
+            outs = with_bodies(op, ins, self.body, self._shape)
         deferred, constraints = self.unreduced.of, self.constraints
         return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
 
@@ -182,7 +183,7 @@ class Replay:
             outs = zip(body.outputs, self.body(body, args), pending, strict=True)
             return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
 
-        outs = [*with_bodies(op, operands, iteration, self._leading)]
+        outs = [*with_bodies(op, operands, iteration, self._shape)]
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
         pairs = zip(op.outputs, outs, pending, strict=True)
         return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]
@@ -198,8 +199,8 @@ class Replay:
         array = self.constrained(merged_leading(array, axes, left), constraint, (summed, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 
-    def _leading(self, value: int) -> list[int]:
-        return [self.mesh.shape[axis] for axis in self.unreduced.of(value)]
+    def _shape(self, value: int) -> tuple[int, ...]:
+        return (*(self.mesh.shape[axis] for axis in self.unreduced.of(value)), *self.graph.shape(value))
 
 
 def _shard_by_shard(

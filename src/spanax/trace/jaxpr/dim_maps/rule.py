@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from spanax.trace.jaxpr.dim_maps import table  # noqa: F401  (a user's row replaces one of the table)
-from spanax.trace.jaxpr.dim_maps.registry import TABLE, Row, aligned
+from spanax.trace.jaxpr.dim_maps.registry import TABLE, Padding, Row, aligned
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Kind, Relation, Shape
 
 Rule = Callable[[Equation, "Recorder"], None]
@@ -64,13 +64,14 @@ class Recorder:
         yield from self._others
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, padding: Padding | None = None) -> Callable[[Rule], Rule]:
     """Registers a rule for primitives, which replaces their rows in the table.
 
     A primitive whose values are all related by `dims.same` is elementwise: it is fused, recomputed and chunked as such.
 
     Args:
       names: the primitives, as a jaxpr prints them.
+      padding: how they compute with padded dims; None: padding is removed before.
 
     Example:
       >>> @rule("my_scale")                              # a custom primitive: y = scale(x), elementwise
@@ -86,7 +87,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
             function(equation, recorder)
             return recorder.relations()
 
-        TABLE.update(dict.fromkeys(names, Row(None, relations)))
+        TABLE.update(dict.fromkeys(names, Row(None, relations, padding)))
         return function
 
     return register

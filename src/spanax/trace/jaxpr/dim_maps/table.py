@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend import core
 
-from spanax.trace.jaxpr.dim_maps.registry import TABLE, UNKNOWN, aligned, row, same
+from spanax.trace.jaxpr.dim_maps.padding import limits_of, neutral_element, shape_of, slice_sizes_of
+from spanax.trace.jaxpr.dim_maps.registry import TABLE, UNKNOWN, Padding, aligned, row, same
 from spanax.trace.jaxpr.dim_maps.relations import Dim, DimMap, Equation, Family, Kind, Relation, Shape
 
 
@@ -44,6 +45,7 @@ rem reshard round rsqrt select_n shard_alike sharding_constraint shift_left shif
 sign sin sinh sqrt square stochastic_round stop_gradient sub tan tanh unpin with_memory_space_constraint
 xla_metadata_value xor zeros_like zeta
 """,
+    Padding(),
 )
 def _elementwise(equation: Equation) -> Iterable[Relation]:
     return aligned(equation.shapes, tuple(range(len(equation.shapes))))
@@ -62,7 +64,7 @@ def _fresh(equation: Equation) -> Iterator[Relation]:
         yield from (Relation(Kind.NEW, ((out, dim),)) for dim in range(len(equation.shapes[out])))
 
 
-@row(Family.IOTA, "iota")
+@row(Family.IOTA, "iota", Padding(shape_of("shape")))
 def _iota(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for dim in range(len(equation.shapes[out])):
@@ -80,13 +82,14 @@ def _opaque(equation: Equation) -> Iterator[Relation]:
     yield Relation(Kind.OPAQUE)
 
 
-@row(Family.OTHER, "optimization_barrier device_put")
+@row(Family.OTHER, "optimization_barrier", Padding())
+@row(Family.OTHER, "device_put")
 def _barrier(equation: Equation) -> Iterator[Relation]:
     for pair in zip(equation.inputs, equation.outputs, strict=True):
         yield from aligned(equation.shapes, pair)
 
 
-@row(Family.CONTRACTION, "dot_general")
+@row(Family.CONTRACTION, "dot_general", Padding(fill=lambda _: 0))
 def _dot_general(equation: Equation) -> Iterator[Relation]:
     contracted, batch = equation.params["dimension_numbers"]
     yield from _contracted(contracted)
@@ -126,7 +129,7 @@ def _ragged_dot_general(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.ALONG, relation.dims[1:])
 
 
-@row(Family.CONTRACTION, "conv_general_dilated")
+@row(Family.CONTRACTION, "conv_general_dilated", Padding(fill=lambda _: 0))
 def _convolution(equation: Equation) -> Iterator[Relation]:
     numbers, params = equation.params["dimension_numbers"], equation.params
     (lhs_n, lhs_c, *lhs_space), (rhs_o, rhs_i, *rhs_space) = numbers.lhs_spec, numbers.rhs_spec
@@ -151,8 +154,11 @@ def _convolution(equation: Equation) -> Iterator[Relation]:
 
 @row(
     Family.REDUCTION,
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin",
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor",
+    Padding(fill=neutral_element),
 )
+@row(Family.REDUCTION, "argmax argmin", Padding())
+@row(Family.REDUCTION, "reduce")
 def _reduce(equation: Equation) -> Iterator[Relation]:
     axes = equation.params.get("axes", equation.params.get("dimensions", ()))
     operands, outs = equation.inputs[: len(equation.outputs)], equation.outputs
@@ -174,7 +180,7 @@ def _reduce_window(equation: Equation) -> Iterator[Relation]:
             yield same(*((array, dim) for array in arrays))
 
 
-@row(Family.VIEW, "broadcast_in_dim")
+@row(Family.VIEW, "broadcast_in_dim", Padding(shape_of("shape")))
 def _broadcast(equation: Equation) -> Iterator[Relation]:
     (out,), operand_dims = equation.outputs, dict(zip(equation.params["broadcast_dimensions"], itertools.count()))
     for dim, size in enumerate(equation.shapes[out]):
@@ -185,19 +191,19 @@ def _broadcast(equation: Equation) -> Iterator[Relation]:
             yield same((0, operand_dim), (out, dim))
 
 
-@row(Family.VIEW, "transpose")
+@row(Family.VIEW, "transpose", Padding())
 def _transpose(equation: Equation) -> Iterator[Relation]:
     return (same((0, dim), (1, out_dim)) for out_dim, dim in enumerate(equation.params["permutation"]))
 
 
-@row(Family.VIEW, "squeeze")
+@row(Family.VIEW, "squeeze", Padding())
 def _squeeze(equation: Equation) -> Iterator[Relation]:
     rank = len(equation.shapes[0])
     remaining = equation.others(0, {dim % rank for dim in equation.params["dimensions"]})
     return (same((0, dim), (1, out_dim)) for out_dim, dim in enumerate(remaining))
 
 
-@row(Family.VIEW, "reshape")
+@row(Family.VIEW, "reshape", Padding(shape_of("new_sizes")))
 def _reshape(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for ins, outs in reshape_groups(equation.shapes[0], equation.shapes[out]):
@@ -218,12 +224,12 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
         yield left, right
 
 
-@row(Family.RESIZE, "concatenate")
+@row(Family.RESIZE, "concatenate", Padding())
 def _concatenate(equation: Equation) -> Iterator[Relation]:
     return _along(equation, equation.params["dimension"], (*equation.outputs, *equation.inputs))
 
 
-@row(Family.RESIZE, "split")
+@row(Family.RESIZE, "split", Padding())
 def _split(equation: Equation) -> Iterator[Relation]:
     return _along(equation, equation.params["axis"], (0, *equation.outputs))
 
@@ -261,7 +267,7 @@ def _reorder(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.SAME if is_same else Kind.REORDERED, ((0, dim), (out, dim)))
 
 
-@row(Family.RESIZE, "slice")
+@row(Family.RESIZE, "slice", Padding(limits_of))
 def _slice(equation: Equation) -> Iterator[Relation]:
     (out,), strides = equation.outputs, equation.params["strides"] or (1,) * len(equation.shapes[0])
     for dim, stride in enumerate(strides):
@@ -271,7 +277,7 @@ def _slice(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.PARTS, ((0, dim), (out, dim)))
 
 
-@row(Family.RESIZE, "pad")
+@row(Family.RESIZE, "pad", Padding())
 def _pad(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for dim, (low, high, interior) in enumerate(equation.params["padding_config"]):
@@ -281,14 +287,14 @@ def _pad(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.PARTS, ((out, dim), (0, dim)))
 
 
-@row(Family.DYNAMIC_SLICE, "dynamic_slice")
+@row(Family.DYNAMIC_SLICE, "dynamic_slice", Padding(slice_sizes_of))
 def _dynamic_slice(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for dim, (size, out_size) in enumerate(zip(equation.shapes[0], equation.shapes[out], strict=True)):
         yield Relation(Kind.SAME if size == out_size else Kind.SELECTED, ((0, dim), (out, dim)))
 
 
-@row(Family.DYNAMIC_UPDATE, "dynamic_update_slice")
+@row(Family.DYNAMIC_UPDATE, "dynamic_update_slice", Padding())
 def _dynamic_update_slice(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for dim, (size, num_written) in enumerate(zip(*equation.shapes[:2], strict=True)):
@@ -298,7 +304,7 @@ def _dynamic_update_slice(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.REORDERED, ((0, dim), (out, dim)))
 
 
-@row(Family.CUMULATIVE, "cumsum cumprod cummax cummin cumlogsumexp sort")
+@row(Family.CUMULATIVE, "cumsum cumprod cummax cummin cumlogsumexp sort", Padding())
 def _cumulative(equation: Equation) -> Iterator[Relation]:
     yield from aligned(equation.shapes, tuple(range(len(equation.shapes))))
     axis = equation.params["axis"] if "axis" in equation.params else equation.params["dimension"]
@@ -336,7 +342,7 @@ def _problems(equation: Equation, inner_rank: int) -> Iterator[Relation]:
         yield same(*((array, dim) for array, shape in enumerate(equation.shapes) if dim < len(shape)))
 
 
-@row(Family.GATHER, "gather")
+@row(Family.GATHER, "gather", Padding(slice_sizes_of))
 def _gather(equation: Equation) -> Iterator[Relation]:
     numbers, (operand, indices, *_), (out,) = equation.params["dimension_numbers"], equation.shapes, equation.outputs
     sizes, batching = equation.params["slice_sizes"], _batching(numbers, numbers.start_indices_batching_dims)
@@ -352,10 +358,11 @@ def _gather(equation: Equation) -> Iterator[Relation]:
             yield Relation(Kind.SELECTED, ((0, dim), (1, 0)))
 
 
-@row(Family.SCATTER_ADD, "scatter-add scatter_add")
+@row(Family.SCATTER_ADD, "scatter-add scatter_add", Padding())
 @row(
     Family.SCATTER,
     "scatter scatter-mul scatter-min scatter-max scatter-sub scatter_mul scatter_min scatter_max scatter_sub",
+    Padding(),
 )
 def _scatter(equation: Equation) -> Iterator[Relation]:
     numbers, (operand, indices, updates, *_) = equation.params["dimension_numbers"], equation.shapes

@@ -5,7 +5,8 @@ around a ring of devices, or by a platform's kernel.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
-from spanax.trace.jaxpr.dim_maps.relations import Equation
+from spanax.trace.jaxpr.dim_maps.registry import Padding
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Shape
 from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
@@ -229,7 +231,37 @@ pe.dce_rules[attention_grad_p] = _without_unread
 # ---- which dims are sharded together
 
 
-@rule(FORWARD)
+def _resized(op: Equation, shapes: Sequence[Shape]) -> Mapping[str, Any]:
+    """Returns the form for operands with padded batch dims, such as heads."""
+    form = op.params["form"]
+    sizes = (*shapes[0][: form.num_batch], *form.sizes[form.num_batch :])
+    steps = tuple(
+        replace(
+            step,
+            shape=tuple(
+                sizes[label] if 0 <= label < form.num_batch else size
+                for label, size in zip(step.labels, step.shape, strict=True)
+            ),
+        )
+        for step in form.steps
+    )
+    return {"form": replace(form, sizes=sizes, steps=steps)}
+
+
+def _batch_dims(op: Equation) -> set[Dim]:
+    """Returns the dims whose rows are separate attentions; none where an extra that they share has a gradient."""
+    form, batch, grads = op.params["form"], range(op.params["form"].num_batch), op.params.get("grads", ())
+    extras = () if op.params["kernel"] else form.extras
+    num_rows = len(op.inputs) - len(extras)
+    of_extras = [{dim: label for dim, label in enumerate(labels) if label in batch} for labels in extras]
+    if any(is_smooth and len(dims) < len(batch) for dims, is_smooth in zip(of_extras, grads, strict=False)):
+        return set()
+    with_grads = [dims for dims, is_smooth in zip(of_extras, grads, strict=False) if is_smooth]
+    values = [*[batch] * num_rows, *of_extras, *[batch] * (len(op.outputs) - len(with_grads)), *with_grads]
+    return {(value, dim) for value, dims in enumerate(values) for dim in dims}
+
+
+@rule(FORWARD, padding=Padding(_resized, dims=_batch_dims))
 def _forward_dims(op: Equation, dims: Recorder) -> None:
     _join(dims, op.params["form"], op.inputs[:3], op.inputs[3:])
     form, (q, _, v) = op.params["form"], op.inputs[:3]
@@ -238,7 +270,7 @@ def _forward_dims(op: Equation, dims: Recorder) -> None:
     dims.join(v, form.num_batch + 1, out, form.keys)
 
 
-@rule(BACKWARD)
+@rule(BACKWARD, padding=Padding(_resized, dims=_batch_dims))
 def _backward_dims(op: Equation, dims: Recorder) -> None:
     form, (q, _, v, of_out, *rows) = op.params["form"], op.inputs[:NUM_ROWS]
     _join(dims, form, op.inputs[:3], op.inputs[NUM_ROWS:])

@@ -1,0 +1,73 @@
+"""Searches the layouts of a program with requested axes padded."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.hardware.torus import divisors
+from spanax.plan.candidate import Search
+from spanax.plan.presets import MEANING
+from spanax.plan.sharding.padding import check_padded
+from spanax.trace.program import Program
+from spanax.trace.rewrites.padding.padded_step import Multiples, padded_sizes
+
+MOST = 8
+"""The most devices over which a search shards padded axes if no mesh is requested: those of a node."""
+
+
+def search_in_padding(
+    find: Callable[[Program], Search],
+    program: Program,
+    cluster: Cluster,
+    names: Sequence[str],
+    mesh: MeshShape | None,
+) -> Search:
+    """Returns the search of a program with axes padded for the number of devices that suits its best candidate.
+
+    Args:
+      find: searches the layouts of a program.
+      program: without padded axes.
+      cluster: the devices.
+      names: the axes to pad; none searches the program as it is.
+      mesh: the requested mesh of one stage, if any.
+
+    Raises:
+      SpanaxError: the best layout of no number of devices shards the axes.
+    """
+    if not names:
+        return find(program)
+    check_padded(program, names)
+    results = []
+    for padded in _forms(program, cluster, names, mesh):
+        result = find(program.variant(replace(program.form, padded=padded)))
+        best = result.best
+        is_used = best is not None and all(_ways(best.mesh, name) == number for name, number in padded)
+        if best is not None and is_used and best.num_stages == 1:
+            results.append(result)
+    if not results:
+        axes, shape = ", ".join(names), f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"
+        raise SpanaxError(
+            f"the fastest layout shards no padded axis of {axes}.", where=shape, fix="a layout and a mesh with `model`"
+        )
+    return min(results, key=_step_seconds)
+
+
+def _step_seconds(result: Search) -> float:
+    return math.inf if result.best is None else result.best.step_seconds
+
+
+def _ways(mesh: MeshShape, name: str) -> int:
+    """Returns the number of devices over which presets shard an axis."""
+    return mesh.ways([axis for axis, names in MEANING.items() if name in names])
+
+
+def _forms(program: Program, cluster: Cluster, names: Sequence[str], mesh: MeshShape | None) -> Iterator[Multiples]:
+    """Yields the uneven axes for each number of devices that may shard them, the largest first."""
+    numbers = [size for size in divisors(cluster.num_devices) if 1 < size <= MOST][::-1]
+    for number in numbers if mesh is None else [1]:
+        pairs = [(name, number if mesh is None else _ways(mesh, name)) for name in names]
+        if padded := tuple(pair for pair in pairs if padded_sizes(program.step, (pair,))):
+            yield padded
