@@ -32,6 +32,7 @@ class Candidate:
     """One layout with its cost. Bytes and seconds are per device and per step.
 
     `hidden` are seconds of communication by term that run during computation; `step_seconds` excludes them.
+    `assigned` is the layout where a local search changed a preset.
     """
 
     layout: str
@@ -49,6 +50,7 @@ class Candidate:
     flops: float
     hidden: dict[str, float] = field(default_factory=dict)
     context: str = GATHERED
+    assigned: Layout | None = None
 
     @staticmethod
     def of(
@@ -82,6 +84,11 @@ class Candidate:
 
     def _repr_html_(self) -> str | None:
         return display(self)
+
+    @property
+    def assignment(self) -> Layout:
+        """The named axes that each mesh axis shards."""
+        return self.assigned or layout_on(self.storing, self.sequence, self.mesh)
 
     @property
     def peak_bytes(self) -> int:
@@ -134,6 +141,7 @@ class Search:
       attention: the outcome for each attention for which a kernel was requested.
       requested: why these layouts were searched; None where all were.
       logits: the best number of chunks of the logits, and why.
+      assignment: why the best layout is not a preset; None where it is.
 
     Example:
       >>> import jax, optax, spanax
@@ -165,6 +173,7 @@ class Search:
     attention: tuple[FusedAttention, ...] = ()
     requested: Reason | None = None
     logits: Reason | None = None
+    assignment: Reason | None = None
 
     def _repr_html_(self) -> str | None:
         return display(self)
@@ -252,7 +261,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
     is_named = candidate.remat in POLICIES
     plan = placed(
         program,
-        layout_on(candidate.storing, candidate.sequence, candidate.mesh),
+        candidate.assignment,
         candidate.mesh,
         pins=search.pins,
         why="as priced",

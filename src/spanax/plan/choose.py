@@ -14,7 +14,9 @@ from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
+from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.padding import search_in_padding
+from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     computed_in,
@@ -230,10 +232,12 @@ def searched(
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat
     attention = request.attention or usual.attention
+    stage_margin = STAGE_MARGIN if request.pipeline is None else 0.0
     find = partial(
         search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
-        pins=request.pins, top=top, each=each, ring=request.layout is None and can_ring(program, cluster, attention),
-        distinct=True, stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
+        pins=request.pins, top=top if request.is_placed else max(top, POOL), each=each, assign=False,
+        attention="plain", ring=request.layout is None and can_ring(program, cluster, attention),
+        distinct=True, stage_margin=stage_margin,
     )  # fmt: skip
 
     def fastest(program: Program) -> Search:
@@ -257,10 +261,11 @@ def searched(
     def padded(program: Program) -> Search:
         return search_in_padding(fastest, program, cluster, request.padded, mesh)
 
-    if count:
-        return replace(padded(program), requested=reason)
-    result = search_in_chunks(padded, program, cluster)
-    is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
+    result = padded(program) if count else search_in_chunks(padded, program, cluster)
+    if not request.is_placed:
+        result = with_assignments(result, Assumptions(), None if each else top, stage_margin)
+    is_chunked = result.best and plan_of(result, result.best).schedule.loss_chunks > 1
+    is_reported = not count and (request.chunks is not None or is_chunked)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
 
 
@@ -293,7 +298,7 @@ def chosen(result: Search) -> Plan:
     plan = plan_of(result, result.best)
     attention = [f"attention {outcome}" for outcome in result.attention]
     padding = padding_text(result.program_of(result.best), plan.mesh, plan.layout)
-    reasons = (result.requested, rule(result, result.best), padding, *attention, result.logits)
+    reasons = (result.requested, result.assignment, rule(result, result.best), padding, *attention, result.logits)
     return replace(plan, why="; ".join(str(reason) for reason in reasons if reason))
 
 

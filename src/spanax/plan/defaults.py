@@ -35,6 +35,12 @@ A bubble assumes equal stages, and a step in stages compiles longer. Source: a j
 predicted step times (docs/planning.md): a smaller difference says nothing.
 """
 
+ASSIGNMENT_MARGIN = 0.1
+"""How much faster than the fastest preset a layout of a local search must be, as a fraction.
+
+Source: a judgment, about the mean error of predicted step times of compiled programs (docs/planning.md).
+"""
+
 
 ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)
 ON_ACCELERATOR = Defaults("bfloat16", "auto", 0, pipeline=True, is_searched=True)

@@ -27,7 +27,7 @@ from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan, path_pattern
 from spanax.plan.sharding.place import as_planned, in_forms, resolver_of
 from spanax.plan.sharding.resolve import resolve
-from spanax.plan.space import AXES, layout_on
+from spanax.plan.space import AXES
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -272,7 +272,7 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     program = search.program_of(candidate)
     sizes = [dict(candidate.mesh.axes).get(axis, 1) for axis in AXES]
     mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
-    layout = layout_on(candidate.storing, candidate.sequence, candidate.mesh)
+    layout = candidate.assignment
     values = None
     if path is not None:
         values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))

@@ -34,6 +34,10 @@ class Code(Enum):
     STORES_RECOMPUTED = "the zero-bubble schedule would store what remat recomputes, until the gradient of the weights"
     NO_STAGES = "stages: {detail}"
     NO_CHUNKS = "interleaved stages: {detail}"
+    NOT_ASSIGNED = "another assignment of one axis is slower, or needs more memory where nothing fits"
+    NOT_PLACED = "{name}: {detail}"
+    ASSIGNED = "{name}, by local search: a step takes {detail} less than with the fastest preset"
+    ASSIGNED_FITS = "{name}, by local search: no preset fits"
     NOT_COMPARED = "priced, not compared"
 
     LAYOUT_REQUESTED = "as requested"

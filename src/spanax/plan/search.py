@@ -15,11 +15,13 @@ from spanax.plan.attention_kernel import can_ring, repeating_axes, with_attentio
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.forms import REMAT, in_context, in_rings, programs_of
 from spanax.plan.candidates.grids import SCHEDULES, ZERO_BUBBLE, Grids, grids_of
+from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import State, state_of
 from spanax.plan.cost.step_time import GridTable, Table
+from spanax.plan.defaults import defaults
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
@@ -51,6 +53,7 @@ def search(
     schedules: Collection[str] = SCHEDULES,
     fits_first: bool = False,
     counts_stages: bool = True,
+    assign: bool = True,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -68,7 +71,7 @@ def search(
       mesh: prices only this mesh, the mesh of one stage, as in `spanax.plan`.
       microbatches: prices only this number of microbatches.
       pins: axis name -> mesh axis (or several, or None to replicate the axis), in every layout.
-      attention: as in `spanax.plan`.
+      attention: as in `spanax.plan`, with the same default.
       ring: whether meshes that shard sequences are also priced with ring attention. Default: unless a layout, `flash`
         or an attention of the program is requested; not on CPUs.
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
@@ -76,6 +79,7 @@ def search(
       schedules: the schedules of stages to price; `1f1b` is always priced.
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
+      assign: whether a local search changes the assignments of the best presets, where neither layout nor mesh is set.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -103,20 +107,24 @@ def search(
     check_pinned(program, pins or ())
     if microbatches not in (None, 1) and program.accumulates.error is not None:
         raise program.accumulates.error
+    attention = attention or defaults(cluster).attention
     if ring is None:
         ring = layout is None and can_ring(program, cluster, attention)
     program = _attending(program, cluster, layout, attention)
+    assumptions = assumptions or Assumptions()
+    assigns = assign and layout is None and mesh is None
     find = functools.partial(
-        _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
-        assumptions=assumptions or Assumptions(), pins=pins, ring=ring, distinct=distinct,
-        stage_margin=stage_margin, schedules=schedules, fits_first=fits_first, counts_stages=counts_stages,
+        _search, program, cluster, batch_size=batch_size, remat=remat, top=max(top, POOL) if assigns else top,
+        each=each, layout=layout, mesh=mesh, assumptions=assumptions, pins=pins, ring=ring,
+        distinct=distinct, stage_margin=stage_margin, schedules=schedules,
+        fits_first=fits_first, counts_stages=counts_stages,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
-    if microbatches is not None or not _is_inexact(program, result):
-        return result
-    one_batch = find(microbatches=1, pipeline=False)
-    num_left_out = result.layouts_priced - one_batch.layouts_priced
-    return replace(one_batch, rejected={**one_batch.rejected, Reason(Code.INEXACT): num_left_out})
+    if microbatches is None and _is_inexact(program, result):
+        one_batch = find(microbatches=1, pipeline=False)
+        num_left_out = result.layouts_priced - one_batch.layouts_priced
+        result = replace(one_batch, rejected={**one_batch.rejected, Reason(Code.INEXACT): num_left_out})
+    return with_assignments(result, assumptions, None if each else top, stage_margin) if assigns else result
 
 
 def _search(

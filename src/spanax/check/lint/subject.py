@@ -55,6 +55,7 @@ class LintSubject:
         try:
             searched = search(
                 self.program, self.cluster, remat=(self.candidate.remat,), top=100_000, pipeline=False,
+                attention="plain", assign=False,
                 pins={name: to or None for name, to in self.plan.pins},
             )  # fmt: skip
         except NoLayoutError:

@@ -159,7 +159,10 @@ def layouts(
     planner_search = searched(program, machine, Request(pipeline=False))
     planned = next(iter(planner_search.programs.values()))
     remat = remat or (planned.remat if planner_search.best is None else planner_search.best.remat)
-    searched_layouts = search(planned, machine, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY)
+    searched_layouts = search(
+        planned, machine, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY, attention="plain",
+        assign=False,
+    )  # fmt: skip
     if not searched_layouts.candidates:
         raise SpanaxError(
             f"no layout of this workload can run on {machine}" + (f" as {mesh}." if mesh else "."),

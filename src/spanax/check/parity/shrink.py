@@ -132,7 +132,9 @@ def step_flops(program: Program) -> float:
 
 def _peak_bytes(program: Program) -> int:
     """Returns the predicted peak memory of the program on one device."""
-    searched = search(program, cluster("cpu:1"), remat=(program.remat,), pipeline=False, microbatches=1, top=1)
+    searched = search(
+        program, cluster("cpu:1"), remat=(program.remat,), pipeline=False, microbatches=1, top=1, assign=False
+    )
     return (searched.candidates or searched.nearest)[0].peak_bytes
 
 

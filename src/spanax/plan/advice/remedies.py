@@ -1,9 +1,10 @@
 """Suggests options that make a program fit where no layout fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from spanax.errors import NoLayoutError, SpanaxError
+from spanax.hardware.cluster import Cluster
 from spanax.plan.advice.what_if import cluster_of_size
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.loss_chunks import chunks_to_try
@@ -54,7 +55,7 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
         yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
     if Reason(Code.NOT_REQUESTED) in previous.rejected:
-        best = search(program, previous.cluster, pins=previous.pins, top=1).best
+        best = _search_all(previous, program, previous.cluster, None).best
         if best is not None:
             yield f"--layout {best.layout} --mesh {best.mesh}", True
 
@@ -65,7 +66,13 @@ def _search(previous: Search, program: Program, remat: str, candidate: Candidate
     return search(
         program, previous.cluster, remat=(remat,), layout=candidate.layout, mesh=candidate.mesh, pins=previous.pins,
         top=1, pipeline=candidate.num_stages > 1, microbatches=program.microbatches if has_train_step else None,
+        attention="plain",
     )  # fmt: skip
+
+
+def _search_all(previous: Search, program: Program, cluster: Cluster, remat: Sequence[str] | None) -> Search:
+    """Returns a search of all presets on a cluster; the program already has its attention."""
+    return search(program, cluster, remat=remat, pins=previous.pins, top=1, attention="plain", assign=False)
 
 
 def _has_full(program: Program) -> bool:
@@ -86,7 +93,7 @@ def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int
             continue
         larger = cluster_of_size(cluster, factor * cluster.num_devices)
         try:
-            result = None if larger is None else search(program, larger, remat=(remat,), pins=previous.pins, top=1)
+            result = None if larger is None else _search_all(previous, program, larger, (remat,))
         except NoLayoutError:
             continue  # this number of devices does not divide the batch
         if larger is not None and result is not None and result.best is not None:

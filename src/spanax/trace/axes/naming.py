@@ -35,6 +35,7 @@ STRENGTH = {
     "features": 20,
     "hidden": 15,
     "steps": 10,
+    "nodes": 5,
 }
 """The strength of a claim if several names apply to a class: the least ambiguous evidence is first."""
 
@@ -132,6 +133,10 @@ def _gather(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_param
         picks = origins[indices] == Origin.BATCH and math.prod(op.params["slice_sizes"]) == 1
         for label in lookup_labels if picks else ():
             _claim(claims, label, "vocab" if len(labels) > 2 else "classes")
+        if origins[indices] == Origin.BATCH and not picks:
+            # The batch says which rows of the activations an edge connects.
+            for label in lookup_labels:
+                _claim(claims, label, "nodes")
         return
     if origins[operand] & Origin.PARAM:
         for label in lookup_labels:
