@@ -96,3 +96,13 @@ def test_a_search_says_it_in_a_line() -> None:
     summary = summarize(result)
     assert search_json(summary, 1)["attention"] == ["cudnn for 512 x 512 causal"]
     assert "  attention cudnn for 512 x 512 causal" in search_text(summary, 1)
+
+
+def test_a_search_has_the_clusters_default_attention() -> None:
+    workload = load("llama3-8b", batch_size=8, seq_len=512, num_layers=2)
+    program = workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype="bfloat16")
+    kernels = {
+        attention: {each.kernel for each in spanax.search(program, "h100:8", attention=attention, top=1).attention}
+        for attention in (None, "auto", "plain")
+    }
+    assert kernels == {None: {"cudnn"}, "auto": {"cudnn"}, "plain": set()}

@@ -31,7 +31,7 @@ PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8")
 
 @functools.cache
 def searched(name: str, cluster: str) -> Search:
-    return search(workload(name), spanax.cluster(cluster), top=EVERYTHING)
+    return search(workload(name), spanax.cluster(cluster), top=EVERYTHING, assign=False)
 
 
 def with_memory(name: str, memory_bytes: int | None) -> spanax.Cluster:
@@ -218,7 +218,7 @@ def test_stages_divide_the_layers() -> None:
 
 
 def test_the_nearest_layouts_are_returned_where_nothing_fits() -> None:
-    result = search(workload("gpt-nano"), with_memory("cpu:8", 2**20))
+    result = search(workload("gpt-nano"), with_memory("cpu:8", 2**20), assign=False)
     assert result.candidates == () and result.best is None
     assert 1 <= len(result.nearest) <= 3
     leanest = min(each.peak_bytes for each in searched("gpt-nano", "cpu:8").candidates)
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_counted() -> None:
     everything = searched("gpt-nano", "cpu:8")
     peaks = sorted(each.peak_bytes for each in everything.candidates)
     limit = int(peaks[len(peaks) // 2] / (1 - RESERVE))
-    result = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING)
+    result = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING, assign=False)
     assert 0 < result.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(result.candidates)
     assert list(result.candidates) == [
         each for each in everything.candidates if each.peak_bytes <= limit * (1 - RESERVE)
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_counted() -> None:
 
 
 def test_a_chip_of_which_no_memory_is_known_holds_everything() -> None:
-    result = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING)
+    result = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING, assign=False)
     assert set(result.rejected) == {Reason(Code.STORES_RECOMPUTED)}
     assert result.candidates == searched("gpt-nano", "cpu:8").candidates
 

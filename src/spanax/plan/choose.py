@@ -264,7 +264,7 @@ def searched(
     result = padded(program) if count else search_in_chunks(padded, program, cluster)
     if not request.is_placed:
         result = with_assignments(result, Assumptions(), None if each else top, stage_margin)
-    is_chunked = result.best and plan_of(result, result.best).schedule.loss_chunks > 1
+    is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not count and (request.chunks is not None or is_chunked)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
 
