@@ -25,8 +25,8 @@ from spanax.check.hlo.module import Computation, Instruction, Module, read_modul
 from spanax.hardware.flags import for_platform  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 
-LARGE_BYTES = 1 << 20
-"""A norm's scale is no weight to hide."""
+LARGE_BYTES = 2 << 20
+"""A norm's scale and a table of rotary angles are not worth hiding."""
 
 HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
 """What lies between the beginning of a gather and its end."""
@@ -89,6 +89,8 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
             found[names[begun] + ("beside a matmul" if waiting.pop(begun) else "beside something else")] += 1
         elif one.opcode in ("all-gather", *SUMS) and one.shape.num_bytes >= LARGE_BYTES:
             found["waited for" if one.opcode == "all-gather" else "sums waited for"] += 1
+        elif one.opcode == "fusion" and total is not None and one.shape.num_bytes >= LARGE_BYTES:
+            found["sums waited for"] += 1  # a scatter of a TPU
         if contains(module, one, MATMULS) is not None:
             waiting = dict.fromkeys(waiting, True)
             found["matmuls"] += 1

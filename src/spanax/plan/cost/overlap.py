@@ -56,9 +56,9 @@ RUNTIMES: dict[str, Overlap] = {
     # No asynchronous collectives but permutes: openxla/xla, the latency-hiding scheduler is off by default.
     "xla-gpu": Overlap(),
     "xla-gpu-latency-hiding": Overlap(weight_gathers=1.0, gradient_reductions=0.5, permutes=1.0),
-    "xla-tpu-v5e": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=8 / 15, permutes=1.0),
+    "xla-tpu-v5e": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=5 / 12, permutes=1.0),
     "xla-tpu": Overlap(gradient_reductions=1.0, activations=0.25, permutes=1.0),
-    "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=10 / 15, permutes=1.0),
+    "xla-tpu-sparse-cores": Overlap(weight_gathers=6 / 7, gradient_reductions=1.0, activations=7 / 12, permutes=1.0),
     "fsdp": Overlap(weight_gathers=1.0, gradient_reductions=1.0, permutes=1.0),
     "megatron": Overlap(
         weight_gathers=1.0, gradient_reductions=1.0, updated_weights=1.0, activations=0.95, permutes=1.0, hops=1.0
@@ -68,10 +68,10 @@ RUNTIMES: dict[str, Overlap] = {
 
 Source: `xla-*`: schedules of compiled programs (`python benchmarks/overlap.py`, docs/speed.md): the share of a layer's
 weights that are gathered or scattered asynchronously, and with `--of activations` the collectives of tensor parallelism
-with sequences sharded. Of 15 on a TPU, 4 reduce-scatters become loops of permutes and matmuls; of the 11 gathers none
-run during a matmul on v6e, 4 on v5e, and 6 by the SparseCores; v5p has 4 of 18. `fsdp`: Zhao et al., arXiv 2304.11277,
-3.3, prefetching in the forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`: overlap_grad_reduce,
-overlap_param_gather and overlap_p2p_comm of Megatron-Core. Its tp_comm_overlap, by the configurations of NeMo
+with sequences sharded. Of a layer's 12 on a TPU, 3 of the 6 reduce-scatters become loops of permutes and matmuls; of
+the 6 gathers none run during a matmul on v5p and v6e, 2 on v5e, and 4 by the SparseCores. `fsdp`: Zhao et al., arXiv
+2304.11277, 3.3, prefetching in the forward and backward pass, and torchtitan, arXiv 2410.06511. `megatron`:
+overlap_grad_reduce, overlap_param_gather and overlap_p2p_comm of Megatron-Core. Its tp_comm_overlap, as NeMo sets it
 (nemo/collections/llm/recipes/tp_overlap_configs/userbuffers.py): of the ten collectives of a layer the four gathers of
 a ring start with the shard that is there, four run during a matmul that does not need them (bulk), and the two
 reduce-scatters of the forward pass are sent in four chunks, of which one has no matmul left: (8 + 2 x 3/4) / 10.
