@@ -60,6 +60,11 @@ class Cluster:
         return self.is_torus
 
     @property
+    def expands_ragged(self) -> bool:
+        """Whether ragged matmuls are masked matmuls before they are partitioned on this platform; on CPUs they are."""
+        return self.chip.shared
+
+    @property
     def is_torus(self) -> bool:
         """Whether the devices are connected as a torus, not through a switch."""
         return self.chip.inside is not None and self.chip.inside.kind == "torus"

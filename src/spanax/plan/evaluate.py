@@ -64,7 +64,13 @@ class LayoutCosts:
         """The cost terms."""
         late = deferred_reductions(self.sharded)
         cluster = self.cluster
-        return count_terms(self.sharded, adds_first=cluster.adds_first, narrows_first=cluster.narrows_first, late=late)
+        return count_terms(
+            self.sharded,
+            adds_first=cluster.adds_first,
+            narrows_first=cluster.narrows_first,
+            expands_ragged=cluster.expands_ragged,
+            late=late,
+        )
 
     @cached_property
     def level(self) -> Level:
@@ -148,11 +154,13 @@ class Evaluation:
         """The cost terms of `step`."""
         narrows_first = self.adds_first and self.cluster.narrows_first  # both only in final programs
         late = unreduced(self.step, self.plan.schedule)
+        expands_ragged = not self.adds_first  # other programs are compiled for simulated devices
         return count_terms(
             self.step,
             adds_first=self.adds_first,
             narrows_first=narrows_first,
             is_tpu_program=narrows_first,
+            expands_ragged=expands_ragged,
             late=late,
         )
 

@@ -106,8 +106,8 @@ def test_dropped_tokens_do_not_count() -> None:
 
 
 @functools.cache
-def ragged(preset: str, mesh: str) -> Evaluation:
-    program, cluster = corpus.program("sorted_moe"), spanax.cluster("v5e:2x4")
+def ragged(preset: str, mesh: str, on: str = "v5e:2x4") -> Evaluation:
+    program, cluster = corpus.program("sorted_moe"), spanax.cluster(on)
     return evaluate(program, spanax.plan(program, cluster, layout=preset, mesh=mesh), cluster)
 
 
@@ -123,6 +123,22 @@ def ragged(preset: str, mesh: str) -> Evaluation:
 def test_ragged_matmuls_are_executed_as_libtpu_compiles_them(preset: str, mesh: str, compiled: int) -> None:
     """Compiled: `spanax check --level 3` of this model, batch of 16, for v5e:2x4, libtpu 0.0.52."""
     assert ragged(preset, mesh).matmul_flops == pytest.approx(compiled, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("preset", "mesh", "compiled"),
+    [
+        ("data", "data=8", 39_165_952),
+        ("fsdp", "fsdp=8", 28_155_904),
+        ("expert", "data=2,expert=4", 29_728_768),
+        ("tensor", "model=8", 13_303_808),
+    ],
+)
+def test_for_cpus_each_device_computes_its_shard_of_the_gradients_of_experts(
+    preset: str, mesh: str, compiled: int
+) -> None:
+    """Compiled: `spanax check --level 2` of this model, batch of 16, for cpu:8, JAX 0.10.2."""
+    assert ragged(preset, mesh, "cpu:8").matmul_flops == pytest.approx(compiled, rel=0.01)
 
 
 def test_a_kernel_multiplies_each_row_by_the_matrix_of_its_group() -> None:

@@ -33,6 +33,7 @@ def count_terms(
     adds_first: bool = False,
     narrows_first: bool = False,
     is_tpu_program: bool = False,
+    expands_ragged: bool = False,
     late: DeferredReductions | None = None,
 ) -> Terms:
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
@@ -48,8 +49,12 @@ def count_terms(
         converted sum is used: that for TPUs does. Source: programs of tests/byo for v5e:2x4, libtpu 0.0.52.
       is_tpu_program: whether to count what a program compiled for TPUs runs (`tpu_matmuls`, `tiled_scatter`), which
         depends on the sizes of the mesh.
+      expands_ragged: whether ragged matmuls are masked matmuls before they are partitioned, so that one over rows
+        computes each shard of its result alone: for CPUs they are, while libtpu 0.0.52 computes all of it on every
+        device. Source: tests/byo/sorted_moe.py under `spanax check`, levels 2 and 3.
     """
-    counter = _TermCounter(sharded, only, late or DeferredReductions(), narrows_first, is_tpu_program)
+    late = late or DeferredReductions()
+    counter = _TermCounter(sharded, only, late, narrows_first, is_tpu_program, expands_ragged)
     traced = sharded.traced
     for group in traced.op_groups:
         if group.op not in traced.inert:
@@ -79,8 +84,10 @@ class _TermCounter:
         late: DeferredReductions,
         narrows_first: bool,
         is_tpu_program: bool,
+        expands_ragged: bool,
     ):
         self._narrows_first, self._is_tpu_program = narrows_first, is_tpu_program
+        self._expands_ragged = expands_ragged
         self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -112,7 +119,9 @@ class _TermCounter:
         if op.name in CONTRACTIONS and division.partition:
             known = sharded.cache.matmuls
             if division not in known:
-                known[division] = _matmul(sharded, op, division.partition)
+                is_expanded = self._expands_ragged and _sums_rows(op)
+                partition = _expanded(sharded, op, division.partition) if is_expanded else division.partition
+                known[division] = _matmul(sharded, op, partition)
             row, runs = known[division], group.runs
             if self._is_tpu_program:
                 runs *= num_matmuls(sharded, op, row)
@@ -300,6 +309,20 @@ def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tupl
     )
 
 
+def _sums_rows(op: Op) -> bool:
+    """Returns whether an operation is a ragged matmul that contracts its rows: the gradient of its weights."""
+    if op.name != RAGGED:
+        return False
+    rows = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    return any(lhs in rows for lhs, _ in op.dim_map.contraction[0])
+
+
+def _expanded(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> PartitionedOp:
+    """Returns the partition of a matmul that computes its result as it is sharded afterwards."""
+    masks = sharded.masks(op.outputs[0])
+    return replace(partitioned, work=partitioned.work | union(masks), result=masks)
+
+
 def _of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[int, int, int]:
     """Returns the last columns of a row of `Matmuls`: the ragged size, the number of groups, the axes of experts."""
     traced, graph, experts = sharded.traced, sharded.traced.graph, sharded.traced.routings
@@ -309,8 +332,7 @@ def _of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> 
     axes = union([mask for label, mask in pairs if label in experts])
     if op.name != RAGGED:
         return -1, 1, axes
-    rows = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    return 2 if any(lhs in rows for lhs, _ in op.dim_map.contraction[0]) else 0, num_groups(graph, op), axes
+    return 2 if _sums_rows(op) else 0, num_groups(graph, op), axes
 
 
 def _as_matmul(
