@@ -8,6 +8,7 @@ import pytest
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster, cluster
+from spanax.hardware.collectives import collective_seconds
 from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import Part, joined, place
@@ -70,6 +71,19 @@ def test_an_all_to_all_across_nodes_is_limited_by_the_network() -> None:
     link = axis_link(cluster("h100:4x8"), MeshShape.of("expert=32"), "expert")
     seconds = 31 / 32 / link.all_to_all_bytes_per_second
     assert seconds == pytest.approx(24 / 32 / NETWORK)
+
+
+@pytest.mark.parametrize(
+    ("devices", "size", "dispatch", "combine"),
+    [("h100:2x8", 16, 90e9, 81e9), ("h100:4x8", 32, 61e9, 61e9), ("b200:8", 8, 726e9, 740e9)],
+)
+def test_an_all_to_all_is_as_fast_as_tokens_are_sent_to_experts(
+    devices: str, size: int, dispatch: float, combine: float
+) -> None:
+    """Bytes of a device, its own part included, per second. Source: deepseek-ai/DeepEP @0297fc8, README.md."""
+    link = axis_link(cluster(devices), MeshShape.of(f"expert={size}"), "expert")
+    rate = 1e9 / collective_seconds("all_to_all", 1e9, link)
+    assert min(dispatch, combine) * 0.95 < rate < max(dispatch, combine) * 1.05
 
 
 def test_direct_lines_lead_to_one_device_each() -> None:
