@@ -184,6 +184,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "mixtral-8x7b": partial(_moe, moe.SIZES["8x7b"]),
     "mixtral-8x7b-dropless": partial(_moe, replace(moe.SIZES["8x7b"], capacity_factor=None)),
     "qwen3-30b-a3b": partial(_moe, moe.SIZES["qwen3-30b-a3b"]),
+    "qwen3-30b-a3b-dropless": partial(_moe, replace(moe.SIZES["qwen3-30b-a3b"], capacity_factor=None)),
     "vit-b16": partial(vit_workload, "b16"),
     "vit-l16": partial(vit_workload, "l16"),
     "vit-h14": partial(vit_workload, "h14"),

@@ -31,7 +31,7 @@ MEANING: dict[str, tuple[str, ...]] = {
     "data": ("batch",),
     "fsdp": ("batch",),
     "expert": ("experts", "batch"),
-    "context": ("seq",),
+    "context": ("seq", "slots"),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
 }
 """The axes that each canonical mesh axis shards in computation; `fsdp` also shards storage; `pipe` has a schedule."""

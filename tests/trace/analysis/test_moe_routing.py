@@ -59,10 +59,10 @@ ROUTER = ["embed", "experts"]
 @pytest.mark.parametrize(
     ("name", "inside", "scoring"),
     [
-        ("moe", [["batch", "embed", "experts", "seq"], ["batch", "experts", "mlp", "seq"]], []),
-        ("mixtral", [["batch", "embed", "experts", "seq"], ["batch", "experts", "mlp", "seq"]], [ROUTER]),
+        ("moe", [["batch", "embed", "experts", "slots"], ["batch", "experts", "mlp", "slots"]], []),
+        ("mixtral", [["batch", "embed", "experts", "slots"], ["batch", "experts", "mlp", "slots"]], []),
         ("dropless", [["batch", "experts", "mlp", "seq"]], [ROUTER]),
-        ("pooled", [["?", "experts", "features"], ["?", "experts", "hidden"]], []),
+        ("pooled", [["experts", "features", "slots"], ["experts", "hidden", "slots"]], []),
     ],
 )
 def test_what_experts_compute(name: str, inside: list[list[str]], scoring: list[list[str]]) -> None:
@@ -71,7 +71,7 @@ def test_what_experts_compute(name: str, inside: list[list[str]], scoring: list[
     assert named(result, first) == (inside, scoring)
 
 
-@pytest.mark.parametrize(("name", "counts"), [("moe", True), ("mixtral", True), ("dropless", False), ("pooled", True)])
+@pytest.mark.parametrize(("name", "counts"), [("moe", True), ("mixtral", False), ("dropless", False), ("pooled", True)])
 def test_of_each_number_of_a_token_there_are_as_many_as_it_has_places(name: str, counts: bool) -> None:
     (routing, *_) = [routing for routing in program(name).step.routings.values() if routing.inside]
     sent = routing.num_sent + routing.num_pooled
@@ -102,7 +102,7 @@ def test_places_for_any_example_are_summed_over_devices_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ways", "kernel"), [("mixtral", 2, "expert"), ("mixtral", 4, ""), ("dropless", 4, "expert")]
+    ("name", "ways", "kernel"), [("mixtral", 2, ""), ("mixtral", 4, ""), ("dropless", 4, "expert")]
 )
 def test_a_router_is_whole_where_tokens_are_sent(name: str, ways: int, kernel: str) -> None:
     mesh = f"data={8 // ways},expert={ways}"

@@ -75,3 +75,16 @@ def test_uniform_values_come_from_scalars_alone() -> None:
     uniform = {op.name for op in step.graph.ops() if step.uniform.issuperset(op.outputs)}
     assert "broadcast_in_dim" in uniform and "dot_general" not in uniform
     assert not step.uniform.intersection(step.graph.body.inputs)
+
+
+def test_a_uniform_constant_of_a_loop_is_uniform_in_it_and_its_carry_is_not() -> None:
+    def function(w: jax.Array, x: jax.Array) -> jax.Array:
+        zeros, start = jnp.zeros(x.shape), jnp.ones(x.shape)
+        return jax.lax.scan(lambda total, _: (total * x + zeros, None), start, None, length=3)[0] @ w
+
+    step = step_of(function, [W], X)
+    (loop,) = (op for op in step.graph.ops() if op.name == "scan")
+    wires = step.graph.wires(loop)
+    carried = {first for first, _ in wires.carried}
+    is_uniform = {inner in carried: inner in step.uniform for outer, inner in wires.inputs if outer in step.uniform}
+    assert is_uniform == {False: True, True: False}

@@ -55,6 +55,20 @@ def routed(router: Any, experts: Any, x: Any) -> Any:
     return jnp.einsum("ebd,edf->ebf", jnp.broadcast_to(x, (4, *x.shape)), experts) * gates.sum()
 
 
+def in_slots(router: Any, experts: Any, x: Any) -> Any:
+    """Writes tokens into slots by index; returns the slots and the gates, so that their names are those of results."""
+    gates_BTK, chosen_BTK = jax.lax.top_k(x @ router, 2)
+    place_BTK = jnp.cumsum(chosen_BTK, axis=1)
+    write = lambda x, chosen, place: jnp.zeros((4, 3, 7)).at[chosen, place].add(x[:, None], mode="drop")  # noqa: E731
+    slots_BECD = jax.vmap(write)(x, chosen_BTK, place_BTK)
+    return jnp.einsum("becd,edf->becf", slots_BECD, experts), (gates_BTK[..., None] * x[:, :, None]).sum(2), gates_BTK
+
+
+def by_all(experts: Any, x: Any) -> Any:
+    """Every expert computes the sequence."""
+    return jnp.einsum("ebtd,edf->ebtf", jnp.broadcast_to(x, (4, *x.shape)), experts)
+
+
 FOUR = [array(7, 11), array(11, 7)] * 2
 CASES: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, list[Names]]] = {
     "a table indexed by the batch": (
@@ -93,6 +107,17 @@ def test_the_use_of_a_dim_names_it(
     function: Callable[..., Any], params: list[jax.ShapeDtypeStruct], batch: jax.ShapeDtypeStruct, expected: list[Names]
 ) -> None:
     assert axes_of(function, params, batch)[1] == expected
+
+
+def test_slots_of_experts_and_choices_of_a_token_are_not_a_sequence() -> None:
+    step = step_of(in_slots, [array(7, 4), array(4, 7, 5)], array(3, 11, 7))
+    slots, _, gates = (step.axes.of(value) for value in step.graph.body.outputs[-3:])
+    assert slots == ("batch", "experts", "slots", "features") and gates == ("batch", "seq", "choices")
+
+
+def test_a_sequence_that_every_expert_computes_has_no_slots() -> None:
+    step = step_of(by_all, [array(4, 7, 5)], array(3, 11, 7))
+    assert step.axes.of(step.graph.body.outputs[-1]) == ("experts", "batch", "seq", "features")
 
 
 def test_an_annotation_is_stronger_than_any_use_but_the_batch() -> None:

@@ -320,9 +320,23 @@ def _lookup(
     rank = len(traced.graph.shape(lookup.indices))
     indices = Constraint((*index_dims, *((),) * (rank - len(index_dims))))
     table, rows = Constraint(table_spec), Constraint(rows_spec)
+    exchanged = _exchanged(used, table_spec)
     if op.family is Family.GATHER:
-        return OperandSharding((table, indices, *(None,) * (len(op.inputs) - 2)), (rows,))
-    return OperandSharding((table, indices, rows), (table,))
+        others = (None,) * (len(op.inputs) - 2)
+        return OperandSharding((table, indices, *others), (rows,), (exchanged, None, *others) if exchanged else ())
+    return OperandSharding((table, indices, rows), (exchanged or table,))
+
+
+def _exchanged(used: Spec, local: Spec) -> Constraint | None:
+    """Returns the sharding of a table between its own and that of its rows, if axes move between its dims.
+
+    Axes that its rows do not have stay in place meanwhile. If they changed at once, XLA would exchange the gathered
+    table, or exchange sums over devices twice.
+    """
+    remaining = axes_of(used) - axes_of(local)
+    spec = tuple((*by, *(axis for axis in use if axis in remaining)) for by, use in zip(local, used, strict=True))
+    changed = {axis for by, use in zip(local, used, strict=True) for axis in use if axis not in by}
+    return Constraint(spec) if remaining and changed != remaining else None
 
 
 def _lookup_strategies(

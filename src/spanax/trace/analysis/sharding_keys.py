@@ -70,9 +70,17 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
 
 
 def uniform_values(graph: Graph) -> frozenset[int]:
-    """Returns the values whose elements are all equal: each device computes its shard without communication."""
+    """Returns the values whose elements are all equal: each device computes its shard without communication.
+
+    A loop's constants are uniform inside of it too: JAX computes the zeros of a scatter once, before the loop.
+    """
     values = set[int]()
     for op in graph.ops():
+        if op.bodies:
+            wires = graph.wires(op)
+            carried = {first for first, _ in wires.carried}
+            values.update(inner for outer, inner in wires.inputs if outer in values and inner not in carried)
+            continue
         is_spread = op.family in SPREADING and bool(op.inputs)
         if is_spread and all(value in values or not graph.shape(value) for value in op.inputs):
             values.update(op.outputs)

@@ -22,6 +22,8 @@ STRENGTH = {
     "vocab": 90,
     "experts": 85,
     "heads": 80,
+    "slots": 78,
+    "choices": 77,
     "seq": 75,
     "embed": 70,
     "head_dim": 65,
@@ -75,6 +77,7 @@ def name_classes(
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
             _EVIDENCE[op.name](op, dims, origins, claims, in_params)
+    _claim_slots(dims, origins, claims)
     _claim_attention(dims, origins, claims)
     _claim_by_kernels(dims, claims, leaves)
     uses = _strongest(claims)
@@ -170,6 +173,25 @@ def _ragged_dot(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_p
         _claim(claims, labels[dim], "experts")
 
 
+def _claim_slots(dims: Dims, origins: Sequence[int], claims: Claims) -> None:
+    """Claims the rows of an expert's operand: a slot for a token, in values of experts alone.
+
+    A sequence that every expert computes also has values without experts.
+    """
+    experts = {label for label in claims if _is_named(claims, label, "experts")}
+    candidates = set[int | None]()
+    for op in dims.graph.ops() if experts else ():
+        if op.name == "dot_general" and (origins[op.inputs[0]] ^ origins[op.inputs[1]]) & Origin.BATCH:
+            (_, _), (batched, _) = op.params["dimension_numbers"]
+            activation = 0 if origins[op.inputs[0]] & Origin.BATCH else 1
+            if not experts.isdisjoint(dims.classes(op.inputs[0])[dim] for dim in batched):
+                candidates.update(list(_free(op, dims))[activation])
+    values = [dims.classes(value) for value, origin in enumerate(origins) if origin & Origin.BATCH and candidates]
+    elsewhere = {label for labels in values if experts.isdisjoint(labels) for label in labels}
+    for label in candidates - elsewhere:
+        _claim(claims, label, "slots")
+
+
 def _is_attention(op: Op, dims: Dims, origins: Sequence[int], claims: Claims) -> bool:
     """Returns whether an operation multiplies activations with activations, per example."""
     (_, _), (batched, _) = op.params["dimension_numbers"]
@@ -210,9 +232,11 @@ def _free(op: Op, dims: Dims) -> Iterator[list[int | None]]:
 
 
 def _top_k(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    label = dims.classes(op.inputs[0])[-1]
+    label, choice = (dims.classes(value)[-1] for value in (op.inputs[0], op.outputs[0]))
     if origins[op.inputs[0]] & Origin.BATCH and not _is_named(claims, label, "seq"):  # else: selected tokens
         _claim(claims, label, "experts")
+        if choice != label:
+            _claim(claims, choice, "choices")
 
 
 def _convolution(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:

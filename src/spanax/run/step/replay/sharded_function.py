@@ -77,6 +77,10 @@ def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandShardi
     for op in reversed([*traced.graph.ops()]) if unconstrained else ():
         if op.outputs and unconstrained.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
             unconstrained |= traced.uniform.intersection(op.inputs)
-        else:
-            pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - resharded)
+            continue
+        pairs = traced.graph.wires(op).inputs if op.bodies else ()
+        used = {outer for outer, inner in pairs if inner not in unconstrained - pinned}
+        passed = {outer for outer, _ in pairs} - used
+        unconstrained |= traced.uniform & passed
+        pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - resharded - passed)
     return unconstrained - pinned
