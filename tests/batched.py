@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.plan import Placement
+from spanax.plan.sharding.placement import Placement
 
 B, T = 8, 4
 

@@ -12,7 +12,8 @@ from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
-from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.plan import Plan, Schedule
+from spanax.plan.sharding.placement import Placement
 from spanax.run.record.events import Events
 
 BEGAN = 1_700_000_000.0

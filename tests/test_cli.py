@@ -28,14 +28,14 @@ FLAGS = {
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
         "field", "track", "optimizer_state", "xla_flags", "accumulate", "attention", "steps_per_call", "loss_chunks",
-        "init_partial", "accept_changed_model", "traceback",
+        "offload", "pad", "init_partial", "accept_changed_model", "traceback",
     },
     "axes": {"workload", "batch", "seq", "json", "traceback"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
         "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
         "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state", "accumulate",
-        "attention", "loss_chunks", "traceback",
+        "attention", "loss_chunks", "offload", "pad", "traceback",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "all", "json",
@@ -46,7 +46,8 @@ FLAGS = {
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state", "accumulate", "attention", "loss_chunks", "traceback", "calibrate", "out_cluster",
+        "optimizer_state", "accumulate", "attention", "loss_chunks", "offload", "pad", "traceback", "calibrate",
+        "out_cluster",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from spanax.plan.candidate import Search as Search
     from spanax.plan.choose import plan as plan
     from spanax.plan.layout import Layout as Layout
-    from spanax.plan.plan import Placement as Placement
     from spanax.plan.plan import Plan as Plan
     from spanax.plan.search import search as search
+    from spanax.plan.sharding.placement import Placement as Placement
     from spanax.run.data.batches import Batches as Batches
     from spanax.run.data.batches import batches as batches
     from spanax.run.data.mixture import Mixture as Mixture

@@ -21,6 +21,7 @@ CUDA = pytest.mark.skipif(bool(install_command("cuda")), reason=f"no CUDA plugin
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XLA_FLAGS", "")  # libtpu exits at a flag of the tests that it does not know
 
 
 def check(name: str, on: str, layout: str, mesh: str | None = None, batch_size: int = 64, **asked: object) -> Report:
@@ -49,6 +50,21 @@ def test_a_tpus_compiler_agrees_with_the_plan(name: str, on: str, layout: str, m
     assert report.errors["flops"] == pytest.approx(0, abs=0.1 if name == "resnet-nano" else 0.02)
     assert report.compiled.collectives and all(collective.is_counted for collective in report.collectives)
     assert "TPU" in report.versions["compiler"] and "libtpu" in report.versions
+
+
+@TPU
+def test_a_tpus_compiler_places_offloaded_state_in_host_memory() -> None:
+    program, machine = programs.workload("gpt-nano", batch_size=64), spanax.cluster("v5e:2x4")
+    reports = [
+        spanax.check(program, spanax.plan(program, machine, layout="fsdp", mesh="fsdp=8", offload=offload), machine)
+        for offload in (None, "optimizer")
+    ]
+    plain, offloaded = (report.compiled for report in reports)
+    arguments = [report.memory["arguments"] for report in reports]  # in main memory
+    assert [report.errors["state_bytes"] for report in reports] == [0, 0], "padding included"
+    assert plain.host_bytes == 0 and offloaded.host_bytes == reports[1].predicted.host_bytes
+    assert plain.state_bytes == offloaded.state_bytes + offloaded.host_bytes
+    assert arguments[0] - arguments[1] >= offloaded.host_bytes
 
 
 @TPU

@@ -34,7 +34,7 @@ def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 def test_the_contract() -> None:
     data = json.loads(json.dumps(ask()[1]))
-    figures = {"state_bytes", "peak_bytes", "flops", "collectives"}
+    figures = {"state_bytes", "peak_bytes", "flops", "collectives", "host_bytes"}
     assert {"level", "fits", "predicted", "compiled", "errors", "versions", "seconds"} <= data.keys()
     assert figures == data["predicted"].keys() == data["compiled"].keys()
     assert data["errors"].keys() <= figures and data["level"] == 2 and data["by"].startswith("partitioner")

@@ -16,7 +16,8 @@ from spanax.entries.names import PLACES, PLAN
 from spanax.errors import DataError, EntryError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.layer_partition import Parts
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 from spanax.plan.sharding.resolve import Spec
 from spanax.run.store import manifest, view
 

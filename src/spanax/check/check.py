@@ -16,7 +16,7 @@ from spanax.check.compilers.target import Target, install_command, platform_of, 
 from spanax.check.hlo.array_matching import with_arrays
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.flops import program_flops
-from spanax.check.hlo.module import Module, read_module
+from spanax.check.hlo.module import HOST_MEMORY, Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
 from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
@@ -26,8 +26,9 @@ from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
 from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.tiles import padded_bytes
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import check_made_for
+from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.trace.program import Program
 
 MAX_SIMULATED = 1024
@@ -125,7 +126,9 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
     # Levels 1 and 2 read the program right after the partitioner, before collectives are combined.
     predicted = predictions(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
     platform = platform_of(cluster)
-    state = sum(_padded(leaf, platform) for leaf in plan.leaves)
+    state, host = (
+        sum(_padded(leaf, platform) for leaf in plan.leaves if leaf.memory_kind == kind) for kind in (DEVICE, HOST)
+    )
     limit = cluster.memory_bytes
     upper = upper_bytes(program, cluster.chip, np.asarray(float(predicted.peak_bytes or 0)))
     return Report(
@@ -135,8 +138,8 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
         mesh=repr(plan.mesh),
         fits=None if limit is None else bool(upper <= limit),
         fits_by="the plan",
-        predicted=replace(predicted, state_bytes=state),
-        compiled=Figures(state_bytes=state),
+        predicted=replace(predicted, state_bytes=state, host_bytes=host),
+        compiled=Figures(state_bytes=state, host_bytes=host),
         upper_bytes=rounded_up(float(upper)),
         limit_bytes=limit,
         versions=report_cache.versions(PACKAGES),
@@ -206,15 +209,17 @@ def _with_answer(report: Report, plan: Plan, target: Target, compiled: Compiled)
         )
     module = read_module(compiled.module)
     moves = with_arrays(collectives(module, plan.mesh), plan)
-    figures = Figures(flops=program_flops(module), collectives=totals(moves))
+    is_simulated = report.level == 2
+    state, host = _state_bytes(module, plan, is_simulated)
+    figures = Figures(state, flops=program_flops(module), collectives=totals(moves), host_bytes=host)
     report = replace(report, replicated=replicated_tensors(compiled.log, module))
-    if report.level == 2:
-        return replace(report, compiled=replace(figures, state_bytes=_state_bytes(module, plan)), collectives=moves)
+    if is_simulated:
+        return replace(report, compiled=figures, collectives=moves)
     memory = compiled.memory
     peak = memory.get("assigned") or memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["aliased"]
     report = replace(
         report,
-        compiled=replace(figures, state_bytes=_state_bytes(module, plan), peak_bytes=peak),
+        compiled=replace(figures, peak_bytes=peak),
         memory=memory,
         collectives=moves,
         fits=True,
@@ -226,10 +231,17 @@ def _with_answer(report: Report, plan: Plan, target: Target, compiled: Compiled)
     return replace(report, fits=peak <= report.limit_bytes, fits_by="the compiler's peak and the chip's memory")
 
 
-def _state_bytes(module: Module, plan: Plan) -> int:
-    """Returns the bytes of the state among a program's arguments, with the padding of their layouts."""
-    arguments = module.entry.parameters
-    return sum(arguments[index].shape.padded_bytes for index in range(len(plan.leaves)))
+def _state_bytes(module: Module, plan: Plan, is_simulated: bool) -> tuple[int, int]:
+    """Returns the bytes of the state among a program's arguments in the memory of the device and of the host, padded.
+
+    Layouts of programs for simulated devices have no memory space: then that of the plan counts.
+    """
+    arguments, num_bytes = module.entry.parameters, [0, 0]
+    for index, leaf in enumerate(plan.leaves):
+        shape = arguments[index].shape
+        is_on_host = leaf.memory_kind == HOST if is_simulated else shape.memory_space == HOST_MEMORY
+        num_bytes[is_on_host] += shape.padded_bytes
+    return num_bytes[0], num_bytes[1]
 
 
 def _paths(shapes: str, plan: Plan) -> tuple[str, ...]:

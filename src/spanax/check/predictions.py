@@ -17,4 +17,4 @@ def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: b
       SpanaxError: the plan was made for another program, or cannot be run.
     """
     cost = evaluate(program, plan, cluster, adds_first=adds_first)
-    return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives)
+    return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives, plan.host_bytes)

@@ -28,13 +28,15 @@ class Figures:
     """Bytes and FLOPs per device and step; None for figures that a level does not provide.
 
     `collectives` has the bytes of the results by mesh axes and kind: the gathered array of an all-gather, the sum of an
-    all-reduce, the local shard of a reduce-scatter or all-to-all.
+    all-reduce, the local shard of a reduce-scatter or all-to-all. `state_bytes` is the state in device memory,
+    `host_bytes` the state in host memory.
     """
 
     state_bytes: int | None = None
     peak_bytes: int | None = None
     flops: float | None = None
     collectives: Mapping[str, Mapping[str, int]] | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Report:
     def errors(self) -> dict[str, Any]:
         """Relative errors, predicted / compiled - 1, by figure; collectives by mesh axes, summed over kinds."""
         errors: dict[str, Any] = {}
-        for name in ("state_bytes", "peak_bytes", "flops"):
+        for name in ("state_bytes", "host_bytes", "peak_bytes", "flops"):
             predicted, compiled = getattr(self.predicted, name), getattr(self.compiled, name)
             if predicted is not None and compiled:
                 errors[name] = predicted / compiled - 1

@@ -164,6 +164,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad,
+        offload=request.offload,
     )
     check_requested_schedule(command.schedule, chosen)
     return program, chosen

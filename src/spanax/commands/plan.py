@@ -155,6 +155,7 @@ def _search(
 
 def _request(command: PlanCommand) -> "Request":
     from spanax.plan.choose import Request
+    from spanax.trace.rewrites.remat_policies import known_offload
 
     request = command.request
     return Request(
@@ -164,6 +165,7 @@ def _request(command: PlanCommand) -> "Request":
         loss_chunks=request.loss_chunks,
         pad=request.pad,
         pipeline=command.pipeline,
+        offload=known_offload(request.offload),
     )
 
 

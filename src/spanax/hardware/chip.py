@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from spanax.errors import SpanaxError, nearest
 
@@ -68,7 +68,8 @@ class Chip:
     `memory_bytes` are available to a program, which achieves the fraction `memory_share` of `memory_bytes_per_second`;
     `on_chip_bytes` are on the chip and allocated by the compiler (None: by no compiler). If `shared`, all devices are
     simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
-    `between` the link between nodes or slices. `sources` has the origin of each number.
+    `between` the link between nodes or slices. `host_bytes_per_second` is the unidirectional bandwidth of the link to
+    host memory, which `devices_per_host_link` devices share. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -94,6 +95,8 @@ class Chip:
     shared: bool = False
     inside: Link | None = None
     between: Link | None = None
+    host_bytes_per_second: float | None = None
+    devices_per_host_link: int = 1
     aliases: tuple[str, ...] = ()
     device_kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
@@ -117,6 +120,25 @@ class Chip:
                 fix=nearest(dtype, self.peak_flops) if self.peak_flops else "a cluster file with its rates",
             )
         return self.peak_flops[dtype] * self.matmul_shares.get(dtype, self.matmul_shares.get("bf16", 1.0))
+
+    def host_seconds(self, num_bytes: Any) -> Any:
+        """Returns the time in which every device transfers `num_bytes` to or from host memory, a number or an array.
+
+        Raises:
+          SpanaxError: the bandwidth is unknown.
+
+        Example:
+          >>> from spanax.hardware.chips import chip_named
+          >>> chip_named("h100").host_seconds(128e9)
+          2.0
+        """
+        if self.host_bytes_per_second is None:
+            raise SpanaxError(
+                f"the bandwidth between '{self.name}' and host memory is unknown.",
+                where="offload 'optimizer'",
+                fix='a cluster file with host_rate = "64 GB/s"',
+            )
+        return num_bytes * self.devices_per_host_link / self.host_bytes_per_second
 
     def divided(self, devices: int) -> "Chip":
         """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged."""

@@ -31,6 +31,8 @@ CHIP_KEYS = {
     "cores": ("num_cores", "count"),
     "tile": ("tile", "count"),
     "kernel_start": ("kernel_start_seconds", "seconds"),
+    "host_rate": ("host_bytes_per_second", "bytes per second"),
+    "devices_per_host_link": ("devices_per_host_link", "count"),
     "devices_per_chip": ("devices_per_chip", "count"),
     "devices_per_host": ("devices_per_host", "count"),
     "shared": ("shared", "flag"),

@@ -76,6 +76,11 @@ class SharedPlacement:
             plan = _planned_like(program, self.cluster(), self.plan, losses, is_like=is_like)
         if plan.schedule.num_stages > 1:
             raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+        if (self.plan or plan).schedule.offload:
+            raise SpanaxError(
+                "the plan offloads state to host memory, which only the steps of `spanax.start` support.",
+                fix="spanax.start(program, plan), or a plan without offload",
+            )
         if self.mesh is None:
             self.mesh = build_mesh(plan, None)
         self.plan = self.plan or plan

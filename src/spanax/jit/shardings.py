@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
 
 

@@ -31,7 +31,8 @@ from spanax.units import bytes_text
 class Candidate:
     """One layout with its cost. Bytes and seconds are per device and per step.
 
-    `hidden` are seconds of communication by term that run during computation; `step_seconds` excludes them.
+    `memory` is device memory by group, `host_bytes` the offloaded state in host memory. `hidden` are seconds of
+    communication by term that run during computation; `step_seconds` excludes them.
     `assigned` is the layout where a local search changed a preset.
     """
 
@@ -51,6 +52,7 @@ class Candidate:
     hidden: dict[str, float] = field(default_factory=dict)
     context: str = GATHERED
     assigned: Layout | None = None
+    host_bytes: int = 0
 
     @staticmethod
     def of(
@@ -80,6 +82,7 @@ class Candidate:
             flops=float(costs.flops[index]),
             hidden={name: float(values[index]) for name, values in costs.hidden.items()},
             context=program.context,
+            host_bytes=rounded_up(memory.host_bytes[index]),
         )
 
     def _repr_html_(self) -> str | None:
@@ -142,6 +145,7 @@ class Search:
       requested: why these layouts were searched; None where all were.
       logits: the best number of chunks of the logits, and why.
       assignment: why the best layout is not a preset; None where it is.
+      offload: the kinds of state in host memory, for every candidate.
 
     Example:
       >>> import jax, optax, spanax
@@ -174,6 +178,7 @@ class Search:
     requested: Reason | None = None
     logits: Reason | None = None
     assignment: Reason | None = None
+    offload: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str | None:
         return display(self)
@@ -275,6 +280,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
             context=candidate.context,
             loss_chunks=program.loss_chunks,
             padded=program.form.padded,
+            offload=search.offload,
         ),
     )
     return replace(plan, xla_flags=default_flags(search.cluster, plan.param_axes))

@@ -40,7 +40,7 @@ from spanax.trace.pipeline.order_invariance import check_order_invariant
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
@@ -61,6 +61,7 @@ def plan(
     loss_chunks: int | str | None = None,
     pipeline: bool | None = None,
     pad: str | Sequence[str] | None = None,
+    offload: str | Sequence[str] | None = None,
 ) -> Plan:
     """Returns the sharding of every array of a program on a cluster. Uses no device.
 
@@ -85,6 +86,7 @@ def plan(
         where that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
       pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
+      offload: the state to store in host memory: `optimizer`, its arrays. Default: that of `schedule`, or none.
 
       pad: names of axes that are padded where they are computed if a mesh axis that shards them does not divide them:
         `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. Default: none.
@@ -108,7 +110,8 @@ def plan(
       ((), ('fsdp',))
     """
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
+    offload = schedule.offload if offload is None and schedule is not None else known_offload(offload)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad, offload)
     return decided(program, cluster_of(cluster), request)
 
 
@@ -129,6 +132,7 @@ class Request:
     pins: Pins = field(default_factory=dict)
     pipeline: bool | None = None
     pad: str | Sequence[str] | None = None
+    offload: tuple[str, ...] = ()
 
     @property
     def padded(self) -> tuple[str, ...]:
@@ -237,7 +241,7 @@ def searched(
         search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
         pins=request.pins, top=top if request.is_placed else max(top, POOL), each=each, assign=False,
         attention="plain", ring=request.layout is None and can_ring(program, cluster, attention),
-        distinct=True, stage_margin=stage_margin,
+        distinct=True, stage_margin=stage_margin, offload=request.offload,
     )  # fmt: skip
 
     def fastest(program: Program) -> Search:
@@ -262,7 +266,7 @@ def searched(
         return search_in_padding(fastest, program, cluster, request.padded, mesh)
 
     result = padded(program) if count else search_in_chunks(padded, program, cluster)
-    if not request.is_placed:
+    if not (request.is_placed or request.offload or request.padded):
         result = with_assignments(result, Assumptions(), None if each else top, stage_margin)
     is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not count and (request.chunks is not None or is_chunked)
@@ -359,6 +363,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)
+    schedule = replace(schedule, offload=request.offload)
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)

@@ -4,6 +4,7 @@
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,8 +14,9 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, rounded_up
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.host_transfers import HOST_TRANSFERS
 from spanax.plan.cost.memory.on_chip import OnChip
-from spanax.plan.cost.memory.state import State, state_of
+from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, walk
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.cost.roofline import shard_counts
@@ -75,7 +77,7 @@ class LayoutCosts:
     @cached_property
     def level(self) -> Level:
         """The moments at which memory may peak."""
-        return walk(self.sharded, is_tpu=self.cluster.is_torus)
+        return walk(self.sharded, is_tpu=self.cluster.is_torus, has_host=not self.cluster.chip.shared)
 
     def memory(self, grid: Grid) -> MemoryUse:
         """Returns the peak memory per device on every mesh of a grid."""
@@ -85,7 +87,12 @@ class LayoutCosts:
 
     def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
-        return price(self.terms, self.cluster, grid, self.assumptions, table)
+        costs, chip = price(self.terms, self.cluster, grid, self.assumptions, table), self.cluster.chip
+        if OFFLOADED not in self.state.kind:
+            return costs
+        # Once per step, copied to the device and back. Compilers order both around the update: nothing hides them.
+        moved = 2 * self.state.local_bytes(OFFLOADED, shard_counts(grid.sizes), grid.shares)
+        return costs.plus(HOST_TRANSFERS, chip.host_seconds(moved))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +120,8 @@ class Evaluation:
         policy = variant.form.remat if remat in (None, variant.remat) else remat
         variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
         sharded = ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(variant), variant.step)
-        return LayoutCosts(sharded, state_of(sharded.resolver), self.cluster, self.assumptions)
+        offload = priced_offload(self.cluster, self.plan.schedule.offload)
+        return LayoutCosts(sharded, state_of(sharded.resolver, offload), self.cluster, self.assumptions)
 
     @cached_property
     def grid(self) -> Grid:
@@ -209,6 +217,7 @@ class Evaluation:
             mfu=model_flops(self.step.resolver.program) / peak if peak else None,
             moved=self.collectives,
             moved_of={path: self.collectives_of(path) for path in _distinct_params(self.plan)},
+            host_bytes=candidate.host_bytes,
         )
 
     @property
@@ -223,6 +232,11 @@ class Evaluation:
         for (kind, axes), num_bytes in sorted(moved.items()):
             result.setdefault(axes, {})[kind] = round(num_bytes)
         return result
+
+
+def priced_offload(cluster: Cluster, offload: Sequence[str]) -> tuple[str, ...]:
+    """Returns the offloaded kinds of state that have another memory than the devices: none on simulated devices."""
+    return () if cluster.chip.shared else tuple(offload)
 
 
 def evaluate(

@@ -1,12 +1,11 @@
 """Plan: the sharding of every array of a program on a mesh, with reasons, independent of devices."""
 
-import functools
 import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spanax.displays import display
 from spanax.documents import MAX_INT, parse_json, read_bytes
@@ -19,72 +18,16 @@ from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.constrained import constrain
-from spanax.plan.sharding.resolve import Spec
+from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.schema import parsed
 from spanax.sealed import opened
-from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.rewrites.remat_policies import GATHERED, known_offload
 from spanax.units import bytes_text, count_text
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 VERSION = 1
 
 MAX_DEVICES, MAX_TASKS = 1 << 20, 1 << 20
 """Limits of a plan in a file: devices of the mesh, and microbatches x stages x chunks."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The sharding of one array: a leaf of the state or of the batch.
-
-    `axes` names each dim; `spec` lists the mesh axes that shard it; `reason` explains the sharding and names requests
-    that were not possible.
-
-    Example:
-      >>> place = Placement(
-      ...     "up.kernel", (64, 256), "float32", "param", ("embed", "mlp"), ((), ("fsdp",)), (64, 32), 8192, ""
-      ... )
-      >>> tuple(place.partition_spec)
-      (None, 'fsdp')
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    axes: tuple[str | None, ...]
-    spec: Spec
-    local_shape: tuple[int, ...]
-    local_bytes: int
-    reason: str
-
-    def _repr_html_(self) -> str | None:
-        return display(self)
-
-    @property
-    def is_key(self) -> bool:
-        """Whether the elements are random keys (`jax.random.key`), stored as words in a trailing dim."""
-        return self.dtype.startswith("key<")
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return self.local_bytes // max(1, math.prod(self.local_shape))
-
-    @property
-    def partition_spec(self) -> "PartitionSpec":
-        """The spec as a JAX `PartitionSpec`."""
-        from jax.sharding import PartitionSpec
-
-        return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
-
-    def sharding(self, mesh: "Mesh") -> "NamedSharding":
-        """Returns the sharding on a JAX mesh; equal placements share one object."""
-        by_dim = self.spec
-        while by_dim and not by_dim[-1]:
-            by_dim = by_dim[:-1]
-        return _shared_sharding(mesh, by_dim)
 
 
 @dataclass(frozen=True)
@@ -102,6 +45,7 @@ class Schedule:
         or `cudnn`, the kernel that computes attention with gathered keys.
       loss_chunks: the number of chunks in which the loss computes its logits sequentially.
       padded: the axes that are padded where they are computed, each to a multiple of a number.
+      offload: the kinds of state that are stored in host memory, and on the devices during the update only.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages
@@ -117,6 +61,7 @@ class Schedule:
     context: str = GATHERED
     loss_chunks: int = 1
     padded: tuple[tuple[str, int], ...] = ()
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,8 +107,13 @@ class Plan:
     price: Prediction | None = field(default=None, compare=False, repr=False)
 
     def state_bytes(self, kind: str | None = None) -> int:
-        """Returns bytes of state per device: of one kind (`param`, `optimizer`, `other`), or of all."""
-        return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind))
+        """Returns bytes of state in device memory: of one kind (`param`, `optimizer`, `other`), or of all."""
+        return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind) and leaf.memory_kind == DEVICE)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of offloaded state in host memory, per device."""
+        return sum(leaf.local_bytes for leaf in self.leaves if leaf.memory_kind == HOST)
 
     @property
     def setting(self) -> Setting:
@@ -205,6 +155,11 @@ class Plan:
             del data["schedule"]["loss_chunks"]
         if not self.schedule.padded:
             del data["schedule"]["padded"]
+        if not self.schedule.offload:
+            del data["schedule"]["offload"]
+        for leaf in (*data["leaves"], *data["batch"]):
+            if leaf["memory_kind"] == DEVICE:
+                del leaf["memory_kind"]
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
@@ -291,7 +246,7 @@ class Plan:
                 lines.append(f"{path}: {'only in the second' if a is None else 'only in the first'}")
             elif (a.shape, a.dtype) != (b.shape, b.dtype):
                 lines.append(f"{path}: {a.dtype}{list(a.shape)} -> {b.dtype}{list(b.shape)}")
-            elif a.spec != b.spec:
+            elif (a.spec, a.memory_kind) != (b.spec, b.memory_kind):
                 lines.append(f"{path}: {_spec_text(a)} -> {_spec_text(b)}")
         return lines
 
@@ -304,7 +259,8 @@ class Plan:
             f"layout {self.layout.name} on {self.mesh.size} devices ({self.mesh}), {self.setting}: {self.why}",
             f"  {count_text(total)} parameters; a device holds "
             + ", ".join(f"{kind} {bytes_text(self.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
-            + f" = {bytes_text(self.state_bytes())}",
+            + f" = {bytes_text(self.state_bytes())}"
+            + (f", and {bytes_text(self.host_bytes)} in host memory" if self.host_bytes else ""),
         ]
         flags = ", ".join(explained(flag, self.param_axes) for flag in self.xla_flags)
         return "\n".join([*head, *([f"  XLA: {flags}"] if flags else []), *_rows(self)])
@@ -318,15 +274,6 @@ def path_pattern(path: str) -> str:
       'blocks.*.mlp.up.kernel'
     """
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
-
-
-@functools.lru_cache(maxsize=4096)
-def _shared_sharding(mesh: "Mesh", spec: Spec) -> "NamedSharding":
-    # At every step JAX compares the sharding of every array with the compiled one: by identity first, and by value, in
-    # Python, for distinct objects.
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    return NamedSharding(mesh, PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec)))
 
 
 def _rows(plan: Plan) -> list[str]:
@@ -349,7 +296,7 @@ def _rows(plan: Plan) -> list[str]:
 
 def _spec_text(leaf: Placement) -> str:
     inner = (repr(axes[0] if len(axes) == 1 else axes) if axes else "None" for axes in leaf.spec)
-    return f"P({', '.join(inner)})"
+    return f"P({', '.join(inner)})" + ("" if leaf.memory_kind == DEVICE else f" in {leaf.memory_kind}")
 
 
 def _size(leaf: Placement) -> int:
@@ -377,7 +324,10 @@ def _possible(plan: Plan) -> Plan:
         raise ValueError(
             f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: beyond the limits of a plan"
         )
+    known_offload(schedule.offload)
     for leaf in (*plan.leaves, *plan.batch):
+        if leaf.memory_kind != DEVICE and (leaf.memory_kind != HOST or leaf.kind not in schedule.offload):
+            raise ValueError(f"'{leaf.path}' has memory kind '{leaf.memory_kind}', which the schedule does not offload")
         by_dim = [axis for axes in leaf.spec for axis in axes]
         lengths = {len(leaf.shape), len(leaf.axes), len(leaf.spec), len(leaf.local_shape)}
         if len(lengths) > 1 or not names.issuperset(by_dim) or len(set(by_dim)) < len(by_dim):

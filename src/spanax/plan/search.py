@@ -22,14 +22,14 @@ from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import State, state_of
 from spanax.plan.cost.step_time import GridTable, Table
 from spanax.plan.defaults import defaults
-from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
+from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import RING
+from spanax.trace.rewrites.remat_policies import RING, known_offload
 
 
 def search(
@@ -54,6 +54,7 @@ def search(
     fits_first: bool = False,
     counts_stages: bool = True,
     assign: bool = True,
+    offload: Sequence[str] = (),
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -80,6 +81,7 @@ def search(
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
       assign: whether a local search changes the assignments of the best presets, where neither layout nor mesh is set.
+      offload: as in `spanax.plan`.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -112,12 +114,12 @@ def search(
         ring = layout is None and can_ring(program, cluster, attention)
     program = _attending(program, cluster, layout, attention)
     assumptions = assumptions or Assumptions()
-    assigns = assign and layout is None and mesh is None
+    assigns = assign and layout is None and mesh is None and not offload
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=max(top, POOL) if assigns else top,
         each=each, layout=layout, mesh=mesh, assumptions=assumptions, pins=pins, ring=ring,
         distinct=distinct, stage_margin=stage_margin, schedules=schedules,
-        fits_first=fits_first, counts_stages=counts_stages,
+        fits_first=fits_first, counts_stages=counts_stages, offload=known_offload(offload),
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is None and _is_inexact(program, result):
@@ -131,7 +133,7 @@ def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
-    fits_first: bool, counts_stages: bool,
+    fits_first: bool, counts_stages: bool, offload: tuple[str, ...],
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
@@ -150,7 +152,7 @@ def _search(
     pricers = [
         Pricer.of(some, cluster, assumptions, [
             grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some
-        ])
+        ], offload)
         for some in (space, sequences)
     ]  # fmt: skip
     tracing_start = time.perf_counter()
@@ -183,6 +185,7 @@ def _search(
         programs=programs,
         pins=pins or {},
         attention=program.attention,
+        offload=offload,
     )
 
 
@@ -304,12 +307,17 @@ class Pricer:
 
     @staticmethod
     def of(
-        space: Sequence[Family], cluster: Cluster, assumptions: Assumptions, grids: Sequence[Grids | None]
+        space: Sequence[Family],
+        cluster: Cluster,
+        assumptions: Assumptions,
+        grids: Sequence[Grids | None],
+        offload: Sequence[str],
     ) -> "Pricer":
         """Returns the pricer of some families; its table is filled with the first price."""
         table = Table(cluster, AXES, [each.plain for each in grids if each], assumptions)
         tables = [None if each is None else table.select(each.plain) for each in grids]
-        return Pricer(space, grids, [state_of(family.resolver) for family in space], tables, cluster, assumptions)
+        states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
+        return Pricer(space, grids, states, tables, cluster, assumptions)
 
     def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
         """Prices every mesh of every family under every policy and schedule."""

@@ -20,6 +20,7 @@ from spanax.trace.rewrites.remat_policies import (
     known_attention,
     known_chunks,
     known_dtype,
+    known_offload,
     known_policy,
 )
 
@@ -120,6 +121,7 @@ ON_BAD_STEP = (*POLICIES, "ignore")
 
 PLAN_SETTINGS = (
     "layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks", "pad",
+    "offload",
 )  # fmt: skip
 """Settings that a plan file determines."""
 
@@ -186,6 +188,7 @@ def check(config: TrainConfig) -> TrainConfig:
     known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
     known_chunks(config.loss_chunks or 1)
+    known_offload(config.offload)
     if config.guard is not None:
         check_steps_per_call(config.guard, config.steps_per_call)
     profiled_steps(config)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
+from spanax.run.step.host_memory import to_device
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
 
@@ -76,7 +77,8 @@ def unplanned_evaluation(
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def evaluate(values: Sequence[Any], batch: Sequence[Any]) -> Any:
-        values = list(values) if rows is None else rows.to_layers(values)
+        values = to_device(values, state)
+        values = values if rows is None else rows.to_layers(values)
         with nnx.use_eager_sharding(False):
             return run(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
 

@@ -90,6 +90,7 @@ class LayoutRequest:
         accelerators, 1 on CPUs.
       pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes.
         Default: none.
+      offload: state to store in host memory: optimizer, its arrays, copied to the devices for the update only.
       accumulate: how the gradients of microbatches are combined: exact, to that of the batch, or mean, to the mean of
         theirs.
     """
@@ -100,20 +101,23 @@ class LayoutRequest:
     attention: str | None = None
     loss_chunks: str | None = None
     pad: str | None = None
+    offload: str | None = None
     accumulate: str | None = None
 
     def check_layout(self) -> None:
-        """Raises SpanaxError if the remat policy, attention, number of loss chunks or accumulation is unknown."""
+        """Raises SpanaxError if the value of a flag is unknown."""
         from spanax.trace.rewrites.remat_policies import (
             known_accumulation,
             known_attention,
             known_chunks,
+            known_offload,
             known_policy,
         )
 
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)
+        known_offload(self.offload)
         known_accumulation(self.accumulate or "exact")
 
     def trace(

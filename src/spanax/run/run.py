@@ -23,6 +23,7 @@ from spanax.run.state.program_digest import meta_of
 from spanax.run.state.weights import Loaded
 from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
+from spanax.run.step.host_memory import to_device, to_host
 from spanax.run.step.multi_step import multi_step
 from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.run.step.pipeline.layer_padding import PaddedStep
@@ -128,7 +129,11 @@ class Run:
         """Returns the paths of non-finite parameters and of other leaves that contain a NaN."""
         if "invalid leaves" not in self._compiled:
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            function = partial(invalid_leaves, self.program, self._rows)
+            shardings = [array.sharding for array in self.state]
+
+            def function(state: Sequence[Any]) -> Any:
+                return invalid_leaves(self.program, self._rows, to_device(state, shardings))
+
             self._compiled["invalid leaves"] = jax.jit(function, out_shardings=replicated)
         are_invalid = np.asarray(self._compiled["invalid leaves"](self.state))
         return [leaf.path for leaf, is_invalid in zip(self.program.leaves, are_invalid, strict=True) if is_invalid]
@@ -342,30 +347,34 @@ class Run:
         dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
         guarded = self._guarded if is_step else None
 
+        places = [placement.sharding(self.mesh) for placement in self.plan.leaves]
+
         def step(state: Sequence[Any], batch: Sequence[Any], *limits: Any) -> tuple[list[Any], list[Any]]:
-            outputs = function([*state, *batch])
+            before = to_device(state, places)
+            outputs = function([*before, *batch])
             if rows is not None:
                 results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
                 outputs[num_leaves:] = [rows.to_layers_along(array, dim_of(value)) for array, value in results]
             after, metrics = outputs[:num_leaves], outputs[num_leaves:]
-            return (after, metrics) if guarded is None else guarded.finish(state, after, metrics, *limits)
+            if guarded is not None:
+                after, metrics = guarded.finish(before, after, metrics, *limits)
+            return to_host(after, places), metrics
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            state = state if rows is None else rows.to_layers(state)
-            return function([*state, *batch])
+            before = to_device(state, places)
+            return function([*(before if rows is None else rows.to_layers(before)), *batch])
 
-        state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
         batch = self._batch_shardings
         replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         metrics = [replicated] * (traced.num_results + bool(guarded))
         if not is_step:
-            return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
+            return jax.jit(evaluate, in_shardings=(places, batch), out_shardings=metrics)
         platform = platform_of(self.mesh)
         # Output shardings are explicit: otherwise XLA reshards a replicated bias after the first step and recompiles.
         return jax.jit(
-            multi_step(step, state, batch) if several_steps else step,
-            in_shardings=(state, [batch] * several_steps or batch, *([replicated] if guarded else [])),
-            out_shardings=(state, metrics),
+            multi_step(step, places, batch) if several_steps else step,
+            in_shardings=(places, [batch] * several_steps or batch, *([replicated] if guarded else [])),
+            out_shardings=(places, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,

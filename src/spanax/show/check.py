@@ -67,7 +67,10 @@ def _figures(report: Report) -> str:
 def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
     """Returns the name, predicted value, compiled value and error of each figure that either side has."""
     predicted, compiled, rows = report.predicted, report.compiled, []
-    for label, name in (("state", "state_bytes"), ("peak memory", "peak_bytes"), ("FLOPs", "flops")):
+    figures = [("state", "state_bytes"), ("peak memory", "peak_bytes"), ("FLOPs", "flops")]
+    if predicted.host_bytes or compiled.host_bytes:
+        figures.insert(1, ("state in host memory", "host_bytes"))
+    for label, name in figures:
         as_text = (lambda value: f"{value:.4g}") if name == "flops" else bytes_text
         before, after = getattr(predicted, name), getattr(compiled, name)
         error = report.errors.get(name)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from spanax.check.array_placement import Shard, copies, shards
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.plan import Placement
+from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.units import bytes_text
 
 STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
@@ -83,9 +83,8 @@ def described(leaf: Placement, mesh: MeshShape, drawing: Grid) -> str:
     times = copies(leaf, mesh)
     replication = f"{times} copies of each shard" if times > 1 else "one copy of each shard"
     note = f"; drawn: the first of dim {', '.join(map(str, drawing.left_out))}" if drawing.left_out else ""
-    return (
-        f"{leaf.path} {leaf.dtype}[{', '.join(dims)}]: {bytes_text(leaf.local_bytes)} per device, {replication}{note}"
-    )
+    stored = f"{bytes_text(leaf.local_bytes)} per device" + ("" if leaf.memory_kind == DEVICE else " in host memory")
+    return f"{leaf.path} {leaf.dtype}[{', '.join(dims)}]: {stored}, {replication}{note}"
 
 
 def svg(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> str:

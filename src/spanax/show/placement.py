@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from spanax.check.array_placement import ArrayPlacement, copies, shards
-from spanax.plan.plan import Placement, path_pattern
+from spanax.plan.plan import path_pattern
+from spanax.plan.sharding.placement import Placement
 from spanax.printable import printable
 from spanax.show.drawing import devices_text, drawn
 from spanax.show.tables import table_text
@@ -24,7 +25,8 @@ def placement_text(placement: ArrayPlacement) -> str:
     state = ", ".join(f"{kind} {bytes_text(plan.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
     lines = [
         f"{plan.layout.name} on {mesh.size} devices ({mesh}), as in the {placement.origin}",
-        f"each device holds {state} = {bytes_text(plan.state_bytes())}",
+        f"each device holds {state} = {bytes_text(plan.state_bytes())}"
+        + (f", and {bytes_text(plan.host_bytes)} in host memory" if plan.host_bytes else ""),
     ]
     for path, planned, saved in placement.elsewhere:
         lines.append(f"ELSEWHERE {path}: planned {_spec_text(planned)}, saved {_spec_text(saved)}")
@@ -75,6 +77,7 @@ def placement_json(placement: ArrayPlacement) -> dict[str, Any]:
         "layout": plan.layout.name,
         "mesh": dict(plan.mesh.axes),
         "bytes_per_device": {kind: plan.state_bytes(kind) for kind in ("param", "optimizer", "other")},
+        "host_bytes_per_device": plan.host_bytes,
         "elsewhere": [
             {"path": path, "planned": planned, "saved": saved} for path, planned, saved in placement.elsewhere
         ],
@@ -96,6 +99,7 @@ def leaf_json(placement: ArrayPlacement, leaf: Placement) -> dict[str, Any]:
         "axes": list(leaf.axes),
         "spec": [list(axes) for axes in leaf.spec],
         "bytes": leaf.local_bytes,
+        "memory_kind": leaf.memory_kind,
         "copies": copies(leaf, placement.plan.mesh),
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
-from spanax.plan.plan import Placement
+from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -42,6 +42,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "seconds": candidate.seconds,
         "hidden": candidate.hidden,
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
+        "host_bytes": candidate.host_bytes,
         "upper_bytes": search.upper_bytes(candidate),
         "mfu": rates.mfu,
         "hfu": rates.hfu,
@@ -153,7 +154,8 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
-        + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else ""),
+        + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else "")
+        + (f"; {bytes_text(candidate.host_bytes)} of host memory" if candidate.host_bytes else ""),
         *_margin_lines(summary, candidate),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
@@ -196,9 +198,10 @@ def _table(search: Search, rows: Sequence[Candidate]) -> str:
 
 def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns the sharding of one array, its bytes, the reason, and its collectives by mesh axis, a line each."""
+    memory = "" if leaf.memory_kind == DEVICE else " in host memory"
     lines = [
         f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}",
-        f"  {leaf.local_bytes} bytes per device; {leaf.reason or 'as the layout computes with it'}",
+        f"  {leaf.local_bytes} bytes per device{memory}; {leaf.reason or 'as the layout computes with it'}",
     ]
     sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
     return lines + ([f"  {kind} over {axes}: {bytes_text(size)} per step" for kind, axes, size in sizes] or [

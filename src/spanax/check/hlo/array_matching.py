@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from spanax.check.hlo.collectives import Collective
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 
 
 def with_arrays(moves: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:

@@ -30,7 +30,7 @@ OpMetadata: op_name=2 string, source_file=3 string, source_line=4 int32, stack_f
 Attributes: map=1 *Attribute
 Attribute: key=1 string, value=2 string
 Shape: element_type=2 int32, dimensions=3 *int64, tuple_shapes=4 *Shape, layout=5 Layout
-Layout: minor_to_major=1 *int64, tiles=6 *Tile
+Layout: minor_to_major=1 *int64, tiles=6 *Tile, memory_space=8 int64
 Tile: dimensions=1 *int64
 Literal: preds=2 *bool, s32s=4 *int32, s64s=5 *int64, u32s=6 *uint32, u64s=7 *uint64, u8s=3 bytes, s8s=15 bytes
 DotDims: lhs_contracting_dimensions=1 *int64

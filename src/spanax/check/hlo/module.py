@@ -18,12 +18,16 @@ TYPES = {
     **{24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8)},
 }
 
+HOST_MEMORY = 5
+"""The memory space of arrays in host memory. Source: openxla/xla, xla/layout.h, `Layout::kHostMemorySpace`."""
+
 
 @dataclass(frozen=True)
 class Shape:
     """The dtype, dims and layout of an array, or the shapes of a tuple in `parts`.
 
-    `order` lists the dims from minor to major; `tiles` are the tile sizes to which a TPU layout pads.
+    `order` lists the dims from minor to major; `tiles` are the tile sizes to which a TPU layout pads; `memory_space`
+    is that of the layout, 0 for the main memory of the device and `HOST_MEMORY` for the memory of the host.
 
     Example:
       >>> Shape("f32", 32, (8, 4)).num_bytes, Shape("f32", 32, (2, 4), (1, 0), ((8, 128),)).padded_bytes
@@ -36,6 +40,7 @@ class Shape:
     order: tuple[int, ...] = ()
     tiles: tuple[tuple[int, ...], ...] = ()
     parts: tuple["Shape", ...] = ()
+    memory_space: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +178,8 @@ def _shape(message: Any) -> Shape:
     parts = tuple(map(_shape, message.tuple_shapes))
     name, bits = TYPES.get(message.element_type, ("tuple" if parts else "none", 0))
     tiles = tuple(tuple(tile.dimensions) for tile in message.layout.tiles)
-    return Shape(name, bits, tuple(message.dimensions), tuple(message.layout.minor_to_major), tiles, parts)
+    layout = message.layout
+    return Shape(name, bits, tuple(message.dimensions), tuple(layout.minor_to_major), tiles, parts, layout.memory_space)
 
 
 def _computation(message: Any) -> Computation:

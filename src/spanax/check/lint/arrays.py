@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.hardware.mesh import CANONICAL_AXES
-from spanax.plan.plan import Placement
 from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.placement import Placement
 from spanax.trace.axes.naming import STRENGTH
 
 LARGE_SHARE = 0.01

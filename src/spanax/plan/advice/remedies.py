@@ -11,6 +11,7 @@ from spanax.plan.loss_chunks import chunks_to_try
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import OPTIMIZER_STATE
 
 MOST = 16
 """The largest multiple of the requested number of devices to price."""
@@ -54,25 +55,33 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     optimizer = leanest.memory["optimizer"]
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
         yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
+    if optimizer and not previous.offload and previous.cluster.chip.host_bytes_per_second is not None:
+        offloaded = _search(previous, program, leanest.remat, leanest, (OPTIMIZER_STATE,))
+        yield "--offload optimizer", offloaded.best is not None
     if Reason(Code.NOT_REQUESTED) in previous.rejected:
         best = _search_all(previous, program, previous.cluster, None).best
         if best is not None:
             yield f"--layout {best.layout} --mesh {best.mesh}", True
 
 
-def _search(previous: Search, program: Program, remat: str, candidate: Candidate) -> Search:
+def _search(
+    previous: Search, program: Program, remat: str, candidate: Candidate, offload: Sequence[str] | None = None
+) -> Search:
     """Returns a search of the layout of a candidate under a policy, with any number of microbatches."""
     has_train_step = not program.rewrites_loss
     return search(
         program, previous.cluster, remat=(remat,), layout=candidate.layout, mesh=candidate.mesh, pins=previous.pins,
         top=1, pipeline=candidate.num_stages > 1, microbatches=program.microbatches if has_train_step else None,
-        attention="plain",
+        attention="plain", offload=previous.offload if offload is None else offload,
     )  # fmt: skip
 
 
 def _search_all(previous: Search, program: Program, cluster: Cluster, remat: Sequence[str] | None) -> Search:
     """Returns a search of all presets on a cluster; the program already has its attention."""
-    return search(program, cluster, remat=remat, pins=previous.pins, top=1, attention="plain", assign=False)
+    return search(
+        program, cluster, remat=remat, pins=previous.pins, top=1, attention="plain", assign=False,
+        offload=previous.offload,
+    )  # fmt: skip
 
 
 def _has_full(program: Program) -> bool:

@@ -45,7 +45,9 @@ class Priced:
         """Returns the priced meshes of some columns."""
         grid = self.grid.select(columns)
         memory = MemoryUse(
-            {name: values[columns] for name, values in self.memory.groups.items()}, self.memory.peak_bytes[columns]
+            {name: values[columns] for name, values in self.memory.groups.items()},
+            self.memory.peak_bytes[columns],
+            self.memory.host_bytes[columns],
         )
         upper_bytes, costs = self.upper_bytes[columns], self.costs.select(columns)
         return replace(self, grid=grid, memory=memory, upper_bytes=upper_bytes, costs=costs)

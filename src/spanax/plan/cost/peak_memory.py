@@ -8,12 +8,12 @@ walk serves all meshes on which a layout resolves equally.
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
+from spanax.plan.cost.memory.columns import Column, Columns
 from spanax.plan.cost.memory.on_chip import OnChip
-from spanax.plan.cost.memory.state import STATE_GROUPS, State, state_padding
+from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, state_padding
 from spanax.plan.cost.memory.tables import Counts, counted, table_bytes
 from spanax.plan.cost.memory.tiles import Tiled
 from spanax.plan.cost.ring_attention import temporary_bytes
@@ -35,31 +35,18 @@ GROUPS = ("activations", "gradients", "gathered weights")
 
 ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
 
+COPIED_LEAVES = 4
+"""The offloaded arrays that are on a device at once: two moments of the updated parameter, and of the next.
+
+Source: an assumption. Compiled for v5e:2x4, gpt2 needs no more than without these arrays; where memory is free, TPU
+compilers copy more of them at once (llama3-8b on v5e:2x4: 13.0 GB predicted, 15.3 GB of 16.9 GB compiled).
+"""
+
 PADDING, TABLES = "padding of the state", "compiler's tables"
 """The groups of memory that only TPUs have."""
 
 LARGE_SHARE = 1 / 64
 """Padding is computed for values of at least this share of the largest live bytes of a body; others are merged."""
-
-
-class Column(NamedTuple):
-    """Values that are divided equally.
-
-    Attributes:
-      axes: the mesh axes that shard them, as a mask.
-      is_batched: they grow with the batch.
-      is_stacked: they are stacked by layer.
-      is_score: they are attention scores.
-      group: the index of their group of memory.
-      tiled: what their padding depends on; None where they are not padded.
-    """
-
-    axes: int
-    is_batched: bool
-    is_stacked: bool
-    is_score: bool
-    group: int
-    tiled: Tiled | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +64,20 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum."""
+    """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum, without those in host memory."""
 
     groups: dict[str, Array]
     peak_bytes: Array
+    host_bytes: Array
 
 
-def walk(sharded: ShardedProgram, *, is_tpu: bool = False) -> Level:
-    """Returns the peak moments of a program under a layout, with the live ranges of a TPU's compiler or of others."""
+def walk(sharded: ShardedProgram, *, is_tpu: bool = False, has_host: bool = True) -> Level:
+    """Returns the peak moments of a program under a layout, with the live ranges of a TPU's compiler or of others.
+
+    Without `has_host`, values in host memory are in that of the devices: both are one on simulated devices.
+    """
     liveness = sharded.traced.tpu_liveness if is_tpu else sharded.traced.liveness
-    return _level(sharded, liveness, sharded.traced.graph.body)
+    return _level(sharded, liveness, sharded.traced.graph.body, has_host)
 
 
 def memory_use(
@@ -115,14 +106,10 @@ def memory_use(
       on_chip: the compiler-managed memory of a TPU, which also pads arrays; None: no array is padded.
     """
     num_shards = shard_counts(sizes)
-    local = state.num_bytes[:, None] / num_shards[state.axes] / np.where(state.stacked[:, None], num_stages, 1)
-    by_kind = {
-        kind: local[np.asarray([leaf_kind == kind for leaf_kind in state.kind], bool)].sum(0)
-        for kind in (*STATE_GROUPS, "gradient")
-    }
+    by_kind = {kind: state.local_bytes(kind, num_shards, num_stages) for kind in (*STATE_GROUPS, "gradient", OFFLOADED)}
     groups = {name: by_kind[kind] for kind, name in STATE_GROUPS.items()}
     groups["batch"] = groups["batch"] * scale * num_microbatches  # live from the start
-    columns = _Columns(num_shards, scale, num_stages, in_flight, fused_attention, on_chip)
+    columns = Columns(num_shards, scale, num_stages, in_flight, fused_attention, on_chip)
     peak = _peak(level, columns)
     if on_chip is not None:
         total, small = peak[: len(GROUPS)].sum(0), peak[len(GROUPS)]
@@ -131,8 +118,12 @@ def memory_use(
         groups[TABLES] = table_bytes(state, level.counts, on_chip.free_share(total))
     for index, name in enumerate(GROUPS):
         groups[name] = peak[index]
+    updated = COPIED_LEAVES * state.largest_bytes(OFFLOADED, num_shards, num_stages)
+    # Activations are freed before the update.
+    groups["optimizer"] = groups["optimizer"] + np.maximum(updated - groups["activations"], 0.0)
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
-    return MemoryUse(groups, sum(groups.values()))
+    host_bytes = by_kind[OFFLOADED] + _host_bytes(level, columns)
+    return MemoryUse(groups, np.sum([*groups.values()], 0), host_bytes)
 
 
 def memory_per_device(
@@ -158,7 +149,7 @@ def memory_per_device(
     )
 
 
-def _peak(level: Level, columns: "_Columns") -> Array:
+def _peak(level: Level, columns: Columns) -> Array:
     """Returns the bytes by group at the peak moment of each candidate: an array (group, candidate).
 
     One more row has the bytes of the values that are small enough for the memory on the chip.
@@ -182,70 +173,35 @@ def _peak(level: Level, columns: "_Columns") -> Array:
     return totals_by_group
 
 
+def _host_bytes(level: Level, columns: Columns) -> Array:
+    """Returns the largest bytes of values in host memory at one moment, for each candidate."""
+    rows = [index for index, column in enumerate(level.columns) if column.is_on_host]
+    shares = [columns.share(level.columns[row]._replace(is_on_host=False)) for row in rows]
+    totals = level.live_bytes[:, rows] @ np.reshape(shares, (len(rows), columns.count))
+    for moment, inner in level.inside.items():
+        totals[moment] += np.max([_host_bytes(body, columns) for body in inner], 0)
+    return np.asarray(totals.max(0, initial=0.0))
+
+
 def _fullest_of(arrays: Sequence[Array]) -> Array:
     """Returns, per candidate, the array (group, candidate) with the largest total."""
     stacked = np.stack(arrays)
     return np.take_along_axis(stacked, stacked[:, : len(GROUPS)].sum(1).argmax(0)[None, None], 0)[0]
 
 
-class _Columns:
-    """The share of a column's global bytes on one device."""
-
-    def __init__(
-        self,
-        num_shards: Array,
-        scale: Array,
-        num_stages: Array,
-        in_flight: Array,
-        fused_attention: bool,
-        on_chip: OnChip | None,
-    ):
-        self._num_shards, self._scale, self._stages, self._in_flight = num_shards, scale, num_stages, in_flight
-        self._fused, self._on_chip = fused_attention, on_chip
-        self.count = scale.shape[0]
-        self._known: dict[Column, Array] = {}
-        self._padded: dict[Tiled, tuple[Array, Array]] = {}
-
-    def share(self, column: Column) -> Array:
-        """Returns one number per candidate."""
-        if column not in self._known:
-            share = 1.0 / self._num_shards[column.axes]
-            if column.is_batched:
-                share = share * self._scale * (self._in_flight if column.is_stacked else 1.0)
-            if column.is_stacked:
-                share = share / self._stages
-            if column.tiled is not None and self._on_chip is not None:
-                padded, unpadded = self._bytes(column.tiled)
-                share = share * padded / unpadded
-            self._known[column] = share * (0.0 if column.is_score and self._fused else 1.0)
-        return self._known[column]
-
-    def is_small(self, column: Column) -> Array:
-        """Returns, per candidate, whether a value of the column may be in the memory on the chip.
-
-        Values stacked by layer are not: a loop reads and writes them slice by slice.
-        """
-        if column.is_stacked:
-            return np.zeros(self.count, bool)
-        if column.tiled is None or self._on_chip is None:
-            return np.ones(self.count, bool)
-        return self._bytes(column.tiled)[0] <= self._on_chip.num_bytes
-
-    def _bytes(self, tiled: Tiled) -> tuple[Array, Array]:
-        if tiled not in self._padded:
-            self._padded[tiled] = tiled.padded(self._num_shards, self._scale, self._stages)
-        return self._padded[tiled]
-
-
-def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) -> Level:
+def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body, has_host: bool) -> Level:
     """Returns the moments of a body that may be its peak."""
     live, ops = liveness[body], sharded.traced.order[body]
     num_ops = len(ops)
     columns: dict[Column, int] = {}
     is_tpu = liveness is sharded.traced.tpu_liveness
     largest = live.num_bytes.max(initial=0.0) * LARGE_SHARE if is_tpu else math.inf
+    on_host = {value for value in live.values if sharded.traced.graph.is_on_host(value)} if has_host else set()
+    on_host.difference_update(body.inputs)  # copied to the device
     of_group = [
-        columns.setdefault(_column(sharded, value, is_tiled=num_bytes >= largest), len(columns))
+        columns.setdefault(
+            _column(sharded, value, is_tiled=num_bytes >= largest)._replace(is_on_host=value in on_host), len(columns)
+        )
         for value, num_bytes in zip(live.values, live.num_bytes, strict=True)
     ]
     stored = sharded.traced.memory_plans[body].kept
@@ -261,7 +217,7 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     live_bytes = changes.reshape(num_ops + 2, num_columns).cumsum(0)
     inside = {
-        index: tuple(_level(sharded, liveness, inner_body) for inner_body in op.bodies)
+        index: tuple(_level(sharded, liveness, inner_body, has_host) for inner_body in op.bodies)
         for index, op in enumerate(ops)
         if op.bodies
     }

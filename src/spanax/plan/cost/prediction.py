@@ -22,6 +22,7 @@ class Prediction:
       moved: bytes that it receives from collectives.
       moved_of: those of one parameter, its gradient and its update; by path. Of the parameters of equal blocks, only
       the first is listed.
+      host_bytes: bytes of offloaded state in host memory.
 
     Example:
       >>> cost = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
@@ -38,6 +39,7 @@ class Prediction:
     mfu: float | None = None
     moved: Moved = field(default_factory=dict)
     moved_of: Mapping[str, Moved] = field(default_factory=dict)
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

@@ -16,6 +16,7 @@ from spanax.hardware.collectives import Collective, collective_seconds, permute_
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.expert_load import collective_load, grouped
+from spanax.plan.cost.host_transfers import exposed_copies
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
 from spanax.plan.cost.ring_attention import HOP, ROUND
@@ -108,6 +109,11 @@ class Costs:
         terms = self.terms | {"pipeline": self.stage.idle_seconds(grid)}
         return replace(self, terms=terms, step_seconds=np.sum([*terms.values()], 0))
 
+    def plus(self, name: str, seconds: Array) -> "Costs":
+        """Returns the costs with more seconds in a term of the step time."""
+        terms = self.terms | {name: self.terms.get(name, 0.0) + seconds}
+        return replace(self, terms=terms, step_seconds=self.step_seconds + seconds)
+
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -172,6 +178,8 @@ def price(
     )
     runs = terms.matmuls.runs[:, None] / np.where(terms.matmuls.in_layers[:, None], grid.shares, 1)
     flops = (executed_flops(terms.matmuls, num_shards, grid.scale) * runs).sum(0) * grid.num_microbatches
+    copies = exposed_copies(terms.host_copies, num_shards, grid.scale, computing, cluster.chip)
+    seconds_by_term |= {name: seconds * count / grid.shares for name, seconds in copies.items()}
     hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
     return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage)
 

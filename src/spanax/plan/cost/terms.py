@@ -118,6 +118,19 @@ class Collectives:
 
 
 @dataclass(frozen=True, eq=False)
+class HostCopies:
+    """The copies of values between the memory of the devices and of the host: global bytes over all runs.
+
+    `to_host` are those of the forward pass, which stores what the others copy back.
+    """
+
+    num_bytes: np.ndarray = column(float)
+    axes: np.ndarray = column(int)
+    batched: np.ndarray = column(bool)
+    to_host: np.ndarray = column(bool)
+
+
+@dataclass(frozen=True, eq=False)
 class Terms:
     """All cost terms of a program under one layout.
 
@@ -129,6 +142,7 @@ class Terms:
     matmuls: Matmuls
     memory_traffic: MemoryTraffic
     collectives: Collectives
+    host_copies: HostCopies
     carry_bytes: float
     num_layers: int
 

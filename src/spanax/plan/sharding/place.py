@@ -9,13 +9,14 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.defaults import computed_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
-from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padding_text
+from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, axes_of, resolve
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING
+from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING, known_offload
 from spanax.trace.variables import Leaf, itemsize
 
 
@@ -36,6 +37,7 @@ def placed(
       SpanaxError: the layout does not apply to this program on this mesh.
     """
     schedule = replace(schedule or Schedule(), compute_dtype=program.compute_dtype)
+    known_offload(schedule.offload)
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
@@ -48,8 +50,14 @@ def placed(
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
-    placements = [_place(resolver, leaf, value) for leaf, value in zip(everything, values, strict=True)]
+    placements = [
+        _place(resolver, leaf, value, schedule.offload) for leaf, value in zip(everything, values, strict=True)
+    ]
     _check_stored(resolver, placements)
+    if schedule.offload and all(place.memory_kind == DEVICE for place in placements):
+        raise SpanaxError(
+            "the optimizer has no arrays to store in host memory.", where="offload 'optimizer'", fix="leave offload out"
+        )
     return Plan(
         fingerprint=program.fingerprint,
         mesh=mesh,
@@ -119,14 +127,17 @@ def _in_forms(program: Program, schedule: Schedule) -> Program:
     return program.variant(replace(program.form, context=schedule.context, loss_chunks=chunks, padded=padded))
 
 
-def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
+def _place(resolver: Resolver, leaf: Leaf, value: int, offload: Sequence[str]) -> Placement:
     labels = resolver.program.step.axes.classes[value]
     spec, reasons = resolver.placed(leaf, labels)
     padded = resolver.padded_shape(labels, leaf.shape)
     local = tuple(size // resolver.mesh.ways(by) for size, by in zip(padded, spec, strict=True))
     num_bytes = itemsize(leaf.dtype) * math.prod(local)
     text = "; ".join(map(str, reasons))
-    return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, text)
+    memory_kind = HOST if is_offloaded(leaf, offload) else DEVICE
+    return Placement(
+        leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, text, memory_kind
+    )
 
 
 def _padding(resolver: Resolver) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spanax.plan.cost.ring_attention import matmul_rows
-from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms, table
+from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
@@ -66,7 +66,7 @@ def count_terms(
     carry, num_layers = traced.layer_carry
     num_bytes = 0 if carry is None else sharded.num_bytes(carry)
     matmuls = table(Matmuls, counter.matmul_rows)
-    tables = matmuls, _memory_traffic(sharded), counter.collectives()
+    tables = matmuls, _memory_traffic(sharded), counter.collectives(), _host_copies(sharded)
     return Terms(sharded.resolver.mesh.names, *tables, num_bytes, num_layers)
 
 
@@ -363,6 +363,17 @@ def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
         rows[key] += times * sharded.num_bytes(value)
     kernels = np.asarray(traced.memory_traffic.kernels, float)
     return table(MemoryTraffic, [(num_bytes, *key) for key, num_bytes in rows.items()], kernels=kernels)
+
+
+def _host_copies(sharded: ShardedProgram) -> HostCopies:
+    graph, rows = sharded.traced.graph, list[tuple[Any, ...]]()
+    for group in sharded.traced.op_groups:
+        for op, runs in group.ops if group.op.name == "device_put" else ():
+            (value,), (copy,) = op.inputs, op.outputs
+            if graph.is_on_host(value) != graph.is_on_host(copy):
+                mask, is_batched = union(sharded.masks(value)), sharded.is_batched(value)
+                rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))
+    return table(HostCopies, rows)
 
 
 def _dtype_name(dtype: Any) -> str:

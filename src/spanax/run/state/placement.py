@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from spanax.errors import SpanaxError
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 from spanax.run.compiler_options import check_accepted
 from spanax.run.distributed.processes import join_group
 from spanax.trace.variables import Leaf

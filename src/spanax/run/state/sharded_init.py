@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from spanax.plan.plan import Placement
+from spanax.plan.sharding.placement import Placement
 from spanax.run.step.platform import platform_of
 from spanax.trace.analysis.sharding_keys import only_moves
 from spanax.trace.jaxpr.graph import Graph, Op, from_jaxpr

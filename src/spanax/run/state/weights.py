@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from spanax.plan.plan import Placement
+    from spanax.plan.sharding.placement import Placement
     from spanax.trace.program import Program
 
 MIN_BATCH_BYTES = 1 << 22

@@ -31,7 +31,14 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
     if config.resume and config.dtype is None:
         program = in_recorded_dtype(program, folder, devices)
     schedule = requested_schedule(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
-    place = partial(make_plan, program, attention=config.attention, loss_chunks=config.loss_chunks, pad=config.pad)
+    place = partial(
+        make_plan,
+        program,
+        attention=config.attention,
+        loss_chunks=config.loss_chunks,
+        pad=config.pad,
+        offload=config.offload,
+    )
     try:
         return place(local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
     except SpanaxError as error:

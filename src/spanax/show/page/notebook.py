@@ -11,7 +11,8 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import Ticks
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 from spanax.show.page import plan as of_plan
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Page, fragment

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from spanax.check.array_placement import copies
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Moved
-from spanax.plan.plan import Placement, Plan, path_pattern
+from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.sharding.placement import Placement
 from spanax.show.page.parts.blocks import facts
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.mesh import axis_colour, mesh_grid

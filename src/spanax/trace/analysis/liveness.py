@@ -79,16 +79,18 @@ def _of_body(
     last: Mapping[int, int],
     keys: Sequence[ShardingKey],
 ) -> Liveness:
-    groups: dict[tuple[int, int], int] = {}
+    groups: dict[tuple[int, int, bool], int] = {}
     values, sizes, rows = list[int](), list[float](), list[tuple[int, int, int]]()
     candidates = [(0, value) for value in body.inputs]
     candidates += [(index, value) for index, op in enumerate(ops) for value in op.outputs if value in last]
     for index, value in candidates:
-        if value not in stored:
+        # A loop writes the offloaded results of its body into those of the loop.
+        if value not in stored or (value in body.outputs and graph.is_on_host(value)):
             continue
         aval = graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        group = groups.setdefault((keys[value].number, itemsize), len(groups))
+        is_offloaded = index > 0 and graph.is_on_host(value)  # a loop copies the inputs of its body to the device
+        group = groups.setdefault((keys[value].number, itemsize, is_offloaded), len(groups))
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)

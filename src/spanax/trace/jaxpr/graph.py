@@ -141,6 +141,10 @@ class Graph:
         aval = self.avals[value]
         return int(getattr(aval, "size", 1)) * int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
 
+    def is_on_host(self, value: int) -> bool:
+        """Whether a value is in host memory, such as an offloaded residual."""
+        return getattr(self.avals[value], "memory_space", None) == jax.memory.Space.Host
+
     def within(self, body: Body) -> "Graph":
         """Returns a body as a program of its own, with the same value numbers."""
         return self if body is self.body else replace(self, body=body)

@@ -84,6 +84,28 @@ def known_context(form: str) -> str:
     return _known("context form", form, CONTEXTS)
 
 
+OPTIMIZER_STATE = "optimizer"
+
+OFFLOADS = (OPTIMIZER_STATE,)
+"""State that may be stored in host memory: `optimizer`, the arrays of the optimizer. Activations are a remat policy."""
+
+
+def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the kinds of state to store in host memory, from a sequence or a list separated by commas.
+
+    Raises:
+      SpanaxError: a kind is unknown.
+
+    Example:
+      >>> known_offload("optimizer"), known_offload(("optimizer", "optimizer")), known_offload(None)
+      (('optimizer',), ('optimizer',), ())
+    """
+    names = offload.split(",") if isinstance(offload, str) else offload or ()
+    if "activations" in names:
+        raise SpanaxError("activations are offloaded by a remat policy.", fix="remat 'offload', with --remat offload")
+    return tuple(dict.fromkeys(_known("kind of offloaded state", name.strip(), OFFLOADS) for name in names))
+
+
 ATTENTIONS = ("plain", "auto", "flash")
 """`plain` runs the model's code; `flash` uses the platform's kernel; `auto` is `flash` where a kernel exists."""
 

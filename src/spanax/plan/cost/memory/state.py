@@ -2,17 +2,21 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from spanax.plan.cost.memory.tiles import Array, Tiled
+from spanax.plan.sharding.placement import is_offloaded
 from spanax.plan.sharding.resolve import Resolver
 from spanax.plan.spmd.partition import Masks, as_masks, union
 from spanax.plan.spmd.tiled_scatter import WORD_BYTES
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.variables import Leaf
+
+OFFLOADED = "offloaded"
+"""The kind of leaves in host memory."""
 
 STATE_GROUPS = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
 """The memory group of each kind of leaf."""
@@ -47,15 +51,33 @@ class State:
         rows = zip(self.kind, self.tiled, self.counts, strict=True)
         return int(sum(count for kind, tiled, count in rows if kind in kinds and math.prod(tiled.shape) > 1))
 
+    def local_bytes(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
+        """Returns the bytes per device of the leaves of a kind, one entry per candidate."""
+        return self._each(kind, num_shards, num_stages).sum(0)
 
-def state_of(resolver: Resolver) -> State:
-    """Returns the leaves of the state and of the batch, sharded as in the plan's placements."""
+    def largest_bytes(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
+        """Returns the bytes per device of the largest leaf of a kind, one entry per candidate; 0 without any."""
+        counts = np.asarray([count for leaf, count in zip(self.kind, self.counts, strict=True) if leaf == kind], int)
+        return (self._each(kind, num_shards, num_stages) / counts[:, None]).max(0, initial=0.0)
+
+    def _each(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
+        """Returns the bytes per device of every row of a kind."""
+        rows = np.asarray([leaf_kind == kind for leaf_kind in self.kind], bool)
+        local = self.num_bytes[rows, None] / num_shards[self.axes[rows]]
+        return np.asarray(local / np.where(self.stacked[rows, None], num_stages, 1))
+
+
+def state_of(resolver: Resolver, offload: Sequence[str] = ()) -> State:
+    """Returns the leaves of the state and of the batch, sharded as in the plan's placements.
+
+    Leaves of the kinds in `offload` have the kind `OFFLOADED`.
+    """
     program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
     classes = program.step.axes.classes
     rows, counts = defaultdict[tuple[str, Tiled], int](int), defaultdict[tuple[str, Tiled], int](int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = classes[value]
-        specs = {leaf.kind: resolver.placed(leaf, labels)[0]}
+        specs = {OFFLOADED if is_offloaded(leaf, offload) else leaf.kind: resolver.placed(leaf, labels)[0]}
         if leaf.kind == "param":
             specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
         for kind, spec in specs.items():
@@ -89,7 +111,7 @@ def state_padding(state: State, num_shards: Array, scale: Array, num_stages: Arr
     """Returns the bytes by which tiles pad the state and the batch, without accumulated gradients."""
     total = np.zeros(scale.shape)
     for kind, tiled, count in zip(state.kind, state.tiled, state.counts, strict=True):
-        if kind != "gradient":
+        if kind not in ("gradient", OFFLOADED):
             padded, unpadded = tiled.padded(num_shards, scale, num_stages)
             total = total + count * (padded - unpadded)
     return np.maximum(total, 0.0)

@@ -17,8 +17,9 @@ import numpy as np
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
 from spanax.plan.sharding.assign import divided_layers
+from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
 
@@ -88,6 +89,7 @@ class LayerOrder:
             elif isinstance(array, jax.core.Tracer):
                 leaves.append(_rows(array, order, dim))
             else:
+                array = jax.device_put(array, array.sharding.with_memory_kind(DEVICE))
                 leaves.append(
                     jax.device_put(_compiled_rows(array, order, dim), placement.sharding(array.sharding.mesh))
                 )
