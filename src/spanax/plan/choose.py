@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
@@ -16,6 +16,7 @@ from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.padding import search_in_padding
+from spanax.plan.candidates.refused_stages import refused_stages
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
     STAGE_MARGIN,
@@ -34,10 +35,8 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
-from spanax.plan.sharding.place import as_planned, placed
+from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
-from spanax.trace.pipeline.order_invariance import check_order_invariant
-from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
@@ -87,7 +86,6 @@ def plan(
       pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
       offload: the state to store in host memory: `optimizer`, its arrays. Default: that of `schedule`, or none.
-
       pad: names of axes that are padded where they are computed if a mesh axis that shards them does not divide them:
         `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. Default: none.
 
@@ -253,7 +251,7 @@ def searched(
         result = spare(pipeline=in_stages or bool(request.pipeline))
         if result.best is None and is_open and program.evaluation is not None:
             result = find(program, remat=policies, pipeline=True)
-        refused = _refused_stages(result)
+        refused = refused_stages(result)
         if refused is None or (refused.code is Code.NO_STAGES and not is_open):
             return result
         again = spare(pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
@@ -271,22 +269,6 @@ def searched(
     is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not count and (request.chunks is not None or is_chunked)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
-
-
-def _refused_stages(result: Search) -> Reason | None:
-    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
-    if result.best is None or result.best.num_stages == 1:
-        return None
-    plan, code = plan_of(result, result.best), Code.NO_STAGES
-    try:
-        step = as_planned(result.program_of(result.best), plan).step
-        partition = pipeline_partition(step, plan.schedule.microbatches)
-        code = Code.NO_CHUNKS
-        if plan.schedule.num_chunks > 1:
-            check_order_invariant(step, partition)
-    except SpanaxError as error:
-        return Reason(code, detail=first_line(error))
-    return None
 
 
 def chosen(result: Search) -> Plan:
