@@ -100,6 +100,26 @@ def two_heads(params: Params, batch: Batch) -> Any:
     return library(params, batch) + 0.3 * library_of(other, batch)
 
 
+def token_losses(x: Any, head: Any, batch: Batch) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(x @ head, batch["y"])
+
+
+def summed_per_token(params: Params, batch: Batch) -> Any:
+    """Adds the losses of several heads before their mean, one after another."""
+    x, total = hidden(params, batch), 0.0
+    for head in (params["head"], params["table"].T, params["head"] + 1.0):
+        total = total + token_losses(x, head, batch)
+    return total.mean()
+
+
+def scaled_by_another(params: Params, batch: Batch) -> Any:
+    """The second head reads tokens that the loss of the first scales; both are weights of each other's losses."""
+    x = hidden(params, batch)
+    first = token_losses(x, params["head"], batch)
+    second = token_losses(x * jnp.tanh(first)[..., None], params["table"].T, batch)
+    return (first * second).sum(1).mean()
+
+
 def preferred(params: Params, batch: Batch) -> Any:
     """Not linear in what the tokens give, which are added up before (the loss of DPO)."""
     lost = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"]).sum(1)
@@ -113,7 +133,7 @@ def multiplied(params: Params, batch: Batch) -> Any:
 
 LOSSES: list[Callable[..., Any]] = [
     library, tied, handwritten_loss, flat, smoothed, summed_at_once, masked, weighted, focal, shifted, taught,
-    two_heads, preferred, multiplied,
+    two_heads, summed_per_token, scaled_by_another, preferred, multiplied,
 ]  # fmt: skip
 
 
@@ -150,6 +170,40 @@ def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> N
     )
     same(value, expected, 1e-6)
     same(grads, of_wanted, 1e-5)
+
+
+def reversed_between(params: Params, batch: Batch) -> Any:
+    x = hidden(params, batch)
+    first = token_losses(x, params["head"], batch)
+    second = token_losses(x * jnp.tanh(first[::-1, ::-1])[..., None], params["table"].T, batch)
+    return (first + second).mean()
+
+
+def weighted_by_a_mean(params: Params, batch: Batch) -> Any:
+    x = hidden(params, batch)
+    first = token_losses(x, params["head"], batch)
+    return (first + token_losses(x, params["table"].T * first.mean(), batch)).mean()
+
+
+def sorted_between(params: Params, batch: Batch) -> Any:
+    x = hidden(params, batch)
+    first, second = (token_losses(x, head, batch) for head in (params["head"], params["table"].T))
+    return (first * jnp.sort(second.ravel()).reshape(first.shape)).mean()
+
+
+@pytest.mark.parametrize("loss", [reversed_between, weighted_by_a_mean, sorted_between], ids=lambda loss: loss.__name__)
+def test_heads_that_combine_the_tokens_of_another(loss: Callable[..., Any]) -> None:
+    in_chunks, at_once = (jax.value_and_grad(item) for item in (chunked_loss(loss, 2), loss))
+    assert count_logits(in_chunks) < count_logits(at_once)
+    (value, grads), (expected, expected_grads) = (jax.jit(item)(params(), batch()) for item in (in_chunks, at_once))
+    same(value, expected, 1e-6)
+    same(grads, expected_grads, 1e-5)
+
+
+def count_logits(function: Callable[..., Any]) -> int:
+    """The number of values with as many numbers as the logits."""
+    graph = from_jaxpr(jax.make_jaxpr(function)(params(), batch()))
+    return sum(int(np.prod(graph.shape(value))) == LOGITS for op in graph.ops() for value in op.outputs)
 
 
 def test_what_becomes_of_the_loss_is_in_the_gradients() -> None:

@@ -5,8 +5,9 @@ One token dim is followed: an operation that is independent per row can be evalu
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import dropwhile
 
 import jax.numpy as jnp
@@ -33,14 +34,16 @@ class Region:
     """Operations that are independent per row of one dim.
 
     Attributes:
-      ops: the operations, in order; includes the product.
+      heads: the products that it begins with.
+      ops: the operations, in order; includes the products.
       dims: the token dim of each chunked value.
       fixed: inputs shared by all rows.
       scanned: inputs that are chunked.
       outs: values read outside the region.
-      logits: number of elements of the product.
+      logits: number of elements of the largest product.
     """
 
+    heads: tuple[Op, ...]
     ops: tuple[Op, ...]
     dims: dict[int, int]
     fixed: tuple[int, ...]
@@ -74,7 +77,7 @@ def regions(graph: Graph, batch: frozenset[int]) -> list[Region] | Mismatch | No
     for op, dims in heads:
         if any(op in region.ops for region in selected):
             continue
-        candidates = [_Growing(graph, op, dim).region() for dim in dims]
+        candidates = [_Growing(graph, {op: dim}).region() for dim in dims]
         valid = [region for region in candidates if isinstance(region, Region)]
         if valid:
             selected.append(max(valid, key=lambda region: (divisor := region.most_chunks(graph)) & -divisor))
@@ -107,16 +110,37 @@ def _heads(graph: Graph, batch: frozenset[int]) -> Iterator[tuple[Op, list[int]]
 
 
 def _independent(graph: Graph, candidates: list[Region]) -> list[Region]:
-    """Returns the regions that do not depend on the outputs of an earlier one."""
+    """Returns regions that share no operations and of which none depends on another.
+
+    Each is evaluated as a unit. A sum of per-token losses belongs to the regions of all its terms: these are merged.
+    A region that cannot be merged with those before it is left out.
+    """
     selected: list[Region] = []
     for region in candidates:
-        dependent = dependents(graph, [value for previous in selected for value in previous.outs])
-        if dependent.isdisjoint((*region.scanned, *region.fixed)):
-            selected.append(region)
+        related = [other for other in selected if _are_related(graph, other, region)]
+        merged = _merged(graph, [*related, region]) if related else region
+        rest = [other for other in selected if other not in related]
+        if merged is not None and not any(_are_related(graph, other, merged) for other in rest):
+            selected = [*rest, merged]
     return selected
 
 
-def dependents(graph: Graph, values: list[int]) -> set[int]:
+def _are_related(graph: Graph, first: Region, second: Region) -> bool:
+    """Whether two regions share operations, or one depends on the other."""
+    pairs = ((first, second), (second, first))
+    return not set(first.ops).isdisjoint(second.ops) or any(
+        not dependents(graph, region.outs).isdisjoint((*other.scanned, *other.fixed)) for region, other in pairs
+    )
+
+
+def _merged(graph: Graph, parts: list[Region]) -> Region | None:
+    """Returns the region of the products of several; None if it does not include all of them."""
+    heads = {head: part.dims[head.outputs[0]] for part in parts for head in part.heads}
+    region = _Growing(graph, heads).region()
+    return region if isinstance(region, Region) and heads.keys() <= set(region.ops) else None
+
+
+def dependents(graph: Graph, values: Iterable[int]) -> set[int]:
     """Returns these values and all values that depend on them."""
     results = set(values)
     for op in graph.body.ops:
@@ -127,11 +151,10 @@ def dependents(graph: Graph, values: list[int]) -> set[int]:
 
 @dataclass(eq=False)
 class _Growing:
-    """A region grown from a product along one of its dims."""
+    """A region grown from products, each along one of its dims."""
 
     graph: Graph
-    first: Op
-    dim: int
+    heads: dict[Op, int]
     dims: dict[int, int] = field(default_factory=dict)
     results: dict[int, None] = field(default_factory=dict)
     fixed: dict[int, None] = field(default_factory=dict)
@@ -140,7 +163,7 @@ class _Growing:
 
     def region(self) -> Region | Mismatch:
         """Grows the region by consumers of the logits and by producers of operands as large as the logits."""
-        roots, is_complete = {self.first: self.dim}, False
+        roots, is_complete = self.heads, False
         while not is_complete:
             mismatch = self._grow(roots)
             if mismatch is not None:
@@ -149,7 +172,8 @@ class _Growing:
             new_roots = {self.graph.producers[value]: dim for value, dim in adjacent}
             is_complete, roots = not new_roots, roots | new_roots
         scanned = tuple(value for value in self.dims if value not in self.results)
-        return Region(tuple(self.members), self.dims, tuple(self.fixed), scanned, self._outs(), self._num_logits)
+        ops, fixed = tuple(self.members), tuple(self.fixed)
+        return Region(tuple(self.heads), ops, self.dims, fixed, scanned, self._outs(), self._num_logits)
 
     def _grow(self, roots: dict[Op, int]) -> Mismatch | None:
         self.dims, self.results, self.fixed, self.members, self.adjacent = {}, {}, {}, [], {}
@@ -165,7 +189,7 @@ class _Growing:
             if any(map(self._is_large, region_inputs)):
                 return Mismatch(f"'{op.name}' uses all of the logits, or combines tokens", op)
         if any(map(self._is_large, self._outs())):
-            return Mismatch("its logits are among the results", self.first)
+            return Mismatch("its logits are among the results", next(iter(self.heads)))
         return None
 
     def _joins(self, op: Op, root: int | None) -> bool:
@@ -204,9 +228,9 @@ class _Growing:
         is_read = lambda value: not members.issuperset(self.graph.readers[value])  # noqa: E731
         return tuple(value for value in self.results if value in outputs or is_read(value))
 
-    @property
+    @cached_property
     def _num_logits(self) -> int:
-        return math.prod(self.graph.shape(self.first.outputs[0]))
+        return max(math.prod(self.graph.shape(head.outputs[0])) for head in self.heads)
 
     def _is_large(self, value: int) -> bool:
         return HALF * math.prod(self.graph.shape(value)) >= self._num_logits
