@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = "multitask.b"
 """Part of the name of the cells that are traced fast."""
 
-ABOVE = {"gpt2.b8-fsdp-v5e.2x4": -0.1, "gpt2.b64-data-v5e.2x4": -0.09}
-"""Cells whose compiled peak exceeds the upper estimate, and by how much the prediction may be off at most."""
+LOW = {"gpt2.b8-fsdp-v5e.2x4", "gpt2.b64-data-v5e.2x4"}
+"""Cells whose prediction is more than five percent low; their upper estimates cover it."""
 
 TPUS, GPUS = ("v5e", "v5p"), ("h100",)
 
@@ -45,7 +45,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row
         assert row["predicted"] <= row["upper"], row
         is_gpu = row in of_size(rows, "small", GPUS)  # its workspaces are not priced
-        assert is_gpu or row["compiled"] <= row["upper"] or row["error"] > ABOVE.get(row["cell"], 0), row
+        assert is_gpu or row["compiled"] <= row["upper"], row
 
 
 def test_some_cells_are_predicted_within_their_margin() -> None:
@@ -61,7 +61,7 @@ def test_all_cells_are_predicted_within_their_margin(rows: list[dict[str, Any]])
 
 @pytest.mark.slow
 def test_programs_at_size_are_predicted_to_ten_percent_and_never_five_percent_low(rows: list[dict[str, Any]]) -> None:
-    errors = [row["error"] for row in of_size(rows, "at size") if row["cell"] not in ABOVE]
+    errors = [row["error"] for row in of_size(rows, "at size") if row["cell"] not in LOW]
     assert sum(map(abs, errors)) / len(errors) < 0.1 and min(errors) > -0.05
 
 

@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_on_the_page_too() -> None:
     peaks = sorted(candidate.peak_bytes for candidate in roomy.candidates)
     for limit, fits in ((peaks[len(peaks) // 2], {"yes", "no"}), (1, {"no"})):
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
-        assert all(item.peak_bytes > limit * 0.94 for item in tight.too_large)
+        assert all(item.peak_bytes > limit * 0.89 for item in tight.too_large)
         assert bool(tight.candidates) == ("yes" in fits)
         read = Read(document(search_page(summarize(tight), None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits

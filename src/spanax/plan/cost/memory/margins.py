@@ -55,14 +55,13 @@ SMALL_BYTES = 1 << 28
 CELLS = "tests/data/memory_cells.json: libtpu 0.0.52 for v5e:2x4"
 
 MARGINS = {
-    Kind.MATMULS: Margin(Kind.MATMULS, RESERVE / (1 - RESERVE), 0.1, 6, CELLS),
+    Kind.MATMULS: Margin(Kind.MATMULS, 0.12, 0.1, 6, CELLS),
     Kind.CONVOLUTIONS: Margin(Kind.CONVOLUTIONS, 0.15, 0.0, 3, CELLS),
     Kind.SMALL: Margin(Kind.SMALL, 0.3, 0.8, 62, CELLS),
 }
-"""The margins. Source: the compiled programs of each, of which that of matmuls covers all but two GPT-2: one with one
-sequence per device, whose embedding is gathered piece by piece, and one with data parallelism. All cover fragmentation,
-that of convolutions also the choice of layouts (docs/planning.md). To that of small programs is added the memory on the
-chip: values assumed to be there may be in main memory instead."""
+"""The margins. Source: the compiled programs of each, all of which they cover. All include fragmentation, that of
+convolutions also the choice of layouts (docs/planning.md). To that of small programs is added the memory on the chip:
+values assumed to be there may be in main memory instead."""
 
 
 def margin_of(program: Program, chip: Chip, peak_bytes: float) -> Margin:
