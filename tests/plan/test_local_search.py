@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 import spanax
+from byo import corpus
 from programs import zoo_program
+from sampling import sampled
 from spanax.check.parity.parity import parity
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Search
@@ -115,6 +117,17 @@ def test_assignments_equal_one_device(name: str, mesh: str, names: Any, sharded:
         ]
         assert over in {tuple(sorted(spec)) for spec in specs}
     assert parity(zoo_program(name), plan, steps=2).passes
+
+
+@pytest.mark.parametrize("name", sampled(["gqa", "tied"], ["gqa"]))
+def test_assignments_that_searches_rank_equal_one_device(name: str) -> None:
+    """Tables of embeddings over the axes of the batch, for models whose fastest layout on TPUs is no preset."""
+    program = corpus.program(name)
+    result = searched(program, spanax.cluster(CLUSTER), Request(), top=20)
+    fastest = next(each for each in result.candidates if each.assigned)
+    plan = spanax.plan(program, "cpu:8", layout=fastest.assigned, mesh=fastest.mesh)
+    assert any("vocab" in leaf.axes and leaf.spec[leaf.axes.index("vocab")] for leaf in plan.leaves)
+    assert parity(program, plan, steps=2, batch=lambda step: corpus.batch(name, step)).passes
 
 
 def test_requests_keep_their_presets() -> None:

@@ -62,6 +62,7 @@ def with_assignments(
 
     Starts from the fastest presets, prices layouts that differ in one assignment, and continues from the best while
     that saves time, or memory where nothing fits. An assignment ranks as if it were slower by `ASSIGNMENT_MARGIN`.
+    Simulated devices share the cores of one chip, so that no assignment saves time there: their search is unchanged.
 
     Args:
       result: a search over all presets.
@@ -69,6 +70,8 @@ def with_assignments(
       top: the number of candidates to return; None returns all.
       stage_margin: as in `search`.
     """
+    if result.cluster.chip.shared:
+        return replace(result, candidates=result.candidates[:top], too_large=result.too_large[:top])
     start, rejected = time.perf_counter(), Counter(result.rejected)
     walked, limit = _Walked(result, assumptions, rejected), result.cluster.memory_bytes
     seeds = _seeds(result.candidates[:POOL]) or _seeds((*result.too_large[:1], *result.nearest))
