@@ -129,7 +129,11 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as JSON text, which `Report.from_json` parses."""
-        return json.dumps({"version": VERSION, **asdict(self), "errors": self.errors}, indent=1) + "\n"
+        data = {"version": VERSION, **asdict(self), "errors": self.errors}
+        for figures in (data["predicted"], data["compiled"]):
+            if figures["host_bytes"] is None:
+                del figures["host_bytes"]  # earlier versions wrote reports without it
+        return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Report":

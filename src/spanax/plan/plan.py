@@ -149,6 +149,8 @@ class Plan:
                 del data[key]  # older versions read plans without these fields
         if self.price is None:
             del data["price"]
+        elif not self.price.host_bytes:
+            del data["price"]["host_bytes"]
         if self.schedule.context == GATHERED:
             del data["schedule"]["context"]
         if self.schedule.loss_chunks == 1:
