@@ -53,7 +53,7 @@ def soak(num_steps: int, num_devices: int, save_every: int) -> dict[str, Any]:
 
     devices, began = spanax.simulate(num_devices), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(workload="soak", out=f"{folder}/run", save_every=save_every, layout="fsdp")
+        config = TrainConfig(workload="soak", output_dir=f"{folder}/run", save_every=save_every, layout="fsdp")
         train(lambda **_: workload, config, devices, look)
     warm = found[len(found) // 4 :]
     tenth = max(1, len(warm) // 10)

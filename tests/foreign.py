@@ -84,7 +84,7 @@ class Place:
         place = Place(root)
         place.prepare()
         place.call(*place.train("run"), "--save-every", "2", "--track", "tensorboard", "--profile", "2:3")
-        place.call("import", str(weights), "--as", "gpt2", "--out", str(root / "imported"))
+        place.call("import", str(weights), "--as", "gpt2", "--output-dir", str(root / "imported"))
         place.finish()
         return place
 
@@ -133,7 +133,7 @@ class Place:
 
     def train(self, out: str, *, root: Path | None = None) -> list[str]:
         """The words of a run in a folder."""
-        flags = ("--out", str((root or self.root) / out), "--devices", "1", "--layout", "data")
+        flags = ("--output-dir", str((root or self.root) / out), "--devices", "1", "--layout", "data")
         return ["train", f"{self.root / 'w.py'}:tiny", *flags]
 
 
@@ -161,7 +161,7 @@ VERBS: dict[str, Callable[[Place, Path], list[str]]] = {
     "check --profiled": lambda place, root: [
         "check", f"{place.root / 'w.py'}:tiny", "--on", "cpu:2", "--level", "0", "--profiled", str(root / "run"),
     ],
-    "doctor": on_run("doctor", "--out", "RUN"),
+    "doctor": on_run("doctor", "--output-dir", "RUN"),
     "launch local": launched(["local", "--backoff-seconds", "0", "--restarts", "1"]),
     "launch slurm": launched(["slurm"]),
     "launch workers": lambda place, root: launched(["workers", "--start", f"{place.root}/bin/python"])(place, root),
@@ -171,7 +171,8 @@ VERBS: dict[str, Callable[[Place, Path], list[str]]] = {
     "train --track": lambda place, root: resumed(place, root, "--track", "tensorboard"),
     "train --profile": lambda place, root: resumed(place, root, "--profile", "5:5"),
     "train --init": lambda place, root: [*place.train("new", root=root), "--steps", "1", "--init", str(root / "run")],
-    "export": lambda place, root: ["export", str(root / "imported"), "--as", "gpt2", "--out", str(root / "exported")],
+    "export": lambda place, root: ["export", str(root / "imported"), "--as", "gpt2", "--output-dir",
+        str(root / "exported")],
 }  # fmt: skip
 
 LIGHT = ("report", "report --json", "report --out", "checkpoint show", "checkpoint verify", "launch local",

@@ -279,7 +279,7 @@ def _(root: Path) -> list[str]:
 def _(root: Path) -> list[str]:
     (root / "run").mkdir()
     (root / "run" / "config.toml").write_text("steps = " + "[" * 30_000)
-    return ["train", "--resume", "--out", str(root / "run")]
+    return ["train", "--resume", "--output-dir", str(root / "run")]
 
 
 # ---- plans
@@ -318,7 +318,7 @@ def plans() -> None:
 
         def case(root: Path, change: dict[str, Any] = change) -> list[str]:
             (root / "plan.json").write_text(json.dumps(PLAN | change))
-            return ["inspect", str(root / "plan.json"), *(["--schedule"] if "schedule" in change else [])]
+            return ["inspect", str(root / "plan.json"), *(["--pipeline-schedule"] if "schedule" in change else [])]
 
         heavy(f"plan {name}")(case)
     texts = {
@@ -425,7 +425,7 @@ summaries()
 
 def words(root: Path, *flags: str) -> list[str]:
     (root / "w.py").write_text(WORKLOAD)
-    return ["train", f"{root / 'w.py'}:words", "--out", str(root / "run"), "--devices", "1", *flags]
+    return ["train", f"{root / 'w.py'}:words", "--output-dir", str(root / "run"), "--devices", "1", *flags]
 
 
 def with_tokenizer(root: Path, text: str | bytes) -> list[str]:
@@ -542,7 +542,7 @@ def resumed(root: Path, spoil: Callable[[Path], object], *, seals: bool = True) 
     spoil(newest)
     if seals:
         manifest.write(newest)
-    flags = ("--out", str(root / "run"), "--resume", "--steps", "3", "--devices", "1")
+    flags = ("--output-dir", str(root / "run"), "--resume", "--steps", "3", "--devices", "1")
     return ["train", f"{root.parent / 'w.py'}:tiny", *flags]
 
 
@@ -643,7 +643,16 @@ def main(root: Path, which: str) -> None:
     os.chdir(root)
     if which == "heavy":
         (root / "w.py").write_text(WORKLOAD)
-        first = ["train", f"{root / 'w.py'}:tiny", "--out", str(root / "good"), "--devices", "1", "--layout", "data"]
+        first = [
+            "train",
+            f"{root / 'w.py'}:tiny",
+            "--output-dir",
+            str(root / "good"),
+            "--devices",
+            "1",
+            "--layout",
+            "data",
+        ]
         built = watched(first)
         assert built["code"] == 0, built["said"]
     for index, (name, (case, codes)) in enumerate((LIGHT if which == "light" else HEAVY).items()):

@@ -96,11 +96,11 @@ class Launched:
     ) -> "Launched":
         """`spanax launch local` in a folder, `devices` in each of the processes."""
         (place / "small.py").write_text(WORKLOAD)
-        sizes = ("--hosts", str(hosts), "--devices-per-host", str(devices), "--backoff-seconds", "0.1")
+        sizes = ("--processes", str(hosts), "--devices-per-process", str(devices), "--backoff-seconds", "0.1")
         argv = [sys.executable, "-m", "spanax", "launch", "local", *sizes, *flags, "--", "train", *(train or TRAIN)]
         with open(place / f"{out}.txt", "w") as text:
             process = subprocess.Popen(
-                [*argv, "--out", out],
+                [*argv, "--output-dir", out],
                 cwd=place,
                 env={**os.environ, "PYTHONWARNINGS": "", **(environ or {})},
                 stdout=text,

@@ -24,37 +24,42 @@ GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 
 FLAGS = {
     "train": {
-        "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
-        "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
-        "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track", "optimizer_state", "xla_flags", "accumulate", "attention", "steps_per_call", "loss_chunks",
-        "offload", "pad", "init_partial", "accept_changed_model", "traceback",
+        "accept_changed_model", "accumulate", "attention", "config", "data", "devices", "dtype", "eval_batches",
+        "eval_every", "field", "global_batch_size", "init", "init_partial", "json", "keep_last", "layout",
+        "log_every", "loss_chunks", "lr", "max_bad_steps", "mesh", "microbatches", "on_bad_step", "optimizer_state",
+        "output_dir", "pipeline_schedule", "plan", "profile", "remat", "resume", "save_every", "seed", "seq_len",
+        "spike_factor", "steps", "steps_per_call", "tokenizer", "traceback", "track", "virtual_stages", "workload",
+        "xla_flags",
+        "offload", "pad",
     },
-    "axes": {"workload", "batch", "seq", "json", "traceback"},
+    "models": {"json", "name"},
+    "axes": {"global_batch_size", "json", "seq_len", "traceback", "workload"},
     "check": {
-        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
-        "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
-        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state", "accumulate",
-        "attention", "loss_chunks", "offload", "pad", "traceback",
+        "accumulate", "attention", "cache", "codegen", "collectives", "dtype", "embed", "explain_collective",
+        "fail_on", "global_batch_size", "inputs_only", "json", "layers", "layout", "level", "loss_chunks", "mesh",
+        "microbatches", "on", "optimizer_state", "out", "parity", "pipeline_schedule", "plan", "profiled", "remat",
+        "seq_len", "steps", "timeout", "traceback", "virtual_stages", "workload",
+        "offload", "pad",
     },
     "compare": {
-        "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "all", "json",
-        "traceback",
+        "all", "devices", "dtype", "embed", "global_batch_size", "json", "layers", "mesh", "on", "seq_len", "steps",
+        "top", "traceback", "workload",
     },
-    "inspect": {"path", "leaf", "svg", "schedule", "hlo", "workload", "json", "traceback"},
+    "inspect": {"hlo", "json", "leaf", "path", "schedule", "svg", "traceback", "workload"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
-        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
-        "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state", "accumulate", "attention", "loss_chunks", "offload", "pad", "traceback", "calibrate",
-        "out_cluster",
+        "accumulate", "attention", "budget_hours", "calibrate", "diff", "dtype", "embed", "explain",
+        "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "no_pipeline", "on",
+        "optimizer_state", "out", "out_cluster", "pipeline", "remat", "save_seconds", "seq_len", "solve_for",
+        "target_mfu", "tokens", "top", "traceback", "workload",
+        "offload", "pad",
     },
-    "probe": {"out", "devices", "seconds"},
-    "report": {"run", "out", "json"},
-    "doctor": {"out", "hosts", "timeout", "json"},
-    "import": {"source", "kind", "out", "dtype", "json"},
-    "export": {"checkpoint", "kind", "out", "dtype", "workload", "file_size", "json", "traceback"},
-    "export-rules": {"workload", "mesh", "layout", "batch", "seq", "json", "traceback"},
+    "probe": {"devices", "out", "seconds"},
+    "report": {"json", "out", "run"},
+    "doctor": {"hosts", "json", "output_dir", "timeout"},
+    "import": {"dtype", "json", "kind", "output_dir", "source"},
+    "export": {"checkpoint", "dtype", "file_size", "json", "kind", "output_dir", "traceback", "workload"},
+    "export-rules": {"global_batch_size", "json", "layout", "mesh", "seq_len", "traceback", "workload"},
 }  # fmt: skip
 
 
@@ -83,14 +88,14 @@ def test_axes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_axes_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "axes", "gpt-nano", "--batch", "4")
+    code, out, _ = run(capsys, "axes", "gpt-nano", "--global-batch-size", "4")
     assert code == 0 and out.startswith("axis") and "vocab" in out
 
 
 BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown workload": (["train", "gpt-nan"], 2, "did you mean 'gpt-nano'"),
     "a workload without data": (["train", "resnet50"], 2, "'resnet50' has no data"),
-    "a length that is none": (["axes", "resnet50", "--seq", "8"], 2, "sequence length of 'resnet50' is fixed"),
+    "a length that is none": (["axes", "resnet50", "--seq-len", "8"], 2, "sequence length of 'resnet50' is fixed"),
     "unknown file": (["train", "nowhere.py:x"], 2, "'nowhere.py' does not exist"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no default meaning"),
@@ -98,7 +103,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
     "mesh of nothing": (["train", "--mesh", "data=0"], 2, "integer >= 1"),
     "batch that does not divide": (
-        ["train", "--batch", "30", "--layout", "data"],
+        ["train", "--global-batch-size", "30", "--layout", "data"],
         2,
         "'batch' of size 30 is not divisible by 8",
     ),
@@ -113,22 +118,34 @@ BAD: dict[str, tuple[list[str], int, str]] = {
         "No such compile option: 'xla_max_concurrent_host_send_recv'",
     ),
     "unknown policy for bad steps": (["train", "--on-bad-step", "roll-back"], 2, "did you mean 'rollback'"),
-    "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; expected a number >= 1.1"),
-    "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
+    "a spike that is none": (["train", "--spike-factor", "1"], 2, "--spike-factor is 1.0; expected a number >= 1.1"),
+    "no number of bad steps": (["train", "--max-bad-steps", "-1"], 2, "--max-bad-steps is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "unknown attention": (["train", "--attention", "fast"], 2, "known: plain, auto, flash"),
     "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "expected auto, or an integer from 1 to 65536"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "it must be the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "calls that skip spikes": (
-        ["train", "--steps-per-call", "4", "--on-bad-step", "skip", "--spike", "5"],
+        ["train", "--steps-per-call", "4", "--on-bad-step", "skip", "--spike-factor", "5"],
         2,
         "cannot skip spikes",
     ),  # fmt: skip
-    "resume from nowhere": (["train", "--resume"], 2, "--resume requires --out, the run folder"),
-    "resume to an earlier step": (["train", "--out", "ended", "--resume", "--steps", "5"], 2, "has reached step 8"),
-    "resume without settings": (["train", "--out", "old", "--resume"], 65, "contains a run but no 'config.toml'"),
-    "resume with half of the settings": (["train", "--out", "cut", "--resume"], 65, "does not match its checksum"),
+    "resume from nowhere": (["train", "--resume"], 2, "--resume requires --output-dir, the run folder"),
+    "resume to an earlier step": (
+        ["train", "--output-dir", "ended", "--resume", "--steps", "5"],
+        2,
+        "has reached step 8",
+    ),
+    "resume without settings": (
+        ["train", "--output-dir", "old", "--resume"],
+        65,
+        "contains a run but no 'config.toml'",
+    ),
+    "resume with half of the settings": (
+        ["train", "--output-dir", "cut", "--resume"],
+        65,
+        "does not match its checksum",
+    ),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
     "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
@@ -146,12 +163,12 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown key": (["train", "--config", "bad.toml"], 2, "did you mean 'steps'"),
     "wrong type": (["train", "--config", "type.toml"], 2, "it must be an integer"),
     "not toml": (["train", "--config", "latin.txt"], 65, "cannot read the configuration"),
-    "out is a file": (["train", "--out", "empty.txt"], 73, "cannot write to the run folder"),
-    "a link in a run": (["train", "--out", "foreign", "--resume"], 65, "'config.toml' is a symbolic link"),
+    "out is a file": (["train", "--output-dir", "empty.txt"], 73, "cannot write to the run folder"),
+    "a link in a run": (["train", "--output-dir", "foreign", "--resume"], 65, "'config.toml' is a symbolic link"),
     "a FIFO in a run": (["report", "foreign"], 65, "'events.jsonl' is a FIFO"),
-    "a hard link in a run": (["train", "--out", "twice"], 65, "'LOCK' has another name"),
-    "a folder in a run": (["launch", "local", "--", "train", "--out", "nested"], 65, "'LOCK' is a folder"),
-    "out has a run": (["train", "--out", "old"], 73, "already contains a run"),
+    "a hard link in a run": (["train", "--output-dir", "twice"], 65, "'LOCK' has another name"),
+    "a folder in a run": (["launch", "local", "--", "train", "--output-dir", "nested"], 65, "'LOCK' is a folder"),
+    "out has a run": (["train", "--output-dir", "old"], 73, "already contains a run"),
     "no devices named": (["plan", "gpt-nano"], 2, "needs the devices"),
     "unknown chip": (["plan", "gpt-nano", "--on", "h10:8"], 2, "did you mean 'h100'"),
     "no such torus": (["plan", "gpt-nano", "--on", "v5p:3x2x1"], 2, "v5p"),
@@ -159,7 +176,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a cluster file without units": (["plan", "gpt-nano", "--on", "units.toml:8"], 2, "80"),
     "a missing cluster file": (["plan", "gpt-nano", "--on", "nowhere.toml:8"], 65, "nowhere.toml"),
     "plan for an unknown workload": (["plan", "gpt4", "--on", "cpu:8"], 2, "unknown workload"),
-    "plan for no batch": (["plan", "gpt-nano", "--on", "cpu:8", "--batch", "0"], 2, "expected an integer >= 1"),
+    "plan for no batch": (
+        ["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "0"],
+        2,
+        "expected an integer >= 1",
+    ),
     "plan for an unknown layout": (["plan", "gpt-nano", "--on", "cpu:8", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "plan for an unknown axis": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "dta=8"], 2, "did you mean 'data'"),
     "plan for another mesh": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "data=3"], 2, "needs 3 devices"),
@@ -171,7 +192,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "comparing all and a few": (["compare", "gpt-nano", "--all", "--top", "3"], 2, "--all compares all"),
     "comparing on an unknown axis": (["compare", "gpt-nano", "--mesh", "dta=8"], 2, "did you mean 'data'"),
     "comparing on another mesh": (["compare", "gpt-nano", "--mesh", "data=3"], 2, "needs 3 devices"),
-    "comparing what does not divide": (["compare", "gpt-nano", "--mesh", "data=8", "--batch", "30"], 2, "divisible"),
+    "comparing what does not divide": (
+        ["compare", "gpt-nano", "--mesh", "data=8", "--global-batch-size", "30"],
+        2,
+        "divisible",
+    ),
     "comparing in an unknown dtype": (["compare", "gpt-nano", "--dtype", "float23"], 2, "did you mean 'float32'"),
     "inspecting nothing": (["inspect", "nowhere"], 65, "there is no plan or run 'nowhere'"),
     "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
@@ -180,18 +205,26 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
     "reporting what is no run": (["report", "old"], 65, "'old' is not a run folder"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is not an address"),
-    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "'nowhere' does not exist"),
-    "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
-    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which can run code"),
+    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--output-dir", "new"], 65, "'nowhere' does not exist"),
+    "importing as what is unknown": (
+        ["import", "old", "--as", "gpt3", "--output-dir", "new"],
+        2,
+        "did you mean 'gpt2'",
+    ),
+    "importing pickled weights": (
+        ["import", "pickled", "--as", "gpt2", "--output-dir", "new"],
+        65,
+        "which can run code",
+    ),
     "importing in an unknown dtype": (
-        ["import", "old", "--as", "gpt2", "--out", "new", "--dtype", "float17"],
+        ["import", "old", "--as", "gpt2", "--output-dir", "new", "--dtype", "float17"],
         2,
         "did you mean 'float16'",
     ),
-    "importing without a config": (["import", "bare", "--as", "gpt2", "--out", "new"], 65, "has no config.json"),
-    "exporting nothing": (["export", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no checkpoint found"),
+    "importing without a config": (["import", "bare", "--as", "gpt2", "--output-dir", "new"], 65, "has no config.json"),
+    "exporting nothing": (["export", "nowhere", "--as", "gpt2", "--output-dir", "new"], 65, "no checkpoint found"),
     "exporting into small files": (
-        ["export", "old", "--as", "gpt2", "--out", "new", "--file-size", "5"],
+        ["export", "old", "--as", "gpt2", "--output-dir", "new", "--file-size", "5"],
         2,
         "has no unit",
     ),
@@ -267,7 +300,10 @@ def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[
     with claimed(folder / "held", resume=False):
         # Locks belong to the open file, so the second run has to be a process of its own.
         done = subprocess.run(
-            [sys.executable, "-m", "spanax", "train", "--out", "held"], capture_output=True, text=True, timeout=240
+            [sys.executable, "-m", "spanax", "train", "--output-dir", "held"],
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
     assert done.returncode == 73 and "is in use" in done.stderr and f"process {os.getpid()}" in done.stderr
 
@@ -297,7 +333,7 @@ def test_a_resumed_run_goes_where_it_is_told(
     taken: list[TrainConfig] = []
     verb = dataclasses.replace(cli.COMMANDS["train"], answer=lambda config: taken.append(config) or Answer())
     monkeypatch.setitem(cli.COMMANDS, "train", verb)
-    cli.main(["train", "--out", "old", "--resume", *flags])
+    cli.main(["train", "--output-dir", "old", "--resume", *flags])
     assert (taken[0].layout, taken[0].mesh) == place
     assert (taken[0].workload, taken[0].seed) == ("gpt2", 3)
 

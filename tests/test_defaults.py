@@ -61,7 +61,7 @@ def linear(**options: Any) -> Program:
 @pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1]]))
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
-    output = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data
+    output = plan_answer(with_flags(PlanCommand(name, on), global_batch_size=BATCH, out=file, **asked)).data
     planned = Plan.load(file)
     program = load(name, batch_size=BATCH).trace(learning_rate=1e-3, num_steps=100)
     assert spanax.plan(program, on, **asked) == planned
@@ -69,13 +69,17 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert (best["mesh"], best["microbatches"]) == (dict(planned.mesh.axes), schedule.microbatches)
     assert best["remat"] == (schedule.remat or "as written") and best["layout"] == planned.layout.name
     assert (output["compute_dtype"], output["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
-    check_answer(with_flags(CheckCommand(name, on), batch=BATCH, level=0, out=certificate, **asked))
+    check_answer(with_flags(CheckCommand(name, on), global_batch_size=BATCH, level=0, out=certificate, **asked))
     assert Certificate.from_json(certificate.read_text()).plan == planned
 
 
 def test_all_entry_points_divide_layers_into_stages_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages pay here: the links between these nodes are slow, and the batch is small."""
-    file, certificate, sizes = tmp_path / "plan.json", tmp_path / "check.json", dict(batch=32, seq=128, layers=16)
+    file, certificate, sizes = (
+        tmp_path / "plan.json",
+        tmp_path / "check.json",
+        dict(global_batch_size=32, seq_len=128, layers=16),
+    )
     workload, on = "gpt2-xl", "v100:4x4"
     plan_answer(with_flags(PlanCommand(workload, on), out=file, **sizes))
     check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))
@@ -106,8 +110,22 @@ def test_stages_must_be_faster_by_a_margin() -> None:
 @pytest.mark.parametrize("asked", sampled([[], ["--layout", "fsdp"]], [[]]))
 def test_what_was_planned_is_what_trains(devices: list[jax.Device], tmp_path: Path, asked: list[str]) -> None:
     file, run = tmp_path / "plan.json", tmp_path / "run"
-    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--batch", "8", "--out", str(file), *asked])
-    cli.main(["train", "gpt-nano", "--batch", "8", "--steps", "1", "--eval-batches", "1", "--out", str(run), *asked])
+    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "8", "--out", str(file), *asked])
+    cli.main(
+        [
+            "train",
+            "gpt-nano",
+            "--global-batch-size",
+            "8",
+            "--steps",
+            "1",
+            "--eval-batches",
+            "1",
+            "--output-dir",
+            str(run),
+            *asked,
+        ]
+    )
     assert Plan.load(run / "plan.json") == Plan.load(file)
 
 
@@ -173,8 +191,8 @@ def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
 
 
 def test_requests_that_contradict_each_other_are_errors() -> None:
-    with pytest.raises(SpanaxError, match="--max answers one question, without --out"):
-        plan_answer(PlanCommand("gpt-nano", "cpu:8", max="batch", out=Path("p.json")))
+    with pytest.raises(SpanaxError, match="--solve-for answers one question, without --out"):
+        plan_answer(PlanCommand("gpt-nano", "cpu:8", solve_for="batch", out=Path("p.json")))
     with pytest.raises(SpanaxError, match="sequence_parallel needs a layout"):
         spanax.plan(linear(), "cpu:8", sequence_parallel=True)
     with pytest.raises(SpanaxError, match="prices mesh axes in the order"):

@@ -26,7 +26,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): blocks(path.read_text()) for path in
 RUNNING = {"docs/comparing.md"}
 """Pages whose examples run a step."""
 
-NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--out")
+NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--output-dir")
 
 
 def with_blocks(kind: str) -> list[str]:

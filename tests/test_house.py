@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "documents": {"sealed"},
     "schema": {"documents", "printable"},
     "sealed": set(),
-    "usage": set(),
+    "usage": {"errors"},
     "displays": set(),
     "entries": {"errors", "documents"},
     "trace": FOUNDATION,

@@ -17,7 +17,7 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
-from spanax.usage import EXAMPLES
+from spanax.usage.examples import EXAMPLES
 from written import commands, read
 
 PYTHON = [sys.executable, "-m", "spanax"]
@@ -85,9 +85,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("spanax tr", {"train"}),
         ("spanax ch", {"check", "checkpoint"}),
         ("spanax train --micro", {"--microbatches"}),
-        ("spanax plan --max ba", {"batch"}),
+        ("spanax plan --solve-for ba", {"batch"}),
         ("spanax launch sl", {"slurm"}),
-        ("spanax launch local --dev", {"--devices-per-host"}),
+        ("spanax launch local --dev", {"--devices-per-process"}),
     ],
 )
 def test_bash_completes(script: Path, typed: str, offered: set[str]) -> None:

@@ -132,7 +132,7 @@ def answer(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int | str | 
 
 
 COMMANDS = {
-    "train": ("train", "mine.py:workload", "--out", "run", "--steps", "2"),
+    "train": ("train", "mine.py:workload", "--output-dir", "run", "--steps", "2"),
     "plan": ("plan", "mine.py:workload", "--on", "cpu:8"),
 }
 

@@ -53,7 +53,7 @@ def test_an_old_plan_trains(name: str, in_folder: Path) -> None:
 
 @pytest.mark.parametrize("layout", sampled(["fsdp", "tensor"], ["tensor"]))
 def test_an_old_run_resumes(layout: str, in_folder: Path) -> None:
-    cli.main(["train", "--out", "run", "--resume", "--layout", layout, "--devices", "4", "--steps", "4"])
+    cli.main(["train", "--output-dir", "run", "--resume", "--layout", layout, "--devices", "4", "--steps", "4"])
     assert losses("run") == LOSSES
 
 

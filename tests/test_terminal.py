@@ -76,16 +76,18 @@ class Verb(NamedTuple):
     last: str
 
 
-TRAIN = "train tiny.py:tiny --steps 3 --layout data --out {out}"
+TRAIN = "train tiny.py:tiny --steps 3 --layout data --output-dir {out}"
 VERBS = {
-    "train": Verb(f"{TRAIN} --devices 2", r"to resume: spanax train --out \S+ --resume"),
-    "launch": Verb(f"launch local --hosts 2 --devices-per-host 1 -- {TRAIN}", r"to resume: spanax train --out \S+"),
+    "train": Verb(f"{TRAIN} --devices 2", r"to resume: spanax train --output-dir \S+ --resume"),
+    "launch": Verb(
+        f"launch local --processes 2 --devices-per-process 1 -- {TRAIN}", r"to resume: spanax train --output-dir \S+"
+    ),
     "plan": Verb("plan tiny.py:tiny --on cpu:2", r"layouts priced in"),
     "compare": Verb("compare tiny.py:tiny --devices 2 --mesh data=2 --top 1 --steps 1", r"rank correlation .*none"),
     "probe": Verb("probe --devices 2 --seconds 0.1 --out {out}.toml", r"measured; spanax plan"),
     "check": Verb("check tiny.py:tiny --on cpu:2 --layout data --level 1", r"no findings|SPX"),
-    "import": Verb(f"import {WEIGHTS} --as gpt2 --out {{out}}", r"gpt2: \S+ \S+ parameters"),
-    "export": Verb("export weights --as gpt2 --out {out}", r"gpt2: \S+ \S+ parameters"),
+    "import": Verb(f"import {WEIGHTS} --as gpt2 --output-dir {{out}}", r"gpt2: \S+ \S+ parameters"),
+    "export": Verb("export weights --as gpt2 --output-dir {out}", r"gpt2: \S+ \S+ parameters"),
 }
 
 
@@ -208,7 +210,7 @@ QUICK = [
 def test_a_command_on_a_terminal(name: str, mode: str, session: Session) -> None:
     args, last = VERBS[name]
     if name == "export" and not (session.folder / "weights").exists():
-        assert session.run(f"import {WEIGHTS} --as gpt2 --out weights", columns=WIDE)[0] == 0
+        assert session.run(f"import {WEIGHTS} --as gpt2 --output-dir weights", columns=WIDE)[0] == 0
     code, output = session.run(
         args,
         columns=NARROW if mode == "narrow" else WIDE,

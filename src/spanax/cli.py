@@ -16,6 +16,7 @@ from spanax.commands import (
     doctor,
     inspect,
     launch,
+    models,
     plan,
     probe,
     report,
@@ -27,7 +28,9 @@ from spanax.errors import SpanaxError
 from spanax.frames import user_frames
 from spanax.run.config import TrainConfig
 from spanax.show.error_text import print_error
-from spanax.usage import described, wants_colors
+from spanax.usage.examples import described, wants_colors
+from spanax.usage.renamed_flags import current_arguments
+from spanax.usage.topics import help_request, help_text
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ COMMANDS: dict[str, Verb] = {
     "train": Verb(TrainConfig, train.answer, train.parse),
     "plan": Verb(plan.PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
+    "models": Verb(models.ModelsCommand, models.answer),
     "axes": Verb(axes.AxesCommand, axes.answer),
     "probe": Verb(probe.ProbeCommand, probe.answer),
     "compare": Verb(compare.CompareCommand, compare.answer),
@@ -114,6 +118,10 @@ def _run(argv: list[str]) -> None:
     name = argv[0] if argv else ""
     if name not in COMMANDS:
         _overview(argv)
+    topic = help_request(argv[1:]) if name != "launch" else None
+    if topic is not None:
+        print(help_text(name, COMMANDS[name].flags, topic))
+        sys.exit()
     command = parse(name, argv[1:])
     answer = COMMANDS[name].answer(command)
     output = answer.to_json() if getattr(command, "json", False) and answer.data is not None else answer.to_text()
@@ -131,6 +139,7 @@ def parse(name: str, argv: Sequence[str]) -> Any:
       SystemExit: the arguments cannot be parsed, or request help.
     """
     verb = COMMANDS[name]
+    argv = current_arguments(name, argv)
     if verb.parse is not None:
         return verb.parse(argv)
     return tyro.cli(verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv)

@@ -11,8 +11,8 @@ def bytes_text(num_bytes: float) -> str:
     """Formats a number of bytes in binary units with three digits.
 
     Example:
-      >>> bytes_text(1_610_612_736), bytes_text(512)
-      ('1.5 GiB', '512 B')
+      >>> bytes_text(1_610_612_736), bytes_text(512), bytes_text(1_000 * 2**20)
+      ('1.5 GiB', '512 B', '1000 MiB')
     """
     return _scaled(float(num_bytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
@@ -30,9 +30,14 @@ def count_text(count: float) -> str:
 def _scaled(number: float, factor: int, units: Sequence[str]) -> str:
     for unit in units[:-1]:
         if abs(number) < factor:
-            return f"{number:.3g}{unit}"
+            return _digits(number) + unit
         number /= factor
-    return f"{number:.3g}{units[-1]}"
+    return _digits(number) + units[-1]
+
+
+def _digits(number: float) -> str:
+    """Returns three digits, or all of those before the decimal point."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,9 @@ def test_the_program_names_its_arrays_and_their_shardings() -> None:
 def test_the_program_of_a_plan_file_and_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    cli.main(["plan", "mine.py:mine", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--out", "plan.json"])
+    cli.main(
+        ["plan", "mine.py:mine", "--on", "cpu:8", "--global-batch-size", "16", "--layout", "fsdp", "--out", "plan.json"]
+    )
     cli.main(["inspect", "plan.json", "--hlo", "a.mlir", "--workload", "mine.py:mine"])
     assert "tensor<16x16xf32>" in Path("a.mlir").read_text()
     Path("run").mkdir()

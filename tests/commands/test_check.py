@@ -19,7 +19,7 @@ from spanax.models.workloads import load
 from spanax.run.distributed import devices as distributed_devices
 from spanax.show.check import collective_text, collectives_text, report_text
 
-SMALL = with_flags(CheckCommand("gpt-nano", "cpu:8"), batch=16, layout="fsdp", level=2)
+SMALL = with_flags(CheckCommand("gpt-nano", "cpu:8"), global_batch_size=16, layout="fsdp", level=2)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,9 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
     from spanax.commands.plan import PlanCommand
     from spanax.commands.plan import answer as plan_answer
 
-    plan_answer(with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16, out=tmp_path / "p.json", remat="full"))
+    plan_answer(
+        with_flags(PlanCommand("gpt-nano", "cpu:8"), global_batch_size=16, out=tmp_path / "p.json", remat="full")
+    )
     text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)
     assert data["layout"] in text and data["predicted"]["state_bytes"] > 0
 
@@ -104,7 +106,22 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
         ([], 2, "needs a workload"),
         (["gpt-nano"], 2, "needs the devices"),
         (["gpt-nano", "--on", "v5e:3x3x3"], 2, "a slice of v5e has 2 dims"),
-        (["gpt-nano", "--on", "cpu:8", "--batch", "16", "--level", "2", "--timeout", "0.01", "--no-cache"], 70, "log"),
+        (
+            [
+                "gpt-nano",
+                "--on",
+                "cpu:8",
+                "--global-batch-size",
+                "16",
+                "--level",
+                "2",
+                "--timeout",
+                "0.01",
+                "--no-cache",
+            ],
+            70,
+            "log",
+        ),
     ],
 )
 def test_a_wrong_request_is_told(
@@ -116,7 +133,21 @@ def test_a_wrong_request_is_told(
 
 
 def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["check", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--level", "0", "--json"])
+    cli.main(
+        [
+            "check",
+            "gpt-nano",
+            "--on",
+            "cpu:8",
+            "--global-batch-size",
+            "16",
+            "--layout",
+            "fsdp",
+            "--level",
+            "0",
+            "--json",
+        ]
+    )
     data = json.loads(capsys.readouterr().out)
     assert data["compiled"]["state_bytes"] == data["predicted"]["state_bytes"]
 

@@ -24,7 +24,7 @@ from spanax.plan.plan import Plan
 from spanax.show.search import search_text
 from spanax.units import bytes_text
 
-SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16)
+SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), global_batch_size=16)
 
 
 def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
@@ -72,8 +72,8 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
     assert text.splitlines()[0].endswith(first)
     assert (data["batch"], data["sequence_lengths"], data["dtypes"]) == (16, [64], ["float32"])
     assert data["attention"] == ["plain"]
-    assert ": batch 1,024, sequence 64, bfloat16, attention cudnn, remat" in ask(on="h100:8", batch=1024)[0]
-    text, data = ask(workload="resnet-nano", on="h100:8", batch=None)
+    assert ": batch 1,024, sequence 64, bfloat16, attention cudnn, remat" in ask(on="h100:8", global_batch_size=1024)[0]
+    text, data = ask(workload="resnet-nano", on="h100:8", global_batch_size=None)
     assert re.search(r"\): batch \d+, bfloat16, remat", text.splitlines()[0]) and data["sequence_lengths"] == []
     assert "attention" not in text.splitlines()[0]
 
@@ -130,7 +130,7 @@ def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
 
 
 def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
-    reply = answer(with_flags(SMALL, workload="gpt3-175b", on="a100-40gb:8", batch=8))
+    reply = answer(with_flags(SMALL, workload="gpt3-175b", on="a100-40gb:8", global_batch_size=8))
     text, data = reply.text, reply.data
     assert reply.exit_code == 2 and data["best"] is None and data["nearest"][0]["memory"]["peak"] > data["usable_bytes"]
     assert text.startswith("nothing fits") and "needs" in text and "left out" in text
@@ -139,7 +139,7 @@ def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
 @pytest.mark.slow
 def test_nothing_fits_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "gpt3-175b", "--on", "l4:8", "--batch", "8", "--json"])
+        cli.main(["plan", "gpt3-175b", "--on", "l4:8", "--global-batch-size", "8", "--json"])
     assert stopped.value.code == 2 and json.loads(capsys.readouterr().out)["best"] is None
 
 
@@ -159,14 +159,14 @@ def test_a_whole_training() -> None:
 
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
-    _, data = ask(on="l4:8", batch=131072, max="batch", remat="full", layout="data")
+    _, data = ask(on="l4:8", global_batch_size=131072, solve_for="batch", remat="full", layout="data")
     assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
     room = 0.95 * data["usable_bytes"]
     assert room / 2 < data["best"]["memory"]["peak"] <= room
 
 
 def test_the_fewest_devices() -> None:
-    _, data = ask(workload="gpt2-xl", on="l4:8", batch=64, min="devices", remat="full")
+    _, data = ask(workload="gpt2-xl", on="l4:8", global_batch_size=64, solve_for="devices", remat="full")
     assert data["of"] == "devices" and data["answer"] == data["devices"]
     with pytest.raises(SpanaxError, match="needs --tokens"):
         ask(budget_hours=1.0)
@@ -187,10 +187,11 @@ def test_a_plan_searched_for_simulated_devices_trains(
     devices: list[jax.Device], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--remat", "full", "--out", str(file)])
+    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "16", "--remat", "full", "--out", str(file)])
     plan = Plan.load(file)
     assert plan.schedule.remat == "full" and plan.why
-    cli.main(["train", "gpt-nano", "--batch", "16", "--steps", "2", "--plan", str(file), "--out", str(tmp_path / "run"),
+    cli.main(["train", "gpt-nano", "--global-batch-size", "16", "--steps", "2", "--plan", str(file), "--out",
+        str(tmp_path / "run"),
               "--eval-batches", "1"])  # fmt: skip
     assert plan.layout.name in capsys.readouterr().out
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

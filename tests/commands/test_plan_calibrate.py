@@ -20,7 +20,7 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.search import search
 from spanax.show.search import candidate_json
 
-SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16)
+SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), global_batch_size=16)
 SLOWER = {constant.name: 1.4 for constant in CONSTANTS}
 
 
@@ -119,8 +119,8 @@ def test_a_cluster_file_reads_back(name: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
     path = compared(tmp_path / "compared.json", SLOWER, count=1)
-    with pytest.raises(SpanaxError, match="--max answers one question, without --calibrate"):
-        answer(with_flags(SMALL, calibrate=(path,), max="batch"))
+    with pytest.raises(SpanaxError, match="--solve-for answers one question, without --calibrate"):
+        answer(with_flags(SMALL, calibrate=(path,), solve_for="batch"))
     with pytest.raises(SpanaxError, match="--out-cluster needs --calibrate"):
         answer(with_flags(SMALL, out_cluster=tmp_path / "mine.toml"))
     with pytest.raises(SpanaxError, match="which is not h100"):
@@ -141,7 +141,7 @@ def test_the_code_of_a_recorded_workload_does_not_run(tmp_path: Path) -> None:
 
 def test_the_flag_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (compared(tmp_path / f"{name}.json", SLOWER, count=1) for name in "ab")
-    args = ["plan", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--json"]
+    args = ["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "16", "--json"]
     cli.main([*args, "--calibrate", str(first), "--calibrate", str(second)])
     steps = json.loads(capsys.readouterr().out)["calibration"]["steps"]
     assert [step["source"] for step in steps] == [str(first), str(second)]
@@ -151,7 +151,20 @@ def test_the_flag_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_run_of_twelve_steps_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a busy machine its steps may be too noisy to change anything: then the answer says so."""
     folder = tmp_path / "run"
-    cli.main(["train", "gpt-nano", "--batch", "16", "--steps", "12", "--save-every", "0", "--out", str(folder)])
+    cli.main(
+        [
+            "train",
+            "gpt-nano",
+            "--global-batch-size",
+            "16",
+            "--steps",
+            "12",
+            "--save-every",
+            "0",
+            "--output-dir",
+            str(folder),
+        ]
+    )
     capsys.readouterr()
     data: dict[str, Any] = answer(with_flags(SMALL, calibrate=(folder,))).data["calibration"]
     (step,) = data["steps"]

@@ -52,7 +52,7 @@ faults and recovery
   42.0 s  supervisor  died     it was killed. 'ouch' rank 1
   43.0 s  supervisor  restart  after_seconds 1, from_step 6
 last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not saved
-to resume: spanax train --out FOLDER --resume --steps 24"""
+to resume: spanax train --output-dir FOLDER --resume --steps 24"""
 
 
 def a_run(folder: Path, *reported: tuple[float, int, str, dict[str, Any]]) -> Path:
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_not_the_last_one(tmp_path: Path) -> None:
 
 def test_how_to_go_on_says_what_the_run_needs(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "my run", *TOLD)
-    assert report_output(folder).endswith(f"to resume: spanax train --out '{folder}' --resume")
+    assert report_output(folder).endswith(f"to resume: spanax train --output-dir '{folder}' --resume")
     (folder / "heartbeats").mkdir()
     beat = {"rank": 0, "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "phase": "step", "step": 14}
     beat |= {"step_seconds": 1.0, "time": BEGAN + 74, "seconds": {"restart": 8, "recomputed": 6, "step": 15}}
@@ -120,7 +120,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [attempt["outcome"] for attempt in data["attempts"]] == ["died", "finished"]
     assert [event["event"] for event in data["faults"]] == ["died", "restart"]
     assert data["checkpoint"]["step"] == 12 and data["workload"] == "gpt-nano"
-    assert data["how_to_go_on"] == f"spanax train --out {folder} --resume --steps 24"
+    assert data["how_to_go_on"] == f"spanax train --output-dir {folder} --resume --steps 24"
 
 
 def test_what_a_file_says_stays_text(tmp_path: Path) -> None:

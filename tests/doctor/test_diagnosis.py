@@ -16,7 +16,7 @@ from spanax.doctor import jax_probe
 from spanax.doctor.jax_probe import Outcome
 from spanax.doctor.verdict import Verdict
 from spanax.show.doctor import is_well, verdicts_text
-from spanax.usage import wants_colors
+from spanax.usage.examples import wants_colors
 
 NAMES = {
     "python", "packages", "plugins", "settings", "devices", "simulated", "disk", "shared memory", "limits", "loopback",
@@ -64,7 +64,8 @@ def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = "import sys; from spanax.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--out", str(tmp_path / "file" / "runs"), "--json", "--timeout", "240"],
+        [sys.executable, "-c", code, "doctor", "--output-dir", str(tmp_path / "file" / "runs"), "--json",
+            "--timeout", "240"],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     data = json.loads(done.stdout)
@@ -76,7 +77,7 @@ def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
 
 
 def test_no_problem_is_exit_code_0(started: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["doctor", "--out", str(tmp_path)])
+    cli.main(["doctor", "--output-dir", str(tmp_path)])
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("0 problems, ") and "\x1b" not in out
 

@@ -53,7 +53,7 @@ def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
     assert devices(ENVIRON, 120).state == "ok"
-    words = ("launch", "local", "--", "train", "no-such-workload", "--out", "run")
+    words = ("launch", "local", "--", "train", "no-such-workload", "--output-dir", "run")
     done = subprocess.run([sys.executable, "-P", "-m", "spanax", *words], capture_output=True, text=True, env=ENVIRON)
     assert done.returncode == 2 and "no-such-workload" in done.stderr, done.stderr
     (tmp_path / "job").mkdir()

@@ -24,11 +24,11 @@ BAD: dict[str, tuple[int, str]] = {
     "train --steps 1e3": (2, "--steps"),
     "train --steps many": (2, "--steps"),
     "train --steps 99999999999999999999999": (2, "--steps is 99999999999999999999999"),
-    "train --batch 0": (2, "--batch is 0"),
-    "train --batch -1": (2, "--batch is -1"),
-    "train --batch 1000000000001": (2, "--batch is 1000000000001"),
-    "train --seq 0": (2, "--seq is 0"),
-    "train --seq 1000000000": (2, "--seq is 1000000000"),
+    "train --global-batch-size 0": (2, "--global-batch-size is 0"),
+    "train --global-batch-size -1": (2, "--global-batch-size is -1"),
+    "train --global-batch-size 1000000000001": (2, "--global-batch-size is 1000000000001"),
+    "train --seq-len 0": (2, "--seq-len is 0"),
+    "train --seq-len 1000000000": (2, "--seq-len is 1000000000"),
     "train --lr nan": (2, "--lr is nan"),
     "train --lr inf": (2, "--lr is inf"),
     "train --lr 1e400": (2, "--lr is inf"),
@@ -38,15 +38,15 @@ BAD: dict[str, tuple[int, str]] = {
     "train --devices 0": (2, "--devices is 0"),
     "train --devices -2": (2, "--devices is -2"),
     "train --devices 1000000": (2, "--devices is 1000000"),
-    "train --keep 0": (2, "--keep is 0"),
+    "train --keep-last 0": (2, "--keep-last is 0"),
     "train --save-every -1": (2, "--save-every is -1"),
     "train --eval-every -1": (2, "--eval-every is -1"),
     "train --eval-batches 0": (2, "--eval-batches is 0"),
     "train --log-every 0": (2, "--log-every is 0"),
     "train --microbatches 0": (2, "--microbatches is 0"),
     "train --microbatches 7": (2, "7 microbatches do not divide"),
-    "train --chunks 0": (2, "--chunks is 0"),
-    "train --schedule 1f1b": (2, "--schedule 1f1b is for a pipeline"),
+    "train --virtual-stages 0": (2, "--virtual-stages is 0"),
+    "train --pipeline-schedule 1f1b": (2, "--pipeline-schedule 1f1b is for a pipeline"),
     "train --profile 3": (2, "--profile is '3'"),
     "train --profile 0:3": (2, "--profile is '0:3'"),
     "train --profile x:y": (2, "--profile is 'x:y'"),
@@ -74,10 +74,10 @@ BAD: dict[str, tuple[int, str]] = {
     "train three.py": (2, "unknown workload 'three.py'"),
     "train --config list.toml": (2, "setting 'steps'"),
     "train --config nan.toml": (2, "setting 'lr' is nan; it must be a number"),
-    "train --config negative.toml": (2, "--batch is -3"),
+    "train --config negative.toml": (2, "--global-batch-size is -3"),
     "train --config number.toml": (2, "setting 'json' is 1"),
     "train --config folder": (65, "'folder'"),
-    "train --out text.txt/x": (73, "text.txt/x"),
+    "train --output-dir text.txt/x": (73, "text.txt/x"),
     "train --plan folder": (65, "'folder'"),
     "train --plan list.json": (65, "not a plan file"),
     "plan": (2, "needs a workload"),
@@ -86,7 +86,7 @@ BAD: dict[str, tuple[int, str]] = {
     "plan gpt-nano --on cpu:8x": (2, "cpu:8x"),
     "plan gpt-nano --on cpu:99999999999999": (2, "more than 1,048,576 devices"),
     "plan gpt-nano --on cpu:8 --top 0": (2, "--top is 0"),
-    "plan gpt-nano --on cpu:8 --seq 0": (2, "seq_len is 0"),
+    "plan gpt-nano --on cpu:8 --seq-len 0": (2, "seq_len is 0"),
     "plan gpt-nano --on cpu:8 --layers 0": (2, "num_layers is 0"),
     "plan gpt-nano --on cpu:8 --embed -1": (2, "embed_dim is -1"),
     "plan gpt-nano --on cpu:8 --target-mfu nan": (2, "--target-mfu is nan"),
@@ -99,8 +99,8 @@ BAD: dict[str, tuple[int, str]] = {
     "check gpt4 --on cpu:8": (2, "unknown workload 'gpt4'"),
     "axes": (2, "a name, or file.py:name"),
     "axes gpt4": (2, "unknown workload 'gpt4'"),
-    "axes gpt-nano --batch 0": (2, "batch_size is 0"),
-    "axes gpt-nano --seq 0": (2, "seq_len is 0"),
+    "axes gpt-nano --global-batch-size 0": (2, "batch_size is 0"),
+    "axes gpt-nano --seq-len 0": (2, "seq_len is 0"),
     "checkpoint show": (2, "the folder of checkpoints"),
     "checkpoint forget x": (2, "forget"),
     "checkpoint show text.txt": (65, "text.txt"),
@@ -108,7 +108,7 @@ BAD: dict[str, tuple[int, str]] = {
     "inspect text.txt": (65, "not a plan file"),
     "inspect folder": (65, "'folder'"),
     "compare gpt-nano --devices 0": (2, "--devices is 0"),
-    "compare gpt-nano --batch 0": (2, "batch_size is 0"),
+    "compare gpt-nano --global-batch-size 0": (2, "batch_size is 0"),
     "compare gpt-nano --top -1": (2, "--top is -1"),
     "probe --seconds 0": (2, "0.0 seconds"),
     "probe --seconds nan": (2, "nan seconds"),
@@ -170,7 +170,7 @@ def test_a_run_folder_whose_name_is_not_what_it_looks_like(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        cli.main([*before, "--out", path])
+        cli.main([*before, "--output-dir", path])
     assert stop.value.code == 2 and "begins or ends with whitespace" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -187,7 +187,9 @@ def test_a_configuration_names_its_run_folder_as_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
-@pytest.mark.parametrize("words", [["report", b"caf\xe9"], ["train", b"--out=caf\xe9"], ["launch", "local", b"\xff"]])
+@pytest.mark.parametrize(
+    "words", [["report", b"caf\xe9"], ["train", b"--output-dir=caf\xe9"], ["launch", "local", b"\xff"]]
+)
 def test_a_path_that_is_not_utf_8_is_one_line(words: list[str | bytes], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "spanax", *words], cwd=tmp_path, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()

@@ -40,7 +40,8 @@ def go_on(num_devices: int, until: int, resume: bool | None = None, **settings: 
             os.kill(os.getpid(), signal.SIGTERM)
 
     config = TrainConfig(
-        workload="small.py:small", out="elastic", steps=8, save_every=0, seed=5, keep=9, devices=num_devices,
+        workload="small.py:small", output_dir="elastic", steps=8, save_every=0, seed=5, keep_last=9,
+            devices=num_devices,
         resume=until > 2 if resume is None else resume, **settings,
     )  # fmt: skip
     train(lambda **sizes: load(config.workload, **sizes), config, jax.devices()[:num_devices], emit)
@@ -62,7 +63,7 @@ def test_eight_four_six_eight(place: Path, course: tuple[tuple[int, int], ...]) 
     assert [(event["devices"], event["step"]) for event in begins] == [
         (num_devices, begin) for (num_devices, _), begin in zip(course, ends, strict=False)
     ]
-    whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
+    whole = TrainConfig(workload="small.py:small", output_dir="whole", steps=8, seed=5, layout="fsdp")
     train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
     assert examples(place / "elastic") == examples(place / "whole")
     np.testing.assert_allclose(losses(place / "elastic"), losses(place / "whole"), rtol=2e-6)
@@ -110,14 +111,28 @@ def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"batch": 48}, {"seq": 8}, {"seed": 6}, {"data": "python"}, {"tokenizer": "bpe"}, {"workload": "small.py:other"}],
+    [
+        {"global_batch_size": 48},
+        {"seq_len": 8},
+        {"seed": 6},
+        {"data": "python"},
+        {"tokenizer": "bpe"},
+        {"workload": "small.py:other"},
+    ],
     ids=lambda setting: next(iter(setting)),
 )
 def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -> None:
     (place / "elastic").mkdir()
-    begun = {"workload": "small.py:small", "data": "a.txt", "tokenizer": "bytes", "batch": 24, "seq": 16, "seed": 5}
+    begun = {
+        "workload": "small.py:small",
+        "data": "a.txt",
+        "tokenizer": "bytes",
+        "global_batch_size": 24,
+        "seq_len": 16,
+        "seed": 5,
+    }
     (place / "elastic" / "config.toml").write_text(sealed(config_text(begun)))
-    config = TrainConfig(out="elastic", resume=True, steps=2, **begun | setting)  # type: ignore[arg-type]
+    config = TrainConfig(output_dir="elastic", resume=True, steps=2, **begun | setting)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"cannot be resumed with {next(iter(setting.values()))}") as reported:
         train(lambda **sizes: load("small.py:small", **sizes), config, jax.devices(), lambda event: None)
     assert reported.value.exit_code == 78 and len(str(reported.value).splitlines()) <= 4

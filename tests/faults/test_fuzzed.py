@@ -37,7 +37,7 @@ def test_a_fuzzed_run_is_resumed_or_refused(
         fuzzed.spoil(Path(f"run{seed}"), files, random.Random(seed))
         code: Any = 0
         try:
-            cli.main(["train", "--out", f"run{seed}", "--resume", "--steps", "3", "--devices", "1"])
+            cli.main(["train", "--output-dir", f"run{seed}", "--resume", "--steps", "3", "--devices", "1"])
         except SystemExit as stop:
             code = stop.code
         codes.add(code)

@@ -36,7 +36,7 @@ workload = spanax.Workload(
     source=[np.ones(8, "float32")] * 64,
 )
 """
-TRAIN = ("--devices", "1", "--steps", "1000000", "--save-every", "1", "--keep", "2", "--json")
+TRAIN = ("--devices", "1", "--steps", "1000000", "--save-every", "1", "--keep-last", "2", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a run that saves as fast as it can."""
     place = tmp_path_factory.mktemp("live")
     (place / "tiny.py").write_text(WORKLOAD)
-    argv = [sys.executable, "-m", "spanax", "train", "tiny.py:workload", "--out", "run", *TRAIN]
+    argv = [sys.executable, "-m", "spanax", "train", "tiny.py:workload", "--output-dir", "run", *TRAIN]
     with open(place / "said.txt", "w") as output:
         run = subprocess.Popen(argv, cwd=place, env={**os.environ, "XLA_FLAGS": ""}, stdout=output, stderr=output)
     try:

@@ -53,7 +53,7 @@ def run(out: Path, at: dict[int, Callable[[], object]] | None = None, **settings
         if event["event"] == "step":
             (at or {}).get(event["step"], lambda: None)()
 
-    config = TrainConfig(**{"workload": "w", "out": str(out), "save_every": 2, "layout": "data", **settings})
+    config = TrainConfig(**{"workload": "w", "output_dir": str(out), "save_every": 2, "layout": "data", **settings})
     train(workload, config, jax.devices()[:2], emit)
     return reported
 
@@ -109,7 +109,7 @@ def test_older_steps_make_room_on_a_disk_that_is_too_small(small_disk: Path) -> 
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         (small_disk / "ballast").write_bytes(bytes(free - step * 3 // 2))
 
-    reported = run(out, {3: between_saves(leave_little)}, keep=5, steps=12)
+    reported = run(out, {3: between_saves(leave_little)}, keep_last=5, steps=12)
     removed = [event["removed"] for event in kinds(reported, "save_failed")]
     assert removed and None not in removed[:1] and reported[-1]["event"] == "done"
     saved = manifest.steps(out / "checkpoints")

@@ -121,11 +121,13 @@ VERBS = [
     ["report", "run"], ["report", "run", "--json"], ["report", "run", "-o", "page.html"], ["report", "run/plan.json"],
     ["inspect", "run"], ["inspect", "run", "--json"], ["inspect", "run", "--hlo", "x"], ["inspect", "run/checkpoints"],
     ["checkpoint", "show", "run"], ["checkpoint", "show", "run", "--json"], ["checkpoint", "verify", "run"],
-    ["checkpoint", "verify", "run", "--json"], ["train", "--resume", "--out", "run"], ["train", "--out", "run"],
+    ["checkpoint", "verify", "run", "--json"], ["train", "--resume", "--output-dir", "run"], ["train",
+        "--output-dir", "run"],
     ["train", "--config", "run/config.toml"], ["train", "gpt-nano", "--init", "run", "--devices", "1"],
-    ["launch", "slurm", "--dry-run", "--", "train", "--config", "run/config.toml"], ["doctor", "--out", "run"],
-    ["check", "gpt-nano", "--on", "cpu:8", "--profiled", "run"], ["export", "run", "--as", "gpt2", "--out", "new"],
-    ["import", "run", "--as", "gpt2", "--out", "new"],
+    ["launch", "slurm", "--dry-run", "--", "train", "--config", "run/config.toml"], ["doctor", "--output-dir", "run"],
+    ["check", "gpt-nano", "--on", "cpu:8", "--profiled", "run"], ["export", "run", "--as", "gpt2", "--output-dir",
+        "new"],
+    ["import", "run", "--as", "gpt2", "--output-dir", "new"],
 ]  # fmt: skip
 
 

@@ -15,4 +15,4 @@
 module load cuda
 export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
 exec python -P -m spanax launch workers --hosts 4 --start 'srun --kill-on-bad-exit=1 --cpus-per-task=16 --open-mode=append --output=/runs/first/log/rank%t.log python -P -m spanax' -- \
-  train gpt2 --data 'my texts' --out /runs/first
+  train gpt2 --data 'my texts' --output-dir /runs/first

@@ -9,4 +9,4 @@
 export JAX_PLATFORMS=cpu
 export SPANAX_HOST_DEVICES=4
 exec python -P -m spanax launch workers --hosts 2 --restarts 5 --start 'srun --kill-on-bad-exit=1 --open-mode=append --output=/runs/first/log/rank%t.log python -P -m spanax' -- \
-  train gpt2 --data 'my texts' --out /runs/first
+  train gpt2 --data 'my texts' --output-dir /runs/first

@@ -23,8 +23,8 @@ from pathlib import Path
 from spanax.cli import main
 
 def both(source, to):
-    main(["import", source, "--as", "gpt2", "--out", f"{to}/in", "--json"])
-    main(["export", f"{to}/in", "--as", "gpt2", "--out", f"{to}/out", "--json"])
+    main(["import", source, "--as", "gpt2", "--output-dir", f"{to}/in", "--json"])
+    main(["export", f"{to}/in", "--as", "gpt2", "--output-dir", f"{to}/out", "--json"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 small, large, to = sys.argv[1:]

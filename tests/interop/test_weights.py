@@ -124,12 +124,13 @@ def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.Cap
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text())
     came, run, out = (str(tmp_path / name) for name in ("in", "run", "out"))
-    cli.main(["import", str(WEIGHTS / "gpt2"), "--as", "gpt2", "--out", came])
+    cli.main(["import", str(WEIGHTS / "gpt2"), "--as", "gpt2", "--output-dir", came])
     cli.main([
-        "train", came, "--data", str(text), "--steps", "2", "--seq", "16", "--batch", "8", "--lr", "1", "--out", run,
+        "train", came, "--data", str(text), "--steps", "2", "--seq-len", "16", "--global-batch-size", "8", "--lr",
+            "1", "--output-dir", run,
         "--mesh", "fsdp=4,model=2", "--eval-batches", "1",
     ])  # fmt: skip
-    cli.main(["export", run, "--as", "gpt2", "--out", out, "--file-size", "1 MiB", "--json"])
+    cli.main(["export", run, "--as", "gpt2", "--output-dir", out, "--file-size", "1 MiB", "--json"])
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert done["step"] == 2 and list(done["files"]) == ["model.safetensors"]
     before, after = (tensors(folder) for folder in (WEIGHTS / "gpt2", Path(out)))

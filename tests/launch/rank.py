@@ -13,7 +13,7 @@ from spanax.run.record.heartbeat import Pulse
 
 def main() -> None:
     mode, *words = sys.argv[1:]
-    folder, attempt = Path(words[words.index("--out") + 1]), int(os.environ["SPANAX_ATTEMPT"])
+    folder, attempt = Path(words[words.index("--output-dir") + 1]), int(os.environ["SPANAX_ATTEMPT"])
     rank = int(os.environ.get("SPANAX_HOST") or os.environ["SLURM_PROCID"])
     with open(folder / "attempts.txt", "a") as file:
         file.write(f"{attempt} {rank} {'--resume' in words}\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -46,14 +47,15 @@ def names(folder: Path) -> list[str]:
 
 
 def losses(output: str) -> list[list[float]]:
-    """The steps and the losses that a script prints; Gloo prints, too."""
-    return [[*map(float, line.split())] for line in output.splitlines() if line[0].isdigit()]
+    """The steps and the losses that a script prints; lines of Gloo may interleave with each other."""
+    pairs = re.findall(r"^(\d+) (\d+\.\d+(?:e-?\d+)?)$", output, re.MULTILINE)
+    return [[float(step), float(loss)] for step, loss in pairs]
 
 
 def test_the_script_of_the_page_trains_as_in_one_process_and_continues_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = [sys.executable, "-m", "spanax", "launch", "local", "--hosts", "2", "--devices-per-host", "2"]
+    argv = [sys.executable, "-m", "spanax", "launch", "local", "--processes", "2", "--devices-per-process", "2"]
     argv += ["--backoff-seconds", "0.01", "--", sys.executable, "train.py"]
     (tmp_path / "train.py").write_text(KILLED + SCRIPT)
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=400)
@@ -75,7 +77,7 @@ def test_the_script_of_the_page_trains_as_in_one_process_and_continues_after_a_k
 def test_the_script_of_the_readme_prints_the_same_on_two_processes(tmp_path: Path) -> None:
     readme = [block for block in blocks((Path(__file__).parents[2] / "README.md").read_text())]
     (tmp_path / "script.py").write_text(readme[0].text)
-    argv = ["-m", "spanax", "launch", "local", "--hosts", "2", "--devices-per-host", "4", "--", sys.executable]
+    argv = ["-m", "spanax", "launch", "local", "--processes", "2", "--devices-per-process", "4", "--", sys.executable]
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     outputs = [
@@ -122,7 +124,7 @@ def test_the_first_process_writes_to_the_terminal_and_all_of_them_to_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = 'sh -c \'echo "out $SPANAX_HOST of $SPANAX_NUM_HOSTS"; echo "err $SPANAX_HOST" >&2\''
-    assert launched(tmp_path, command, "--hosts", "2") == 0
+    assert launched(tmp_path, command, "--processes", "2") == 0
     shown = capfd.readouterr()
     assert shown.out == "out 0 of 2\n"
     assert shown.err == f"spanax: the logs of all processes are in {tmp_path}/logs/log\nerr 0\n"
@@ -146,7 +148,7 @@ def test_a_hang_is_detected_after_a_heartbeat(tmp_path: Path) -> None:
     """The other process has ended: its silence is none."""
     (tmp_path / "hangs.py").write_text(HANGS)
     command = f"{sys.executable} {tmp_path}/hangs.py"
-    assert launched(tmp_path, command, "--hosts", "2", "--stuck-seconds", "2") == 0
+    assert launched(tmp_path, command, "--processes", "2", "--stuck-seconds", "2") == 0
     assert names(tmp_path) == ["stuck", "restart", "end"]
     stuck = events.read(tmp_path / "logs").records[0]
     assert (stuck["ranks"], stuck["phase"], stuck["step"]) == ([1], "step", 3)
@@ -172,7 +174,7 @@ def test_a_signal_reaches_every_process_and_75_is_passed_on(tmp_path: Path, capf
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        assert launched(tmp_path, f"sh -c 'cd {tmp_path}; exec sh waits.sh'", "--hosts", "2") == 75
+        assert launched(tmp_path, f"sh -c 'cd {tmp_path}; exec sh waits.sh'", "--processes", "2") == 75
     finally:
         asking.join()
     assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"} and names(tmp_path) == ["end"]

@@ -35,7 +35,9 @@ def launched(address: str, folder: Path, mode: str, *flags: str) -> subprocess.P
     flags = ("--address", address, "--hosts", "2", "--device", "cpu", "--devices-per-host", "2", *flags)
     python = interpreter(folder.parent, mode)
     words = [sys.executable, "-m", "spanax", "launch", "ray", *flags, "--python", python, "--", "train"]
-    return subprocess.Popen([*words, "--out", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*words, "--output-dir", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(process: subprocess.Popen[str], timeout_seconds: float = 240) -> tuple[int, str]:
@@ -97,7 +99,7 @@ def test_a_killed_driver_leaves_no_rank_behind(cluster: str, tmp_path: Path) -> 
 def test_two_ranks_train_gpt_nano(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--address", cluster, "--hosts", "2", "--device", "cpu", "--devices-per-host", "2")
-    train = ("train", "gpt-nano", "--steps", "3", "--out", str(folder))
+    train = ("train", "gpt-nano", "--steps", "3", "--output-dir", str(folder))
     done = subprocess.run([sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", *train], timeout=240)
     reported = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in reported if event["event"] == "step"] == [1, 2, 3]
@@ -111,7 +113,18 @@ def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
 
 def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path: Path) -> None:
     flags = ("--address", cluster, "--device", "cpu", "--python", "/nowhere/python")
-    words = [sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", "train", "--out", str(tmp_path / "run")]
+    words = [
+        sys.executable,
+        "-m",
+        "spanax",
+        "launch",
+        "ray",
+        *flags,
+        "--",
+        "train",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "/nowhere/python" in done.stderr and "Traceback" not in done.stderr, done.stderr
 

@@ -24,7 +24,7 @@ from spanax.printable import printable_lines
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
-TRAIN = "-- train gpt2 --data 'my texts' --out /runs/first"
+TRAIN = "-- train gpt2 --data 'my texts' --output-dir /runs/first"
 
 RENDERED = {
     "launch_slurm.sh": "slurm --hosts 4 --python python --partition long --account lab --time 24:00:00 "
@@ -97,7 +97,7 @@ def test_the_script_is_one_that_bash_reads(name: str) -> None:
 
 
 def test_words_of_the_command_reach_the_script_whole() -> None:
-    request = TrainRequest.of(["train", "--data", "a'b $HOME", "--out", "runs/x"])
+    request = TrainRequest.of(["train", "--data", "a'b $HOME", "--output-dir", "runs/x"])
     text = script(SlurmCommand(device="cpu"), request)
     words = shlex.split(text.partition("exec ")[2].replace("\\\n", ""))
     assert words[words.index("--") + 1 :] == request.argv(is_again=False)
@@ -122,13 +122,13 @@ BAD = {
     "kubernetes: no hosts": f"kubernetes --image a --claim b --hosts 0 {TRAIN}",
     "kubernetes: no devices": f"kubernetes --image a --claim b --devices-per-host 0 {TRAIN}",
     "kubernetes: no restarts": f"kubernetes --image a --claim b --restarts -1 {TRAIN}",
-    "kubernetes: a folder of its own": "kubernetes --image a --claim b -- train --out runs/a",
+    "kubernetes: a folder of its own": "kubernetes --image a --claim b -- train --output-dir runs/a",
     "kubernetes: logs of its own": "kubernetes --image a --claim b --logs runs/a -- python a.py",
     "logs of a run": "local --logs runs/a -- train gpt2",
     "logs without a name": "local --logs ' ' -- sh",
     "a script without its interpreter": "local -- train.py --lr 3e-4",
     "spanax itself": "local -- spanax train gpt2",
-    "kubernetes: a way out of the volume": "kubernetes --image a --claim b -- train --out /runs/../etc",
+    "kubernetes: a way out of the volume": "kubernetes --image a --claim b -- train --output-dir /runs/../etc",
     "kubernetes: a name": f"kubernetes --image a --claim b --name Big_Run {TRAIN}",
     "kubernetes: a long name": f"kubernetes --image a --claim b --name {'a' * 50} {TRAIN}",
     "kubernetes: a selector": f"kubernetes --image a --claim b --node-selector h100 {TRAIN}",
@@ -168,7 +168,7 @@ def test_a_misspelt_flag_of_the_run_is_told_at_once(capsys: pytest.CaptureFixtur
 def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(SpanaxError, match=r"pip install 'spanax\[ray\]'"):
-        ray.launch(ray.RayCommand(), ["train", "--out", "/runs/a"])
+        ray.launch(ray.RayCommand(), ["train", "--output-dir", "/runs/a"])
 
 
 # ---- what submits
@@ -184,7 +184,7 @@ def test_the_script_lies_in_the_run_folder_and_is_submitted(
 ) -> None:
     tool(tmp_path, "sbatch", 'echo "$@" > "$(dirname "$0")/said"; echo "7;here"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert launch(["slurm", "--", "train", "--out", str(tmp_path / "run")]) == 0
+    assert launch(["slurm", "--", "train", "--output-dir", str(tmp_path / "run")]) == 0
     assert "submitted job 7" in capsys.readouterr().out
     assert (tmp_path / "said").read_text() == f"--parsable {tmp_path}/run/job.sh\n"
     assert (tmp_path / "run" / "job.sh").read_text().startswith("#!/bin/bash\n") and (tmp_path / "run/log").is_dir()
@@ -195,7 +195,7 @@ def test_the_manifest_goes_to_kubectl(
 ) -> None:
     tool(tmp_path, "kubectl", 'echo "$@" > "$(dirname "$0")/said"; cat > "$(dirname "$0")/read"; echo created')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["kubernetes", "--image", "a", "--claim", "b", "--", "train", "--out", "/runs/a"]
+    words = ["kubernetes", "--image", "a", "--claim", "b", "--", "train", "--output-dir", "/runs/a"]
     assert launch(words) == 0 and capsys.readouterr().out == "created\n"
     assert (tmp_path / "said").read_text() == "create -f -\n"
     assert yaml.safe_load((tmp_path / "read").read_text())["kind"] == "JobSet"
@@ -208,7 +208,7 @@ def test_the_manifest_goes_to_kubectl(
 
 
 def job_set(**flags: Any) -> dict[str, Any]:
-    return manifest(KubernetesCommand("image", "claim", **flags), TrainRequest.of(["train", "--out", "/runs/a"]))
+    return manifest(KubernetesCommand("image", "claim", **flags), TrainRequest.of(["train", "--output-dir", "/runs/a"]))
 
 
 def schema_fields(result: dict[str, Any]) -> dict[str, Any]:

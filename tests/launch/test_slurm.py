@@ -32,7 +32,19 @@ def slurm() -> Iterator[Slurm]:
 def submitted(slurm: Slurm, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> str:
     """Submit a job of two ranks; its number."""
     flags = ("--hosts", "2", "--device", "cpu", "--devices-per-host", "2", *flags)
-    words = [sys.executable, "-m", "spanax", "launch", "slurm", *flags, "--", "train", *args, "--out", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "spanax",
+        "launch",
+        "slurm",
+        *flags,
+        "--",
+        "train",
+        *args,
+        "--output-dir",
+        str(folder),
+    ]
     done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[2].rstrip(";")
@@ -61,7 +73,7 @@ def test_a_preempted_job_saves_and_is_queued_again(slurm: Slurm, tmp_path: Path)
     wait_for(lambda: len(attempts(folder)) == 2, 240)
     time.sleep(0.5)
     began = time.monotonic()
-    slurm.run("scancel", "--signal=TERM", "--batch", number)
+    slurm.run("scancel", "--signal=TERM", "--global-batch-size", number)
     wait_for(lambda: slurm.job(number)["JobState"] == "PENDING", 240)
     print(f"signalled to queued again: {time.monotonic() - began:.1f} s")
     assert slurm.job(number)["Restarts"] == "1"
@@ -113,7 +125,18 @@ def test_a_hopeless_end_is_the_jobs(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_what_sbatch_refuses_is_told(slurm: Slurm, tmp_path: Path) -> None:
     flags = ("--device", "cpu", "--partition", "nowhere")
-    words = [sys.executable, "-m", "spanax", "launch", "slurm", *flags, "--", "train", "--out", str(tmp_path / "run")]
+    words = [
+        sys.executable,
+        "-m",
+        "spanax",
+        "launch",
+        "slurm",
+        *flags,
+        "--",
+        "train",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True)
     assert done.returncode == 2 and "sbatch refused the job" in done.stderr and "partition" in done.stderr
 
@@ -142,7 +165,7 @@ def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
     train = ("gpt-nano", "--steps", "60", "--save-every", "0", "--eval-batches", "1")
     number = submitted(slurm, folder, "--python", sys.executable, args=train)
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 2, 240)
-    slurm.run("scancel", "--signal=TERM", "--batch", number)
+    slurm.run("scancel", "--signal=TERM", "--global-batch-size", number)
     wait_for(lambda: slurm.job(number)["JobState"] == "PENDING", 240)
     (reached,) = manifest.steps(folder / "checkpoints")
     time.sleep(2)

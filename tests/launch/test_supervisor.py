@@ -327,9 +327,9 @@ def test_limits_that_make_no_sense() -> None:
 
 
 def test_the_request_behind_the_dashes() -> None:
-    assert request_of(["train", "--out=runs/b", "--resume"], None).argv(is_again=True).count("--resume") == 1
+    assert request_of(["train", "--output-dir=runs/b", "--resume"], None).argv(is_again=True).count("--resume") == 1
     assert request_of(["train"], None).folder.parent == request_of(["sh"], None).folder.parent == Path("runs")
-    for wrong in ([], ["plan"], ["train", "--out"], ["train", "--stpes", "3"]):
+    for wrong in ([], ["plan"], ["train", "--output-dir"], ["train", "--stpes", "3"]):
         with pytest.raises((SpanaxError, SystemExit)):
             request_of(wrong, None)
 

@@ -49,7 +49,7 @@ def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_a_check_reports_the_findings_of_a_profiled_run(tmp_path: Path) -> None:
-    asked = with_flags(CheckCommand("gpt-nano", "cpu:8", level=0), batch=16, layout="fsdp")
+    asked = with_flags(CheckCommand("gpt-nano", "cpu:8", level=0), global_batch_size=16, layout="fsdp")
     for summary, codes in ((profile(input_wait=0.3), {"SPX019"}), (profile(), set())):
         run = saved(tmp_path / f"run{len(codes)}", summary)
         reply = answer(with_flags(asked, profiled=run))

@@ -69,8 +69,8 @@ def workload(source: Any, build: Any = Net, optimizer: Any = None) -> Callable[.
 
 
 def config(out: Path, policy: str, **settings: Any) -> TrainConfig:
-    inputs = {"mesh": "fsdp=8", "steps": STEPS, "save_every": 4, "keep": 100} | settings
-    return TrainConfig(workload="own", out=str(out), on_bad_step=policy, **inputs)
+    inputs = {"mesh": "fsdp=8", "steps": STEPS, "save_every": 4, "keep_last": 100} | settings
+    return TrainConfig(workload="own", output_dir=str(out), on_bad_step=policy, **inputs)
 
 
 def trained(
@@ -187,8 +187,8 @@ def test_a_run_that_is_resumed_leaves_the_same_out(policy: str, tmp_path: Path) 
     source, whole, out = batches({BAD: NAN, BAD + 2: NAN}), tmp_path / "whole", tmp_path / "stopped"
     settings = config(whole, policy, save_every=2)
     trained(source, settings)
-    trained(source, replace(settings, out=str(out), steps=BAD + 1))
-    trained(source, replace(settings, out=str(out), resume=True))
+    trained(source, replace(settings, output_dir=str(out), steps=BAD + 1))
+    trained(source, replace(settings, output_dir=str(out), resume=True))
     assert_same(saved(out, source)[STEPS], saved(whole, source)[STEPS])
 
 
@@ -227,7 +227,7 @@ def test_before_the_first_checkpoint_the_run_begins_anew(folder: Path, tmp_path:
 def test_a_spike_is_seen_from_the_history_of_before_a_resume(tmp_path: Path) -> None:
     """Of the 16 good steps that it takes, the resumed run has seen but two itself."""
     source = batches({20: 3000.0})
-    settings = config(tmp_path / "run", "rollback", spike=20.0, save_every=6, steps=18)
+    settings = config(tmp_path / "run", "rollback", spike_factor=20.0, save_every=6, steps=18)
     trained(source, settings)
     trained(source, replace(settings, resume=True, steps=22))
     (event,) = happened(tmp_path / "run", "bad_step")
@@ -245,8 +245,8 @@ ENDS = {
 def test_patience_comes_to_an_end(policy: str, tmp_path: Path) -> None:
     source = batches(dict.fromkeys(range(BAD, 40), NAN))
     with pytest.raises(NumbersError) as caught:
-        trained(source, config(tmp_path / "run", policy, patience=2))
-    assert ENDS[policy] in str(caught.value) and "a higher --patience" in str(caught.value)
+        trained(source, config(tmp_path / "run", policy, max_bad_steps=2))
+    assert ENDS[policy] in str(caught.value) and "a higher --max-bad-steps" in str(caught.value)
     assert len(happened(tmp_path / "run", "bad_step")) == 3 and steps_in(tmp_path / "run")[-1] in (4, 8)
     assert all(np.isfinite(of).all() for step in saved(tmp_path / "run", source).values() for of in step.values())
 
@@ -317,7 +317,7 @@ def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("per_call", sampled([1, 3], [3]))
 def test_a_run_that_skips_every_step_raises(tmp_path: Path, per_call: int) -> None:
     source = batches(dict.fromkeys(range(4), NAN))
-    settings = config(tmp_path / "run", "skip", steps=3, patience=3, steps_per_call=per_call)
+    settings = config(tmp_path / "run", "skip", steps=3, max_bad_steps=3, steps_per_call=per_call)
     with pytest.raises(NumbersError, match="all 3 steps were bad") as caught:
         trained(source, settings)
     assert caught.value.exit_code == 70 and "fix: " in str(caught.value)

@@ -100,7 +100,7 @@ def test_the_second_run_compiles_nothing(tmp_path: Path) -> None:
     retained = []
     for name in ("one", "two"):
         subprocess.run(
-            [sys.executable, "-m", "spanax", "train", "tiny.py:tiny", "--devices", "2", "--out", name],
+            [sys.executable, "-m", "spanax", "train", "tiny.py:tiny", "--devices", "2", "--output-dir", name],
             cwd=tmp_path, env=environ | {"XDG_CACHE_HOME": str(tmp_path)}, check=True, timeout=300,
         )  # fmt: skip
         retained.append({path.name for path in (tmp_path / "spanax" / "compiled").iterdir()})

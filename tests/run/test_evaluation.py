@@ -56,7 +56,7 @@ def trained(folder: Path, validation: Any, mesh: str = "data=2", build: Any = Ne
         microbatches=2 if "pipe" in mesh else 1,
     )  # fmt: skip
     reported: list[dict[str, Any]] = []
-    config = TrainConfig(workload="mine", mesh=mesh, steps=2, out=str(folder), **settings)
+    config = TrainConfig(workload="mine", mesh=mesh, steps=2, output_dir=str(folder), **settings)
     train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], reported.append)
     return reported
 
@@ -132,7 +132,7 @@ def test_an_own_function_is_evaluated_in_place_of_the_loss(
     is_pipeline = "pipe" in mesh
     workload = spanax.Workload(**options, source=examples(64), validation=rows, microbatches=2 if is_pipeline else 1)
     reported: list[Event] = []
-    config = TrainConfig(workload="mine", mesh=mesh, steps=2, out=str(tmp_path / "run"))
+    config = TrainConfig(workload="mine", mesh=mesh, steps=2, output_dir=str(tmp_path / "run"))
     train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], reported.append)
     (event,) = [event for event in reported if event["event"] == "eval"]
     program = spanax.trace(**options)
@@ -167,7 +167,7 @@ def test_an_evaluation_that_cannot_be_ends_the_run_before_its_first_step(
     evaluate: Any, reported: str, tmp_path: Path
 ) -> None:
     workload = spanax.Workload(build=Net, batch=BATCH, loss=loss, source=examples(64), evaluate=evaluate)
-    config = TrainConfig(workload="mine", mesh="data=2", steps=2, out=str(tmp_path / "run"))
+    config = TrainConfig(workload="mine", mesh="data=2", steps=2, output_dir=str(tmp_path / "run"))
     with pytest.raises(spanax.SpanaxError, match=reported):
         train(lambda **_: workload, config, jax.devices()[:2], lambda event: None)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -260,7 +260,7 @@ def test_the_workload_chooses_the_baseline(has_baseline: bool, tmp_path: Path) -
         source=str(tmp_path / "text.txt"), baseline=baseline if has_baseline else None,
     )  # fmt: skip
     events: list[Event] = []
-    config = TrainConfig(workload="mine", layout="data", steps=1, eval_batches=1, out=str(tmp_path / "run"))
+    config = TrainConfig(workload="mine", layout="data", steps=1, eval_batches=1, output_dir=str(tmp_path / "run"))
     train(lambda **_: workload, config, jax.devices()[:2], events.append)
     evaluation = next(event for event in events if event["event"] == "eval")
     assert evaluation.get("bigram_loss") == events[-1]["bigram_loss"] == (1.5 if has_baseline else None)

@@ -267,7 +267,7 @@ def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
 
     def run(out: str, **settings: Any) -> dict[str, Any]:
         reported: list[dict[str, Any]] = []
-        config = TrainConfig(workload="mine", layout="data", steps=2, out=str(tmp_path / out), **settings)
+        config = TrainConfig(workload="mine", layout="data", steps=2, output_dir=str(tmp_path / out), **settings)
         train(workload, config, jax.devices()[:2], reported.append)
         return reported[0]
 
@@ -296,7 +296,7 @@ def test_the_trainer_lists_what_a_partial_init_loaded(tmp_path: Path) -> None:
             optimizer=optax.sgd(0.1), source=[{"x": np.ones(16, "float32")}] * 8,
         )  # fmt: skip
         report_text: list[dict[str, Any]] = []
-        config = TrainConfig(workload="mine", layout="data", steps=1, out=str(tmp_path / out), **settings)
+        config = TrainConfig(workload="mine", layout="data", steps=1, output_dir=str(tmp_path / out), **settings)
         train(lambda **_: workload, config, jax.devices()[:2], report_text.append)
         return report_text
 

@@ -118,8 +118,8 @@ def trained(
     monkeypatch.setattr(Run, "steps", lambda run, batches: (lengths.append(len(batches)), steps(run, batches))[1])
     batch = {"x": SHAPE, "y": SHAPE}
     workload = spanax.Workload(build=Net, batch=batch, loss=loss, optimizer=optax.adamw(1e-2), source=source)
-    inputs = {"steps": 12, "save_every": 5, "keep": 100} | settings
-    config = TrainConfig(workload="own", out=str(out), mesh="data=1", **inputs)
+    inputs = {"steps": 12, "save_every": 5, "keep_last": 100} | settings
+    config = TrainConfig(workload="own", output_dir=str(out), mesh="data=1", **inputs)
     try:
         train(lambda **sizes: workload, config, jax.devices()[:1], reported.append)
     finally:

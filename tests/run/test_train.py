@@ -67,7 +67,7 @@ def spanax_cli(place: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
-    done = spanax_cli(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, *args)
+    done = spanax_cli(place, "train", "tiny.py:tiny", "--output-dir", out, *SETTINGS, *args)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -80,14 +80,14 @@ def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
     (place / "spanax").write_text(f'#!/bin/sh\nexec {sys.executable} -m spanax "$@"\n')
     (place / "spanax").chmod(0o755)
     (place / "out's").mkdir()
-    args = ("--out", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
+    args = ("--output-dir", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
     done = spanax_cli(place, "train", "tiny.py:tiny", *args)
     _, command = done.stdout.rstrip().rsplit("\nto resume: ", 1)
     assert json.loads(spanax_cli(place, "report", "out's/a; b", "--json").stdout)["how_to_go_on"] == command
     environ = {**os.environ, "PYTHONWARNINGS": "", "PATH": f".:{os.environ['PATH']}"}
     again = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0 and "done: 4 steps" in again.stdout, again.stdout + again.stderr
-    assert line({"event": "preempted", "step": 3, "out": "a; b"}).endswith("spanax train --out 'a; b' --resume")
+    assert line({"event": "preempted", "step": 3, "out": "a; b"}).endswith("spanax train --output-dir 'a; b' --resume")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: 
 
 def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> None:
     """Train until an entry whose name matches is opened or made once more than `after`, and kill the process there."""
-    argv, env = command(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
+    argv, env = command(place, "train", "tiny.py:tiny", "--output-dir", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
     env |= {"STOP_AT": stop_at, "STOP_AFTER": str(after)}
     with open(place / f"{out}.err", "w") as errors:
         process = subprocess.Popen(argv, cwd=place, env=env, stdout=errors, stderr=errors)

@@ -68,7 +68,7 @@ def test_the_trainer_tells_of_it_in_events(name: str, tmp_path: Path) -> None:
         source=[{"x": row} for row in ROWS],
     )  # fmt: skip
     reported: list[dict[str, Any]] = []
-    config = TrainConfig(workload="mine", layout="data", steps=3, out=str(tmp_path / "run"))
+    config = TrainConfig(workload="mine", layout="data", steps=3, output_dir=str(tmp_path / "run"))
     train(lambda **_: workload, config, jax.devices()[:2], reported.append)
     lines = [event["message"] for event in reported if event["event"] == "warning"]
     assert len(lines) == len(expected) and all(text in line for text, line in zip(expected, lines, strict=True)), lines

@@ -112,7 +112,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
         "step 20 ms 25 ms -20 %",
     ):
         assert output in text, output
-    assert "spanax train --out" in text
+    assert "spanax train --output-dir" in text
 
 
 def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.validation import require
 from spanax.errors import SpanaxError, first_line
 from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.usage.validation import require
 
 if TYPE_CHECKING:
     from spanax.check.finding import Finding
@@ -30,8 +30,8 @@ class CheckCommand:
       workload: a name, or file.py:name.
       on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
       microbatches: number of microbatches for gradient accumulation; a pipeline sends them through its stages.
-      schedule: order of work of the pipeline's stages: gpipe, 1f1b, interleaved or zero-bubble.
-      chunks: number of layer chunks per stage, for interleaved.
+      pipeline_schedule: order of work of the pipeline's stages: gpipe, 1f1b, interleaved or zero-bubble.
+      virtual_stages: groups of layers per stage of the interleaved schedule.
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler. Default: the highest
         available.
@@ -56,8 +56,8 @@ class CheckCommand:
     precision: PrecisionFlags = Precision()
     request: LayoutFlags = LayoutRequest()
     microbatches: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
+    pipeline_schedule: str | None = None
+    virtual_stages: int | None = None
     plan: Path | None = None
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
@@ -154,7 +154,9 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
     program = request.trace(command.sizes.load(load), command.precision, dtype=dtype)
-    schedule = requested_schedule(microbatches=command.microbatches, schedule=command.schedule, chunks=command.chunks)
+    schedule = requested_schedule(
+        microbatches=command.microbatches, schedule=command.pipeline_schedule, chunks=command.virtual_stages
+    )
     chosen = loaded or plan(
         program,
         machine,
@@ -166,7 +168,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         pad=request.pad,
         offload=request.offload,
     )
-    check_requested_schedule(command.schedule, chosen)
+    check_requested_schedule(command.pipeline_schedule, chosen)
     return program, chosen
 
 

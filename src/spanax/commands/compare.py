@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.validation import check_positive
 from spanax.run.flags import Load, Precision, SizeFlags, Sizes
+from spanax.usage.validation import check_positive
 
 if TYPE_CHECKING:
     from spanax.show.live.progress import ShowProgress

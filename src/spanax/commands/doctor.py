@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.commands.answer import Answer
-from spanax.usage import wants_colors
+from spanax.usage.examples import wants_colors
 
 
 @dataclass(frozen=True)
@@ -13,13 +13,13 @@ class DoctorCommand:
     """Look for what would stop a run on this machine; each finding with a fix. Exits with 1 if there is a problem.
 
     Attributes:
-      out: the folder that runs will be written to.
+      output_dir: the folder that runs will be written to.
       hosts: addresses to reach, host:port, separated by commas.
       timeout: seconds that JAX may take to start.
       json: print one JSON object.
     """
 
-    out: Path = Path("runs")
+    output_dir: Path = Path("runs")
     hosts: str = ""
     timeout: float = 60.0
     json: bool = False
@@ -34,6 +34,6 @@ def answer(command: DoctorCommand) -> Answer:
     from spanax.doctor.diagnosis import diagnose
     from spanax.show.doctor import is_well, verdicts_json, verdicts_text
 
-    verdicts = diagnose(out=command.out, hosts=command.hosts, timeout=command.timeout)
+    verdicts = diagnose(out=command.output_dir, hosts=command.hosts, timeout=command.timeout)
     text = verdicts_text(verdicts, in_colours=wants_colors(sys.stdout))
     return Answer(text, verdicts_json(verdicts), exit_code=0 if is_well(verdicts) else 1, is_styled=True)

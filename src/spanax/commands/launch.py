@@ -9,7 +9,8 @@ import tyro
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, nearest
 from spanax.launch import kubernetes, local, ray, slurm, workers
-from spanax.usage import described
+from spanax.usage.examples import described
+from spanax.usage.renamed_flags import current_arguments
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
@@ -48,7 +49,8 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
         raise SpanaxError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"
-    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end])
+    arguments = current_arguments(name, flags[:end])
+    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=arguments)
     return LaunchCommand(place, parsed, flags[end + 1 :])
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
-from spanax.commands.validation import check_positive, flag, require
 from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.usage.validation import check_positive, flag, require
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Extra = tuple[list[str], dict[str, Any]]
 """Lines of text and entries of the JSON object that a flag adds to the answer."""
 
+FIELDS = {"batch": "global_batch_size", "seq": "seq_len", "layers": "layers", "embed": "embed"}
+"""By size that can be solved for: the field of its flag."""
+
 MAX_ON_PAGE = 400
 """Number of layouts on a page that fit, and of layouts that do not."""
 
@@ -36,14 +39,14 @@ class PlanCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
-      pipeline: whether to consider pipeline stages. Default: on several nodes, or if nothing fits without.
+      pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
+      no_pipeline: never consider pipeline stages.
       top: number of candidates to list.
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this file, a page with a table to sort and filter.
       explain: show one array: its sharding, the reason, and the collectives for it.
       diff: compare two plan files; plans nothing.
-      max: the largest batch, seq, layers or embed that fits.
-      min: devices: the smallest number on which it fits.
+      solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.
       target_mfu: the smallest batch that reaches this MFU, in percent.
       tokens: number of training tokens: shows hours and device-hours.
       budget_hours: whether that many hours suffice.
@@ -60,14 +63,14 @@ class PlanCommand:
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
     request: LayoutFlags = LayoutRequest()
-    pipeline: bool | None = None
+    pipeline: Annotated[bool, FlagCreatePairsOff] = False
+    no_pipeline: Annotated[bool, FlagCreatePairsOff] = False
     top: int = 10
     out: Path | None = None
     html: Path | None = None
     explain: str | None = None
     diff: tuple[Path, Path] | None = None
-    max: Literal["batch", "seq", "layers", "embed"] | None = None
-    min: Literal["devices"] | None = None
+    solve_for: Literal["batch", "seq", "layers", "embed", "devices"] | None = None
     target_mfu: float | None = None
     tokens: float | None = None
     budget_hours: float | None = None
@@ -96,12 +99,12 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     _check(command)
     machine = cluster(command.on)
     load = load or partial(load_by_name, command.workload)
-    if command.max is not None:
-        return _max(command, load, machine)
+    if command.solve_for == "devices":
+        return _fewest_devices(command, load, machine)
+    if command.solve_for is not None:
+        return _largest(command, load, machine, command.solve_for)
     if command.target_mfu is not None:
         return _target_mfu(command, load, machine)
-    if command.min is not None:
-        return _min(command, load, machine)
     return _ranked(command, load, machine)
 
 
@@ -116,7 +119,7 @@ def _check(command: PlanCommand) -> None:
     command.request.check_layout()
     command.precision.check_dtype()
     check_positive(command, "top", "target_mfu", "tokens", "budget_hours", "save_seconds")
-    questions = [flag(name) for name in ("max", "min", "target_mfu") if getattr(command, name) is not None]
+    questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
     others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
     if questions and len(questions + others) > 1:
         raise SpanaxError(
@@ -130,6 +133,8 @@ def _check(command: PlanCommand) -> None:
         )
     if command.out_cluster is not None and not command.calibrate:
         raise SpanaxError("--out-cluster needs --calibrate, measured steps.", fix="--calibrate runs/a")
+    if command.pipeline and command.no_pipeline:
+        raise SpanaxError("--pipeline contradicts --no-pipeline.", fix="one of them")
     if command.budget_hours is not None and command.tokens is None:
         raise SpanaxError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
 
@@ -147,7 +152,7 @@ def _search(
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
-    microbatches = 1 if command.max == "batch" else None
+    microbatches = 1 if command.solve_for == "batch" else None
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
     search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
@@ -164,7 +169,7 @@ def _request(command: PlanCommand) -> "Request":
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad,
-        pipeline=command.pipeline,
+        pipeline=True if command.pipeline else False if command.no_pipeline else None,
         offload=known_offload(request.offload),
     )
 
@@ -316,15 +321,15 @@ def _budget(command: PlanCommand, search: "Search", tokens: float) -> Extra:
     return [line], {"budget": asdict(total) | {"budget_hours": command.budget_hours}}
 
 
-def _max(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) -> Answer:
+    """Returns the largest size of that name that fits."""
     from spanax.errors import SizeError
     from spanax.plan.advice.summary import summarize
     from spanax.plan.advice.what_if import largest
 
-    name = command.max or ""
     step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
     default = {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
-    start = getattr(command.sizes, name) or default
+    start = getattr(command.sizes, FIELDS[name]) or default
     search_at = partial(_search_at, command, load, machine, name)
 
     def search_or_none(size: int) -> "Search | None":
@@ -349,11 +354,11 @@ def _max(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
 
 def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":
     """Returns the search with one size replaced."""
-    sizes: dict[str, Any] = {name: size}
+    sizes: dict[str, Any] = {FIELDS[name]: size}
     return _search(replace(command, sizes=replace(command.sizes, **sizes)), load, machine)[0]
 
 
-def _min(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.plan.advice.what_if import fewest_devices
 
     search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
@@ -369,7 +374,7 @@ def _min(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
 def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     """Doubles the batch until the best layout reaches the requested MFU."""
     target, limit = command.target_mfu or 0.0, 64 * machine.num_devices
-    size, highest = command.sizes.batch or machine.num_devices, 0.0
+    size, highest = command.sizes.global_batch_size or machine.num_devices, 0.0
     while (best := (search := _search_at(command, load, machine, "batch", size)).best) is not None:
         highest = max(highest, 100 * (search.rates(best).mfu or 0.0))
         if highest >= target:

@@ -16,7 +16,7 @@ from spanax.errors import PREEMPTED
 from spanax.run.config import PLAN_SETTINGS, TrainConfig, check, with_settings
 from spanax.run.record.folder import read_config, recorded
 from spanax.show.error_text import print_error
-from spanax.usage import described
+from spanax.usage.examples import described
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 
 def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     """Returns the settings of the files that `config` names, with the flags applied on top."""
-    defaults, folder = TrainConfig(), Path(config.out or "")
+    defaults, folder = TrainConfig(), Path(config.output_dir or "")
     resumed = recorded(folder) if config.resume else {}
     if resumed:
         defaults = with_settings(defaults, without_replaced(resumed, config), str(folder / CONFIG))

@@ -143,7 +143,7 @@ def _written(place: Path) -> float:
 
 def _fix(name: str) -> str:
     alternatives = {
-        "run folder": "--out elsewhere",
+        "run folder": "--output-dir elsewhere",
         "compile cache": "another XDG_CACHE_HOME",
         "temporary": "another TMPDIR",
     }

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 CANONICAL_AXES = ("pipe", "data", "fsdp", "expert", "context", "model")
 
+ALIASES = {"pp": "pipe", "dp": "data", "ep": "expert", "cp": "context", "sp": "context", "tp": "model"}
+"""Abbreviations of mesh axes in text."""
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -31,12 +34,16 @@ class MeshShape:
     def of(sizes: "Mapping[str, int] | str | MeshShape") -> "MeshShape":
         """Returns the mesh shape of `{"data": 4}` or `"data=4,model=2"`.
 
+        In text, `dp`, `tp`, `cp` (or `sp`), `ep` and `pp` stand for `data`, `model`, `context`, `expert` and `pipe`.
+
         Raises:
           SpanaxError: a size is not a positive integer, or an axis is repeated.
 
         Example:
           >>> MeshShape.of("data=4,model=2").size
           8
+          >>> MeshShape.of("dp=4,tp=2")
+          data=4,model=2
         """
         if isinstance(sizes, MeshShape):
             return sizes
@@ -141,5 +148,5 @@ def _parse(text: str) -> list[tuple[str, int]]:
             raise SpanaxError(
                 f"cannot read '{part}' as a mesh axis.", where=f"mesh '{text}'", fix="write it like data=4,model=2"
             )
-        pairs.append((name, int(size)))
+        pairs.append((ALIASES.get(name, name), int(size)))
     return pairs

@@ -44,7 +44,7 @@ def writing(folder: Path) -> Iterator[None]:
         raise WriteError(f"cannot write to '{folder}'.", where=first_line(error)) from None
     if existing is not None:
         raise WriteError(
-            f"'{folder}' is not empty.", where=f"it contains '{existing.name}'", fix="--out with a new folder"
+            f"'{folder}' is not empty.", where=f"it contains '{existing.name}'", fix="--output-dir with a new folder"
         )
     try:
         yield

@@ -70,7 +70,7 @@ def manifest(command: KubernetesCommand, request: Request) -> dict[str, Any]:
     """
     hosts, name = count("hosts", command.hosts), _name(command, request)
     if not PurePosixPath(os.path.normpath(request.folder)).is_relative_to(command.mount):
-        kind, flag = ("folder of the logs", "--logs") if request.is_program else ("run folder", "--out")
+        kind, flag = ("folder of the logs", "--logs") if request.is_program else ("run folder", "--output-dir")
         raise SpanaxError(
             f"the {kind} '{request.folder}' is not on the volume that the hosts share.",
             where=f"claim {command.claim}, mounted on {command.mount}",

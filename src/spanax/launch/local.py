@@ -26,14 +26,15 @@ class LocalCommand:
     """Run `train ...` or a program in one or several processes on this machine, and restart all of them if one fails.
 
     Attributes:
-      hosts: number of processes.
-      devices_per_host: devices of each process: its share of the GPUs, or simulated CPU devices (by default 8 in all).
+      processes: number of processes.
+      devices_per_process: devices of each process: its share of the GPUs,
+          or simulated CPU devices (by default 8 in all).
       logs: folder for the logs, heartbeats and events of a program; by default runs/launched-DATE.
       limits: when to restart, and when to give up.
     """
 
-    hosts: int = 1
-    devices_per_host: int | None = None
+    processes: int = 1
+    devices_per_process: int | None = None
     logs: str | None = None
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 
@@ -44,9 +45,9 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    count("hosts", command.hosts)
-    if command.devices_per_host is not None:
-        count("devices-per-host", command.devices_per_host)
+    count("processes", command.processes)
+    if command.devices_per_process is not None:
+        count("devices-per-process", command.devices_per_process)
     request = request_of(argv, command.logs)
     return Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
 
@@ -54,14 +55,17 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
 def start(command: LocalCommand, request: Request, attempt: int) -> list[subprocess.Popen[bytes]]:
     """Starts all processes of an attempt; the first one writes to this process's output, the others to their logs."""
     shared: dict[str, str] = {"SPANAX_ATTEMPT": str(attempt)}
-    if command.hosts > 1:  # a single process may belong to a cluster that JAX detects
-        shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{free_port(LOOPBACK)}", "SPANAX_NUM_HOSTS": str(command.hosts)}
-    if command.devices_per_host is not None:
-        shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
+    if command.processes > 1:  # a single process may belong to a cluster that JAX detects
+        shared |= {
+            "SPANAX_COORDINATOR": f"{LOOPBACK}:{free_port(LOOPBACK)}",
+            "SPANAX_NUM_HOSTS": str(command.processes),
+        }
+    if command.devices_per_process is not None:
+        shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_process)
     argv, shared = request.command(sys.executable, is_again=attempt > 0), shared | request.environment
     return [
         started(argv, shared | {"SPANAX_HOST": str(rank)} | _gpus(command, rank), request.folder, rank, talks=rank == 0)
-        for rank in range(command.hosts)
+        for rank in range(command.processes)
     ]
 
 
@@ -86,10 +90,10 @@ def started(
 
 def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:
     """Returns the environment that assigns a process its share of the GPUs, if several processes use them."""
-    if command.hosts == 1 or command.devices_per_host is None or not Path("/dev/nvidiactl").exists():
+    if command.processes == 1 or command.devices_per_process is None or not Path("/dev/nvidiactl").exists():
         return {}
-    first = rank * command.devices_per_host
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + command.devices_per_host)))}
+    first = rank * command.devices_per_process
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + command.devices_per_process)))}
 
 
 def free_port(host: str) -> int:

@@ -14,6 +14,7 @@ from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, check_path, with_settings
 from spanax.run.record.folder import read_config
 from spanax.run.record.heartbeat import FOLDER_VARIABLE
+from spanax.usage.renamed_flags import current_arguments
 
 TRAIN = "train"
 """The first word of a command of Spanax; any other first word is a program."""
@@ -24,13 +25,13 @@ class TrainRequest:
     """A `train ...` command with a run folder.
 
     Attributes:
-      args: the arguments of `train`, including `--out`.
+      args: the arguments of `train`, including `--output-dir`.
       folder: the run folder.
 
     Example:
-      >>> request = TrainRequest.of(["train", "gpt-nano", "--out", "runs/a"])
+      >>> request = TrainRequest.of(["train", "gpt-nano", "--output-dir", "runs/a"])
       >>> request.folder, request.argv(is_again=True)
-      (PosixPath('runs/a'), ['train', 'gpt-nano', '--out', 'runs/a', '--resume'])
+      (PosixPath('runs/a'), ['train', 'gpt-nano', '--output-dir', 'runs/a', '--resume'])
     """
 
     args: tuple[str, ...]
@@ -44,15 +45,15 @@ class TrainRequest:
         Raises:
           SpanaxError: it is not a valid `train` command; this is checked before it waits in a queue.
         """
-        args = list(argv[1:])
+        args = current_arguments(TRAIN, argv[1:])
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
-        out = config.out
+        out = config.output_dir
         if out is None and config.config is not None:
-            out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).out
-            check_path("out", out)
+            out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).output_dir
+            check_path("--output-dir", out)
         if out is None:
             out = str(new_folder("runs"))
-            args += ["--out", out]
+            args += ["--output-dir", out]
         return TrainRequest(tuple(args), Path(out))
 
     @property
@@ -60,7 +61,7 @@ class TrainRequest:
         """The folder's name for schedulers: lowercase letters, digits and dashes.
 
         Example:
-          >>> TrainRequest.of(["train", "--out", "runs/First_try"]).name
+          >>> TrainRequest.of(["train", "--output-dir", "runs/First_try"]).name
           'first-try'
         """
         return scheduler_name(self.folder)
@@ -158,7 +159,8 @@ def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", i
     if argv[0] == TRAIN:
         if logs is not None:
             raise SpanaxError(
-                f"--logs {logs} is for programs; the folder of `train` is its --out.", fix=f"-- train ... --out {logs}"
+                f"--logs {logs} is for programs; the folder of `train` is its --output-dir.",
+                fix=f"-- train ... --output-dir {logs}",
             )
         return TrainRequest.of(argv)
     check_path("--logs", logs)

@@ -39,8 +39,8 @@ def shaped(
     if kind == "vit":
         return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
     if kind == "gpt2" and (seq_len or 0) > config.seq_len:
-        what = f"'{folder}' has {config.seq_len} positions, but --seq is {seq_len}."
-        raise SpanaxError(what, fix=f"--seq {config.seq_len}")
+        what = f"'{folder}' has {config.seq_len} positions, but --seq-len is {seq_len}."
+        raise SpanaxError(what, fix=f"--seq-len {config.seq_len}")
     return Workload(
         batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
         loss=gpt.loss if kind == "gpt2" else llama.loss,

@@ -245,7 +245,7 @@ def load(
 
 
 _FIXED_SIZES = {
-    "seq_len": ("sequence length", "--seq"),
+    "seq_len": ("sequence length", "--seq-len"),
     "num_layers": ("number of layers", "num_layers"),
     "embed_dim": ("width", "embed_dim"),
 }

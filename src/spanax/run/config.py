@@ -45,9 +45,9 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       lr: peak learning rate.
       seed: seed of the parameters and of the order of the data.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
-      schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
-      chunks: model chunks per stage of the interleaved schedule.
-      out: run folder; runs/<workload>-<time> by default.
+      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
+      virtual_stages: groups of layers per stage of the interleaved schedule.
+      output_dir: run folder; runs/<workload>-<time> by default.
       init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
         the state is new.
       init_partial: with init, load the weights that match by path and shape and list the others, for a model with
@@ -55,15 +55,16 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       resume: continue from the newest intact checkpoint in the run folder, on any mesh.
       accept_changed_model: with resume, continue even if the model or the loss has changed.
       save_every: steps between checkpoints; 0 saves at the end only.
-      keep: number of checkpoints to keep.
+      keep_last: number of checkpoints to keep, the newest.
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
       eval_batches: batches per evaluation.
       log_every: steps between log lines.
       track: trackers that log the metrics: tensorboard, wandb, or tensorboard,wandb.
       on_bad_step: action if a loss, gradient norm or parameter is not finite, or a spike: halt, skip (discard the
         update), rollback (restore the newest checkpoint, and skip the batch) or ignore.
-      spike: a loss or gradient norm above this multiple of the median of the last 64 good steps is bad; such as 10.
-      patience: tolerated number of consecutive bad steps, or of rollbacks to one checkpoint.
+      spike_factor: a loss or gradient norm above this multiple of the median of the last 64 good steps is bad,
+        such as 10.
+      max_bad_steps: tolerated number of consecutive bad steps, or of rollbacks to one checkpoint.
       profile: trace the steps from A to B, as A:B, and report where their time is spent.
       config: a TOML file with any of these settings; flags override it.
       xla_flags: XLA compiler options: none, default (those of the chips, see docs/training.md), or comma-separated
@@ -83,22 +84,22 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
     lr: float | None = None
     seed: int = 0
     microbatches: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    out: str | None = None
+    pipeline_schedule: str | None = None
+    virtual_stages: int | None = None
+    output_dir: str | None = None
     init: str | None = None
     init_partial: bool = False
     resume: bool = False
     accept_changed_model: bool = False
     save_every: int = 100
-    keep: int = 3
+    keep_last: int = 3
     eval_every: int = 0
     eval_batches: int = 20
     log_every: int = 1
     track: str | None = None
     on_bad_step: str = "halt"
-    spike: float | None = None
-    patience: int = 3
+    spike_factor: float | None = None
+    max_bad_steps: int = 3
     profile: str | None = None
     config: str | None = None
     xla_flags: str | None = None
@@ -107,31 +108,40 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
 
     def record(self) -> dict[str, Any]:
         """Returns the settings to record in config.toml, without those of one invocation."""
-        invocation = ("out", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
+        invocation = ("output_dir", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
         return {key: value for key, value in asdict(self).items() if key not in invocation}
 
     @property
     def guard(self) -> Guard | None:
         """The policy for bad steps; None with --on-bad-step ignore."""
-        return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike, self.patience)
+        return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike_factor, self.max_bad_steps)
 
 
 STATE_DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
 
 PLAN_SETTINGS = (
-    "layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks", "pad",
+    "layout",
+    "mesh",
+    "dtype",
+    "microbatches",
+    "pipeline_schedule",
+    "virtual_stages",
+    "remat",
+    "attention",
+    "loss_chunks",
+    "pad",
     "offload",
-)  # fmt: skip
+)
 """Settings that a plan file determines."""
 
 MIN: dict[str, float] = {
-    "devices": 1, "steps": 1, "steps_per_call": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0,
-    "seed": 0, "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
-    "spike": 1.1, "patience": 0,
+    "devices": 1, "steps": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "microbatches": 1,
+    "virtual_stages": 1, "lr": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
+    "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
 }  # fmt: skip
 
-MAX: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
+MAX: dict[str, float] = {"steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
 """Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
 
 
@@ -193,9 +203,9 @@ def check(config: TrainConfig) -> TrainConfig:
         check_steps_per_call(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
-    check_path("--out", config.out)
-    if config.resume and config.out is None:
-        raise SpanaxError("--resume requires --out, the run folder.", fix="--out runs/NAME --resume")
+    check_path("--output-dir", config.output_dir)
+    if config.resume and config.output_dir is None:
+        raise SpanaxError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
     return config

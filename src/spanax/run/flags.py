@@ -19,19 +19,19 @@ class BatchSizes:
     """Sizes of the batch.
 
     Attributes:
-      batch: number of examples per step.
-      seq: sequence length in tokens.
+      global_batch_size: number of examples per step, on all devices together.
+      seq_len: sequence length in tokens.
     """
 
-    batch: int | None = None
-    seq: int | None = None
+    global_batch_size: int | None = None
+    seq_len: int | None = None
 
     def load(self, load: Load, **more: Any) -> Any:
         """Returns the workload at the requested sizes; `more` are further arguments of `load`."""
         return load(**self._arguments(), **more)
 
     def _arguments(self) -> dict[str, int]:
-        sizes = {"batch_size": self.batch, "seq_len": self.seq}
+        sizes = {"batch_size": self.global_batch_size, "seq_len": self.seq_len}
         return {name: size for name, size in sizes.items() if size is not None}
 
 

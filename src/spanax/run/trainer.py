@@ -83,7 +83,7 @@ def _run_folder(config: TrainConfig) -> Iterator[tuple[Path, RunLock | None]]:
 
         def acquire() -> str:
             name = config.workload.rpartition(":")[2]
-            folder = Path(config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            folder = Path(config.output_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             locks.append(stack.enter_context(claimed(folder, resume=config.resume, is_supervised=is_supervised())))
             return str(folder)
 

@@ -64,7 +64,18 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, wait: float = 0.0, steps: str = "3:5") -> Path:
     (folder / "mine.py").write_text(MINE.format(wait=wait))
-    args = ["--layout", "fsdp", "--steps", "6", "--profile", steps, "--out", str(folder / "run"), "--save-every", "0"]
+    args = [
+        "--layout",
+        "fsdp",
+        "--steps",
+        "6",
+        "--profile",
+        steps,
+        "--output-dir",
+        str(folder / "run"),
+        "--save-every",
+        "0",
+    ]
     cli.main(["train", f"{folder}/mine.py:mine", *args])
     return folder / "run"
 

@@ -51,7 +51,7 @@ def test_our_variables_come_first() -> None:
     ours = {"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}
     assert Hosts.of(TORCH | ours) == Hosts.of(ours)
     assert Hosts.of(TORCH | {"SPANAX_NUM_HOSTS": "1"}) == Hosts(detects_cluster=False)
-    # `launch local --hosts 1` sets the rank only.
+    # `launch local --processes 1` sets the rank only.
     assert Hosts.of(TORCH | {"SPANAX_HOST": "0"}).rank == 5
 
 

@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_told_of() -> None:
             "SPANAX_HOST": "0",
             "SPANAX_HOST_DEVICES": "1",
         }
-        argv = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--out", "never"]
+        argv = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--output-dir", "never"]
         done = subprocess.run(argv, env=os.environ | environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 70 and done.stderr.startswith("spanax: the coordinator cannot listen"), done.stderr
     _check_free(address)

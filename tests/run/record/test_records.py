@@ -35,7 +35,7 @@ PLAN_JSON = '{\n "version": 1,\n "layout": "fsdp"\n}\n'
 def run_folder(place: Path) -> Path:
     """A folder with the records of a run that has begun."""
     place.mkdir(exist_ok=True)
-    config = TrainConfig("mine.py:small", lr=1e-4, keep=12, xla_flags="default")
+    config = TrainConfig("mine.py:small", lr=1e-4, keep_last=12, xla_flags="default")
     write_records(place, config.record(), PLAN_JSON, ["cpu:0"])
     (place / METRICS).write_text("{}\n")
     return place
@@ -88,7 +88,7 @@ def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig) if "str" in str(field.type)])
 def test_what_is_not_utf8_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(SpanaxError, match="is not UTF-8") as error:
-        check(replace(TrainConfig(out="a"), **{name: "caf\udce9"}))
+        check(replace(TrainConfig(output_dir="a"), **{name: "caf\udce9"}))
     assert len(str(error.value).splitlines()) == 2
 
 
@@ -105,7 +105,7 @@ def test_settings_too_long_to_be_read_back_are_refused_at_the_start() -> None:
 def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
     path = run_folder(tmp_path) / name
     content = path.read_bytes()
-    assert resumed(tmp_path)["keep"] == 12
+    assert resumed(tmp_path)["keep_last"] == 12
     few = range(len(content)) if name != ENVIRONMENT else range(0, len(content), 7)
     cut = [content[:end] for end in few]
     flipped = [
@@ -164,7 +164,7 @@ def old(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_old_run_goes_on_and_is_sealed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["train", "--out", "old", "--resume", "--steps", "3"])
+    cli.main(["train", "--output-dir", "old", "--resume", "--steps", "3"])
     output = capsys.readouterr().out
     assert "config.toml, plan.json, env.json of 'old' have no checksum" in output and "step 3  checkpoint" in output
     assert check_records(old) == [] and recorded(old)["steps"] == 3
@@ -188,5 +188,5 @@ def test_an_old_record_that_was_cut_is_refused(old: Path) -> None:
 def test_an_empty_configuration_is_not_resumed_from(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (old / CONFIG).write_text("")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--out", "old", "--resume", "--steps", "3"])
+        cli.main(["train", "--output-dir", "old", "--resume", "--steps", "3"])
     assert stop.value.code == 65 and "old/config.toml" in capsys.readouterr().err

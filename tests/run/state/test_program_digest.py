@@ -49,7 +49,7 @@ def tiny(activation: Any = jnp.tanh, width: int = 16, *, owns_step: bool = False
 def run(out: Path, load: Callable[..., spanax.Workload], **settings: Any) -> list[Event]:
     inputs = {"steps": 2, "mesh": "fsdp=2", "eval_every": 0} | settings
     events: list[Event] = []
-    train(load, TrainConfig(workload="own", out=str(out), **inputs), jax.devices()[:2], events.append)
+    train(load, TrainConfig(workload="own", output_dir=str(out), **inputs), jax.devices()[:2], events.append)
     return events
 
 

@@ -165,6 +165,6 @@ def test_train_passes_the_policy_on(tmp_path: Any) -> None:
         rows = [zoo.VECTORS(SIZE)]
         return spanax.Workload(build=build, batch=rows[0], loss=zoo.squared_error, source=rows)
 
-    config = TrainConfig("mine", remat="full", out=str(tmp_path / "out"), steps=1)
+    config = TrainConfig("mine", remat="full", output_dir=str(tmp_path / "out"), steps=1)
     with pytest.raises(spanax.SpanaxError, match="remat 'full' has no layer"):
         train(load, config, jax.devices()[:1], lambda event: None)

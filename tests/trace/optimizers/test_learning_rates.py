@@ -96,7 +96,7 @@ def test_a_skipped_step_does_not_move_the_rate_of_a_workload(tmp_path: Path) -> 
     )  # fmt: skip
     reported: list[dict[str, Any]] = []
     config = TrainConfig(
-        workload="mine", layout="data", steps=4, lr=1e-2, on_bad_step="skip", out=str(tmp_path / "run")
+        workload="mine", layout="data", steps=4, lr=1e-2, on_bad_step="skip", output_dir=str(tmp_path / "run")
     )
     train(lambda **_: workload, config, jax.devices()[:2], reported.append)
     rates = [event["learning_rate"] for event in reported if event["event"] == "step"]

@@ -22,7 +22,7 @@ def host_bound(profile: StepProfile) -> Iterator[Message]:
             "",
             f"devices are idle for {_share(idle, profile)} of a step of {profile.step_seconds:.3g} s: "
             f"{profile.host:.3g} s for the host, {profile.idle:.3g} s while another device works.",
-            "a larger --batch, equal layers in one scan, and no --save-every or --eval-every in the traced steps",
+            "a larger --global-batch-size, equal layers in one scan, and no --save-every or --eval-every then",
         )
 
 

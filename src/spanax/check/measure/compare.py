@@ -171,7 +171,7 @@ def layouts(
                 f"left out {count}: {reason}"
                 for reason, count in sorted((str(reason), count) for reason, count in searched_layouts.rejected.items())
             ),
-            fix="another --mesh or --batch",
+            fix="another --mesh or --global-batch-size",
         )
     if top is not None:
         chosen = searched_layouts.candidates[:top]

@@ -133,7 +133,7 @@ def read_profile(run: Path) -> StepProfile:
         return StepProfile.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
     except OSError:
         known = sorted(str(summary_path.parents[1]) for summary_path in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
-        fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --out {run}"
+        fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --output-dir {run}"
         raise DataError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
     except EntryError:
         raise

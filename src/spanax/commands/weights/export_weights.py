@@ -16,7 +16,7 @@ class ExportCommand:
     Attributes:
       checkpoint: a run folder, a folder of checkpoints, or the output of spanax import.
       kind: gpt2, llama or vit.
-      out: the folder to create.
+      output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the saved dtype.
       workload: the workload of the checkpoint, if its folder does not record it.
       file_size: maximum size of one file.
@@ -26,7 +26,7 @@ class ExportCommand:
 
     checkpoint: Positional[Path]
     kind: ArchitectureFlag
-    out: Path
+    output_dir: Path
     dtype: str | None = None
     workload: str | None = None
     file_size: str = "5 GB"
@@ -50,7 +50,7 @@ def answer(command: ExportCommand) -> Answer:
     result = export_weights(
         command.checkpoint,
         command.kind,
-        command.out,
+        command.output_dir,
         dtype=command.dtype,
         workload=command.workload,
         file_bytes=file_bytes,

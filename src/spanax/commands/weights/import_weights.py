@@ -16,14 +16,14 @@ class ImportCommand:
     Attributes:
       source: a folder with safetensors and config.json, or one file next to its config.json.
       kind: gpt2; llama, for Llama, Qwen2, Qwen3 and Mistral without sliding window; or vit.
-      out: the folder to create.
+      output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the dtype of the tensors.
       json: print one JSON object.
     """
 
     source: Positional[Path]
     kind: ArchitectureFlag
-    out: Path
+    output_dir: Path
     dtype: str | None = None
     json: bool = False
 
@@ -39,6 +39,6 @@ def answer(command: ImportCommand) -> Answer:
     use_host_memory()
     from spanax.interop.hf_import import import_weights
 
-    result = import_weights(command.source, command.kind, command.out, dtype=command.dtype)
+    result = import_weights(command.source, command.kind, command.output_dir, dtype=command.dtype)
     fields = asdict(result)
     return Answer(str(result), fields | {"kept": fields.pop("auxiliary_files")})

@@ -76,9 +76,9 @@ def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
     """
     if schedule is not None and plan.schedule.num_stages == 1:
         raise SpanaxError(
-            f"--schedule {schedule} is for a pipeline, and the mesh has no stages.",
+            f"--pipeline-schedule {schedule} is for a pipeline, and the mesh has no stages.",
             where=f"mesh {plan.mesh}",
-            fix="a mesh with 'pipe', such as pipe=2,data=4, or leave --schedule out",
+            fix="a mesh with 'pipe', such as pipe=2,data=4, or leave --pipeline-schedule out",
         )
 
 

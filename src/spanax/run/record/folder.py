@@ -22,13 +22,14 @@ from spanax.run.record.run_lock import holds_run
 from spanax.run.store import manifest
 from spanax.schema import parsed
 from spanax.sealed import DamagedError, Opened, opened, sealed
+from spanax.usage.renamed_flags import current_settings
 
-SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
+SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state")
 """Settings that cannot change over a run: they determine its model and the order of its data."""
 
 UNSEALED = (
-    "workload", "steps_per_call", "seed", "optimizer_state", "init_partial", "save_every", "keep", "eval_every",
-    "eval_batches", "log_every", "on_bad_step", "patience",
+    "workload", "steps_per_call", "seed", "optimizer_state", "init_partial", "save_every", "keep_last", "eval_every",
+    "eval_batches", "log_every", "on_bad_step", "max_bad_steps",
 )  # fmt: skip
 """Settings in every config.toml written before records had checksums; a file without one of them was truncated."""
 
@@ -61,7 +62,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       DataError: the file is missing or not TOML, or does not match its checksum.
     """
-    return _parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0]
+    return current_settings(_parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0], str(path))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
       DataError: the file is missing, or does not match its checksum; also its subclass EntryError.
     """
-    return _read_record(Folder.of(folder), CONFIG, "configuration", parse_toml)[0]
+    return _read_record(Folder.of(folder), CONFIG, "configuration", _parse_settings)[0]
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     place = Folder.of(folder)
     if not _is_recorded(place, CONFIG):
         return {}
-    settings, record = _read_record(place, CONFIG, "configuration", parse_toml)
+    settings, record = _read_record(place, CONFIG, "configuration", _parse_settings)
     missing = [] if record.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
     if missing or not record.text.endswith("\n"):
         where = f"it has no checksum and no {(missing or ['final newline'])[0]}: it was truncated, or is not of a run"
@@ -101,7 +102,7 @@ def check_records(folder: Path) -> list[str]:
     """
     place = Folder.of(folder)
     parts = (
-        (CONFIG, "configuration", parse_toml),
+        (CONFIG, "configuration", _parse_settings),
         (PLAN, "plan", parse_json),
         (ENVIRONMENT, "environment", parse_json),
     )
@@ -109,12 +110,17 @@ def check_records(folder: Path) -> list[str]:
     return [str(name) for name, title, parse in records if not _read_record(place, name, title, parse)[1].is_sealed]
 
 
+def _parse_settings(text: str) -> dict[str, Any]:
+    """Returns the settings of a run, which an earlier version may have written under former names."""
+    return current_settings(parse_toml(text))
+
+
 def _is_recorded(place: Folder, name: Name) -> bool:
     """Returns whether a folder has a record; raises if it is missing although the folder contains a run."""
     if place.kind(name) is not None:
         return True
     if holds_run(place):
-        fix = f"restore '{name}' from a copy, or start another run from these weights: --init {place} --out ..."
+        fix = f"restore '{name}' from a copy, or start another run from these weights: --init {place} --output-dir ..."
         raise DataError(f"the run folder '{place}' contains a run but no '{name}'.", fix=fix)
     return False
 
@@ -151,7 +157,7 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the run was started with {key} {before[key]}, and cannot be resumed with {config.get(key)}.",
                 where=f"'{folder}'",
-                fix=f"--{key.replace('_', '-')} {before[key]}, or another --out",
+                fix=f"--{key.replace('_', '-')} {before[key]}, or another --output-dir",
             )
 
 

@@ -12,7 +12,7 @@ from spanax.run.record import heartbeat
 from spanax.run.record.folder import read_settings
 from spanax.run.record.time_account import TimeAccount, account
 from spanax.run.store import view
-from spanax.usage import resume_command
+from spanax.usage.examples import resume_command
 
 MAX_NOTES = 8
 """Number of unknown event kinds and of damaged heartbeats in a report."""
@@ -69,7 +69,9 @@ def run_report(folder: Path) -> RunReport:
       EntryError: an entry of the folder is a link or has another unexpected type.
     """
     if not folder.is_dir():
-        raise DataError(f"folder '{folder}' does not exist.", fix="the folder of a run, as spanax train --out names it")
+        raise DataError(
+            f"folder '{folder}' does not exist.", fix="the folder of a run, as spanax train --output-dir names it"
+        )
     times, notes, workload = account(folder), list[str](), ""
     try:
         workload = str(read_settings(folder).get("workload", ""))

@@ -163,7 +163,9 @@ def _check_free(folder: Path, name: Name) -> None:
 
 def _in_use(folder: Path, name: Name) -> WriteError:
     return WriteError(
-        f"the run folder '{folder}' is in use.", where=_owner(folder, name), fix="another --out, or end that run first"
+        f"the run folder '{folder}' is in use.",
+        where=_owner(folder, name),
+        fix="another --output-dir, or end that run first",
     )
 
 
@@ -204,7 +206,7 @@ def _check_empty(folder: Path) -> None:
         saved = manifest.steps(place.inner(CHECKPOINTS))
         last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
         raise WriteError(
-            f"the run folder '{folder}' already contains a run.", where=last, fix="--resume, or another --out"
+            f"the run folder '{folder}' already contains a run.", where=last, fix="--resume, or another --output-dir"
         )
 
 

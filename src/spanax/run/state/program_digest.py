@@ -94,5 +94,5 @@ def check_same_model(
         raise ConfigError(
             f"the model differs from the one that saved step {step}: {'; '.join(comparison.differences)}.",
             where=f"'{steps.outer}'",
-            fix="the original code, another --out, or --accept-changed-model to continue with this model",
+            fix="the original code, another --output-dir, or --accept-changed-model to continue with this model",
         )

@@ -84,7 +84,7 @@ class Saves:
     def _save(self, run: Run, data: Batches) -> Pending:
         self.renew()
         self._began = time.monotonic()
-        self._pending = run.save(self.folder, data=data, keep=self.config.keep)
+        self._pending = run.save(self.folder, data=data, keep=self.config.keep_last)
         blocked = time.monotonic() - self._began
         self.telemetry.report({"event": "save", "step": run.num_steps, "blocked_seconds": blocked})
         return self._pending

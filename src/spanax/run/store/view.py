@@ -139,7 +139,7 @@ def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
     if folder.kind() is None:
         message = f"checkpoint step {step} was removed or renamed while it was being read."
         return DataError(
-            message, where=str(folder), fix="retry; a larger --keep of the run that saves here avoids this"
+            message, where=str(folder), fix="retry; a larger --keep-last of the run that saves here avoids this"
         )
     message = f"checkpoint step {step} passes verification but cannot be loaded: {first_line(error)}"
     return DataError(message, where=str(folder))

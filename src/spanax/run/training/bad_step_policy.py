@@ -51,12 +51,12 @@ class BadStepPolicy:
             num_bad = step - self.run.history.last_good_step
             if num_bad > patience:
                 where = f"{num_bad} bad steps in a row, the last one on batch {batch} of {self.data.source}"
-                raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step rollback, or a higher --patience")
+                raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step rollback, or a higher --max-bad-steps")
             self._report("skipped", step=step, batch=batch)
             return False
         if self._num_rollbacks == patience:
             where = f"{patience} rollbacks and no checkpoint since; now batch {batch} of {self.data.source}"
-            raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step skip, or a higher --patience")
+            raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step skip, or a higher --max-bad-steps")
         self._go_back(step, batch)
         return True
 

@@ -30,7 +30,9 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
     folder = telemetry.folder
     if config.resume and config.dtype is None:
         program = in_recorded_dtype(program, folder, devices)
-    schedule = requested_schedule(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
+    schedule = requested_schedule(
+        microbatches=config.microbatches, schedule=config.pipeline_schedule, chunks=config.virtual_stages
+    )
     place = partial(
         make_plan,
         program,

@@ -10,7 +10,7 @@ from spanax.printable import printable
 from spanax.run.state.weights import Loaded
 from spanax.show.live.profile import profile_text
 from spanax.units import bytes_text, count_text
-from spanax.usage import resume_command
+from spanax.usage.examples import resume_command
 
 if TYPE_CHECKING:
     from rich.console import Console

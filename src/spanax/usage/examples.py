@@ -9,21 +9,21 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
         "spanax train gpt-nano                            # 8 simulated devices, no download",
         "spanax plan llama3-8b --on h100:8                # layouts ranked by estimated step time, no device",
-        "spanax launch local --hosts 2 -- train gpt-nano  # several processes under a supervisor",
-        "spanax launch local --hosts 2 -- python train.py # ... and any program",
+        "spanax launch local --processes 2 -- train gpt-nano  # several processes under a supervisor",
+        "spanax launch local --processes 2 -- python train.py # ... and any program",
     ),
     "train": (
         "spanax train gpt-nano --steps 20",
-        "spanax train gpt2 --mesh fsdp=4,model=2 --data my_texts/ --out runs/a",
-        "spanax train gpt2 --out runs/a --resume --mesh fsdp=8",
-        "spanax train mine.py:workload --out runs/a --resume --accept-changed-model",
+        "spanax train gpt2 --mesh fsdp=4,model=2 --data my_texts/ --output-dir runs/a",
+        "spanax train gpt2 --output-dir runs/a --resume --mesh fsdp=8",
+        "spanax train mine.py:workload --output-dir runs/a --resume --accept-changed-model",
         "spanax train mine.py:workload --layout fsdp --config settings.toml",
     ),
     "plan": (
-        "spanax plan gpt3-175b --on a100-80gb:8x8 --batch 512",
+        "spanax plan gpt3-175b --on a100-80gb:8x8 --global-batch-size 512",
         "spanax plan gpt2 --on cpu:8 --out plan.json",
         "spanax plan gpt2 --on h100:8 --html layouts.html",
-        "spanax plan llama3-8b --on h100:8 --max batch",
+        "spanax plan llama3-8b --on h100:8 --solve-for batch",
         "spanax plan llama3-8b --on h100:32 --tokens 300e9 --budget-hours 500",
         "spanax plan gpt2 --on h100:8 --calibrate runs/a --out-cluster mine.toml",
     ),
@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax check gpt2-xl --on v5e:4x4 --layout fsdp --fail-on warning",
         "spanax check gpt-nano --on cpu:8 --layout tensor --parity",
     ),
+    "models": ("spanax models", "spanax models llama"),
     "axes": ("spanax axes gpt2", "spanax axes mine.py:workload --json"),
     "probe": ("spanax probe --out mine.toml", "spanax plan gpt2 --on mine.toml"),
     "compare": (
@@ -46,32 +47,32 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint": ("spanax checkpoint show runs/a", "spanax checkpoint verify runs/a"),
     "report": ("spanax report runs/a", "spanax report runs/a -o report.html"),
-    "import": ("spanax import gpt2-hf/ --as gpt2 --out weights/gpt2", "spanax train weights/gpt2 --mesh fsdp=8"),
-    "export": ("spanax export runs/a --as gpt2 --out for_transformers",),
+    "import": ("spanax import gpt2-hf/ --as gpt2 --output-dir weights/gpt2", "spanax train weights/gpt2 --mesh fsdp=8"),
+    "export": ("spanax export runs/a --as gpt2 --output-dir for_transformers",),
     "export-rules": ("spanax export-rules gpt2 --layout fsdp+tensor --mesh fsdp=4,model=2",),
-    "doctor": ("spanax doctor", "spanax doctor --out /shared/runs --hosts 10.0.0.7:9911"),
+    "doctor": ("spanax doctor", "spanax doctor --output-dir /shared/runs --hosts 10.0.0.7:9911"),
     "launch": (
-        "spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",
-        "spanax launch local --hosts 2 --devices-per-host 4 -- python train.py --lr 3e-4",
+        "spanax launch local --processes 2 --devices-per-process 4 -- train gpt-nano --output-dir runs/two",
+        "spanax launch local --processes 2 --devices-per-process 4 -- python train.py --lr 3e-4",
     ),
     "launch local": (
-        "spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",
-        "spanax launch local -- train gpt2 --out runs/a",
-        "spanax launch local --hosts 2 --logs logs/a --restarts 5 -- python train.py --lr 3e-4",
+        "spanax launch local --processes 2 --devices-per-process 4 -- train gpt-nano --output-dir runs/two",
+        "spanax launch local -- train gpt2 --output-dir runs/a",
+        "spanax launch local --processes 2 --logs logs/a --restarts 5 -- python train.py --lr 3e-4",
     ),
     "launch slurm": (
-        "spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --out runs/a",
+        "spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --output-dir runs/a",
         "spanax launch slurm --hosts 4 --logs runs/b -- python train.py --lr 3e-4",
     ),
     "launch kubernetes": (
-        "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- \\\n    train gpt2 --out /runs/a",
+        "spanax launch kubernetes --image registry/gpt:1 --claim shared -- train gpt2 --output-dir /runs/a",
         "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- python /app/train.py",
     ),
     "launch ray": (
-        "spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --out /shared/a",
+        "spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --output-dir /shared/a",
         "spanax launch ray --hosts 4 --logs /shared/b -- python /shared/train.py",
     ),
-    "launch workers": ("spanax launch workers -- train gpt2 --out runs/a",),
+    "launch workers": ("spanax launch workers -- train gpt2 --output-dir runs/a",),
 }
 """Example command lines by command; those of all commands under the empty name."""
 
@@ -81,10 +82,10 @@ def resume_command(folder: str | os.PathLike[str], steps: int | None = None) -> 
 
     Example:
       >>> resume_command("runs/first try", 20)
-      "spanax train --out 'runs/first try' --resume --steps 20"
+      "spanax train --output-dir 'runs/first try' --resume --steps 20"
     """
     path = os.fspath(folder)
-    out = [f"--out={path}"] if path.startswith("-") else ["--out", path]
+    out = [f"--output-dir={path}"] if path.startswith("-") else ["--output-dir", path]
     return shlex.join(["spanax", "train", *out, "--resume", *([] if steps is None else ["--steps", str(steps)])])
 
 

@@ -1,0 +1,64 @@
+"""`spanax models`: lists the named workloads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tyro.conf import Positional
+
+from spanax.commands.answer import Answer
+from spanax.errors import SpanaxError, nearest
+
+
+@dataclass(frozen=True)
+class ModelsCommand:
+    """List the named workloads: parameters, and the shapes of a batch.
+
+    Attributes:
+      name: lists only names that contain this text.
+      json: print one JSON object.
+    """
+
+    name: Positional[str] = ""
+    json: bool = False
+
+
+def answer(command: ModelsCommand) -> Answer:
+    """Returns a row per workload. Models are traced, so nothing is allocated.
+
+    Raises:
+      SpanaxError: no name contains the text.
+    """
+    from spanax.models.workloads import WORKLOADS
+    from spanax.show.tables import table_text
+
+    names = [name for name in WORKLOADS if command.name in name]
+    if not names:
+        raise SpanaxError(f"no workload's name contains '{command.name}'.", fix=nearest(command.name, WORKLOADS))
+    rows = [_row(name) for name in names]
+    lines = [(row["name"], f"{row['parameters']:,}", _shapes(row["batch"]), row["data"] or "none") for row in rows]
+    return Answer(table_text(("name", "parameters", "batch", "data"), lines), {"models": rows})
+
+
+def _row(name: str) -> dict[str, Any]:
+    import math
+
+    import jax
+    from flax import nnx
+
+    from spanax.models.workloads import load
+
+    workload = load(name)
+    state = nnx.state(nnx.eval_shape(lambda: workload.build(nnx.Rngs(0))), nnx.Param)
+    leaves = jax.tree_util.tree_leaves_with_path(workload.batch)
+    batch = {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
+    data = workload.source if isinstance(workload.source, str) else "synthetic" if workload.source is not None else None
+    return {
+        "name": name,
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
+        "batch": batch,
+        "data": data,
+    }
+
+
+def _shapes(batch: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in batch.items())
