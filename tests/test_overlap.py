@@ -113,14 +113,13 @@ def test_loops_of_permutes_are_counted_by_what_they_implement() -> None:
     assert tally(module, instructions) == dict.fromkeys(LOOPS.values(), 1)
 
 
-FUSED = SUMMING.replace(
-    "waited = f32[512,1024] all-reduce(mine), replica_groups={{0,1}}, to_apply=added", "waited = FUSION"
-)
-
-
 def test_a_fused_scatter_is_waited_for() -> None:
-    fusion = "f32[512,1024] fusion(gradient), kind=kCustom, calls=scattered"
-    program = FUSED.replace("FUSION", fusion)
+    scattered = SUMMING[SUMMING.index("scattered {") : SUMMING.index("ENTRY")]
+    # A computation has either synchronous or asynchronous callers.
+    program = SUMMING.replace("ENTRY", scattered.replace("scattered {", "fused {") + "ENTRY").replace(
+        "waited = f32[512,1024] all-reduce(mine), replica_groups={{0,1}}, to_apply=added",
+        "waited = f32[512,1024] fusion(gradient), kind=kCustom, calls=fused",
+    )
     data = _hlo.hlo_module_from_text(program).as_serialized_hlo_module_proto()
     module = read_module(data)
     instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
