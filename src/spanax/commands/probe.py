@@ -32,6 +32,6 @@ def answer(command: ProbeCommand) -> Answer:
     from spanax.run.distributed.devices import devices
 
     if not command.out.parent.is_dir() or command.out.is_dir():
-        raise WriteError(f"cannot write '{command.out}'.", fix="--output-dir cluster.toml, in a folder that exists")
+        raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that exists")
     command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
     return Answer(f"measured; spanax plan ... --on {command.out}")
