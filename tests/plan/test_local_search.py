@@ -121,7 +121,7 @@ def test_assignments_equal_one_device(name: str, mesh: str, names: Any, sharded:
 
 @pytest.mark.parametrize("name", sampled(["gqa", "tied"], ["gqa"]))
 def test_assignments_that_searches_rank_equal_one_device(name: str) -> None:
-    """Tables of embeddings over the axes of the batch, for models whose fastest layout on TPUs is no preset."""
+    """Tables of embeddings over the axes of the batch, for models whose fastest layout on TPUs is not a preset."""
     program = corpus.program(name)
     result = searched(program, spanax.cluster(CLUSTER), Request(), top=20)
     fastest = next(each for each in result.candidates if each.assigned)

@@ -1,5 +1,6 @@
 """`spanax models`: lists the named workloads."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,22 +41,20 @@ def answer(command: ModelsCommand) -> Answer:
 
 
 def _row(name: str) -> dict[str, Any]:
-    import math
-
     import jax
     from flax import nnx
 
     from spanax.models.workloads import load
+    from spanax.trace.batch import abstract_batch
 
     workload = load(name)
     state = nnx.state(nnx.eval_shape(lambda: workload.build(nnx.Rngs(0))), nnx.Param)
-    leaves = jax.tree_util.tree_leaves_with_path(workload.batch)
-    batch = {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
+    _, leaves, _ = abstract_batch(workload.batch)
     data = workload.source if isinstance(workload.source, str) else "synthetic" if workload.source is not None else None
     return {
         "name": name,
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
-        "batch": batch,
+        "batch": {leaf.path: list(leaf.shape) for leaf in leaves},
         "data": data,
     }
 
