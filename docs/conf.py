@@ -1,14 +1,11 @@
 """The site: `make docs` builds it, and every warning is an error."""
 
 import ast
-import inspect
 import re
 from importlib.metadata import version as installed
 from typing import Any
 
 from docutils import nodes
-
-import spanax
 
 project = "Spanax"
 author = copyright = "the Spanax authors"
@@ -25,21 +22,6 @@ html_css_files = ["site.css"]
 
 autodoc_typehints = "description"
 napoleon_use_ivar = True
-
-
-def public_names(app: Any, page: str, source: list[str]) -> None:
-    """Fill api.md in with the public names, each kind in its place."""
-    kinds: dict[str, list[str]] = {"FUNCTIONS": [], "CLASSES": [], "ERRORS": []}
-    for name in spanax.__all__:
-        thing = getattr(spanax, name)
-        is_error = inspect.isclass(thing) and issubclass(thing, Exception)
-        kind = "ERRORS" if is_error else "CLASSES" if inspect.isclass(thing) else "FUNCTIONS"
-        what = "autoclass" if kind == "CLASSES" else "autoexception" if is_error else "autofunction"
-        members = "\n   :members:" if kind == "CLASSES" else ""
-        kinds[kind].append(f".. {what}:: spanax.{name}{members}\n")
-    if page == "api":
-        for kind, lines in kinds.items():
-            source[0] = source[0].replace(kind, "\n".join(lines))
 
 
 def from_markdown(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -73,6 +55,5 @@ def written_in(text: str) -> str:
 
 def setup(app: Any) -> None:
     """What Sphinx is to do besides."""
-    app.connect("source-read", public_names)
     app.connect("autodoc-process-docstring", from_markdown, priority=400)  # before napoleon, at 500
     app.connect("doctree-read", coloured)

@@ -7,10 +7,14 @@ from typing import Any
 def groups(command: Any) -> dict[str, Any]:
     """The fields of a command, or of its class by default, that are groups of flags."""
     if isinstance(command, type):
-        defaults = {field.name: field.default for field in dataclasses.fields(command)}
+        defaults = {field.name: _default(field) for field in dataclasses.fields(command)}
     else:
         defaults = vars(command)
     return {name: value for name, value in defaults.items() if dataclasses.is_dataclass(value)}
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def flag_names(kind: type) -> set[str]:

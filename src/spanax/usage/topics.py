@@ -48,12 +48,14 @@ class Flag:
     Attributes:
       field: the name of its field.
       text: the flag with the value that it takes, such as `--lr X`.
-      summary: its description, with the default.
+      summary: its description.
+      default: its default; empty if the description states it, or if there is none.
     """
 
     field: str
     text: str
     summary: str
+    default: str = ""
 
 
 def help_request(argv: Sequence[str]) -> str | None:
@@ -146,8 +148,8 @@ def _flag(field: "dataclasses.Field[Any]", hint: Any, summary: str) -> Flag:
         text = field.name.upper()
     else:
         text = f"{word} {_metavar(hint)}"
-    shows = default not in (None, "", (), True, False) and "Default:" not in summary
-    return Flag(field.name, text, f"{summary} (default: {default})" if shows else summary)
+    is_shown = default not in (None, "", ()) and not isinstance(default, bool) and "Default:" not in summary
+    return Flag(field.name, text, summary, str(default) if is_shown else "")
 
 
 def _is_positional(hint: Any) -> bool:
@@ -174,7 +176,8 @@ def _described(flags: Sequence[Flag], width: int) -> list[str]:
     lines = list[str]()
     for flag in flags:
         lines.append(f"  {flag.text}")
+        summary = f"{flag.summary} (default: {flag.default})" if flag.default else flag.summary
         lines += textwrap.wrap(
-            flag.summary, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+            summary, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
         )
     return lines

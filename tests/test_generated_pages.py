@@ -1,0 +1,81 @@
+"""The pages that are generated from parsers, schemas and docstrings are current, and complete."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+import spanax
+from generated_pages import API, COMMANDS, PAGES
+from requested import flag_names
+from spanax import cli, sealed
+from spanax.check import report
+from spanax.commands.launch import LAUNCHERS
+from spanax.hardware.chips import CHIP_KEYS, DTYPE_KEYS, LINK_KEYS, LINKS
+from spanax.plan import plan
+from spanax.run.config import TrainConfig
+from spanax.run.record.events import KINDS
+from spanax.run.store import manifest
+from spanax.usage.examples import EXAMPLES
+from spanax.usage.topics import by_topic
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_current(name: str) -> None:
+    text, page = PAGES[name](), DOCS / name
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        page.write_text(text)
+    assert page.read_text() == text, f"docs/{name} is out of date: `make golden`, then read the diff"
+
+
+def test_every_command_is_described_with_an_example() -> None:
+    places = {f"launch {place}" for place in LAUNCHERS}
+    assert COMMANDS.keys() == (cli.COMMANDS.keys() - {"launch"}) | places
+    assert all(EXAMPLES.get(name) for name in (*cli.COMMANDS, *COMMANDS))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_is_listed(name: str) -> None:
+    page = (DOCS / "commands.md").read_text()
+    section = re.split(r"^## ", page.partition(f"\n## spanax {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    flags = [flag for group in by_topic(COMMANDS[name]).values() for flag in group]
+    assert {flag.field for flag in flags} == flag_names(COMMANDS[name])
+    assert not [flag.text for flag in flags if f"| `{flag.text}`".replace("|", "\\|")[1:] not in section]
+
+
+def test_every_setting_is_listed() -> None:
+    page = (DOCS / "settings.md").read_text()
+    settings = {field.name for field in dataclasses.fields(TrainConfig)} - {"config", "traceback"}
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == settings
+
+
+def test_every_public_name_has_a_task() -> None:
+    names = [name for group in API.values() for name in group]
+    assert sorted(names) == spanax.__all__
+
+
+def test_every_key_of_a_cluster_file_is_described() -> None:
+    page = (DOCS / "hardware.md").read_text().partition("## A cluster file")[2].partition("\n## ")[0]
+    keys = {*CHIP_KEYS, *DTYPE_KEYS, *LINKS, *(f".{key}" for key in LINK_KEYS)}
+    assert not {key for key in keys if f"`{key}`" not in page}
+
+
+def test_every_kind_of_event_is_described() -> None:
+    page = (DOCS / "monitoring.md").read_text().partition("## events.jsonl")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)))) == KINDS.keys()
+
+
+def test_the_versions_of_formats_are_stated() -> None:
+    rows = re.findall(
+        r"^\| (?:\S+ )*?\(`(\S+).*?`\) \| `\w+` \| (\d+) \|", (DOCS / "stability.md").read_text(), re.MULTILINE
+    )
+    assert {name: int(version) for name, version in rows} == {
+        "plan.json": plan.VERSION,
+        "checkpoints/<step>/manifest.json": manifest._FORMAT,
+        "spanax": report.VERSION,
+        "config.toml": sealed.FORMAT,
+    }
