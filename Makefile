@@ -54,6 +54,7 @@ golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/check/test_frozen.py
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/byo -k every_preset
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/test_guides.py
+	$(BIN)/python benchmarks/diagrams.py
 
 freeze: $(STAMP)
 	SPANAX_GOLDEN=update $(FROZEN) $(ARGS)

@@ -18,7 +18,9 @@ from spanax.check.array_placement import array_placement, copies, shards
 from spanax.check.compilers.annotated_step import annotated_program
 from spanax.errors import DataError, SpanaxError
 from spanax.sealed import sealed
-from spanax.show.drawing import devices_text, grid, svg
+from spanax.show.diagrams.canvas import svg_text
+from spanax.show.diagrams.shards import shards_diagram
+from spanax.show.drawing import devices_text, grid
 
 MINE = """
 import jax, spanax
@@ -149,7 +151,8 @@ def test_one_array_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "down" in out and "across" in out and "one copy of each shard" in out
     assert [line.split()[1::2] for line in out.splitlines() if line.startswith("│")][0] == ["0", "2", "4", "6"]
     drawing = xml.fromstring((tmp_path / "a.svg").read_text())
-    assert sum(part.tag.endswith("rect") for part in drawing) == 8
+    areas = [part for part in drawing if part.tag.endswith("rect") and part.get("class", "").startswith("c")]
+    assert len(areas) == 8 and len({(area.get("x"), area.get("y")) for area in areas}) == 8
     cli.main([*args, "--json"])
     assert len(json.loads(capsys.readouterr().out)["leaf"]["shards"]) == 8
 
@@ -158,7 +161,9 @@ def test_a_name_cannot_break_out_of_the_svg() -> None:
     import dataclasses
 
     leaf = dataclasses.replace(planned("fsdp", "fsdp=8")["up.kernel"], path="<script>")
-    assert "<script>" not in svg([leaf], spanax.MeshShape.of("fsdp=8"), "a & b")
+    for mesh in ("fsdp=8", "data=2,fsdp=8"):
+        text = svg_text(shards_diagram([leaf], spanax.MeshShape.of(mesh), "a & b"))
+        assert "<script>" not in text and "&lt;script&gt;" in text and "a &amp; b" in text
 
 
 def test_device_numbers_are_short() -> None:

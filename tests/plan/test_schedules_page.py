@@ -1,4 +1,4 @@
-"""docs/pipeline-schedules.md: every number and picture on it is what the code says (`make golden` writes them)."""
+"""docs/pipeline-schedules.md: every number on it is what the code says (`make golden` writes them)."""
 
 import os
 import re
@@ -48,25 +48,9 @@ def hops() -> str:
     return "\n".join(rows)
 
 
-def pictures() -> str:
-    return "\n\n".join(f"`{name}`:\n\n{picture(name)}" for name in ("gpipe", "1f1b", "zero-bubble"))
-
-
-def picture(schedule: str) -> str:
-    timeline = simulate(orders(schedule, 4, 6), StageSeconds.equal(4))
-    lines = []
-    for order, starts, ends in zip(timeline.orders, timeline.start_seconds, timeline.end_seconds, strict=True):
-        line = ["."] * int(timeline.seconds)
-        for task, start, end in zip(order, starts, ends, strict=True):
-            letter = {"F": "0123456789", "B": "abcdefghij", "W": "ABCDEFGHIJ"}[task.kind][task.microbatch]
-            line[int(start) : int(end)] = letter * int(end - start)
-        lines.append("    " + "".join(line))
-    return "\n".join(lines)
-
-
 def test_the_page_says_what_the_code_says() -> None:
     page = PAGE.read_text()
-    for name, actual in {"costs": costs(), "hops": hops(), "pictures": pictures()}.items():
+    for name, actual in {"costs": costs(), "hops": hops()}.items():
         block = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->|<!-- {name} -->", re.DOTALL)
         assert block.search(page), f"the page has no place for {name}"
         page = block.sub(f"<!-- {name} -->\n\n{actual}\n\n<!-- end -->", page)

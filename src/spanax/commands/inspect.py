@@ -49,7 +49,8 @@ def answer(command: InspectCommand) -> Answer:
       WriteError: a file cannot be written.
     """
     from spanax.check.array_placement import array_placement
-    from spanax.show.drawing import svg
+    from spanax.show.diagrams.canvas import svg_text
+    from spanax.show.diagrams.shards import shards_diagram
     from spanax.show.placement import (
         distinct_arrays,
         drawing_text,
@@ -73,7 +74,8 @@ def answer(command: InspectCommand) -> Answer:
         text, data["schedule"] = ticks_text(table), ticks_json(table)
     lines = [text]
     if command.svg is not None:
-        _write(command.svg, svg(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}"))
+        drawing = shards_diagram(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}")
+        _write(command.svg, svg_text(drawing))
         lines.append(f"written to {command.svg}: {len(chosen)} arrays drawn")
     if command.hlo is not None:
         _write(command.hlo, _program_text(command, placement))

@@ -1,8 +1,7 @@
-"""Draws an array on a mesh as text or SVG: a grid of its shards, each with the devices that hold it."""
+"""Draws an array on a mesh as text: a grid of its shards, each with the devices that store it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from rich import box
 from rich.table import Table
@@ -14,12 +13,6 @@ from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.units import bytes_text
 
 STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
-
-CELL, LINE, EDGE = 26, 18, 12
-"""Pixels of an SVG: height of a cell, height of a line of text, and margin."""
-
-LETTER = 7
-"""Pixels per letter in the SVG's 12-pixel monospace font."""
 
 
 @dataclass(frozen=True)
@@ -87,36 +80,6 @@ def described(leaf: Placement, mesh: MeshShape, drawing: Grid) -> str:
     return f"{leaf.path} {leaf.dtype}[{', '.join(dims)}]: {stored}, {replication}{note}"
 
 
-def svg(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> str:
-    """Returns drawings of arrays below each other as an SVG; shards with the same first device have the same color."""
-    parts: list[str] = []
-    width, top = EDGE + LETTER * len(title), EDGE + LINE
-    parts.append(_text(EDGE, top, title, bold=True))
-    for leaf in leaves:
-        drawing = grid(leaf, mesh)
-        caption = described(leaf, mesh, drawing)
-        top += LINE + EDGE
-        parts.append(_text(EDGE, top, caption))
-        width = max(width, EDGE + LETTER * len(caption))
-        texts = [[devices_text(cell.devices) for cell in row] for row in drawing.cells]
-        cell_width = max(30, 10 + LETTER * max(len(text) for row in texts for text in row))
-        top += EDGE // 2
-        for row, cells in zip(texts, drawing.cells, strict=True):
-            for column, (text, cell) in enumerate(zip(row, cells, strict=True)):
-                left = EDGE + column * cell_width
-                hue = 360 * cell.devices[0] // mesh.size
-                parts.append(
-                    f'<rect x="{left}" y="{top}" width="{cell_width}" height="{CELL}" '
-                    f'fill="hsl({hue},65%,80%)" stroke="#333"/>'
-                )
-                parts.append(_text(left + cell_width // 2, top + CELL - 9, text, middle=True))
-            width = max(width, EDGE + len(row) * cell_width)
-            top += CELL
-    size = f'width="{width + EDGE}" height="{top + EDGE}"'
-    style = 'font-family="monospace" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
-
-
 def devices_text(devices: Sequence[int]) -> str:
     """Returns device numbers, ranges with a dash and strides with a colon.
 
@@ -131,8 +94,3 @@ def devices_text(devices: Sequence[int]) -> str:
     if len(devices) > 8:
         return f"{','.join(map(str, devices[:4]))},... ({len(devices)})"
     return ",".join(map(str, devices))
-
-
-def _text(left: int, top: int, text: str, *, bold: bool = False, middle: bool = False) -> str:
-    extra = ' font-weight="bold"' * bold + ' text-anchor="middle"' * middle
-    return f'<text x="{left}" y="{top}"{extra}>{escape(text)}</text>'
