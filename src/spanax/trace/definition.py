@@ -17,7 +17,7 @@ from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.loss.compute_dtype import dtype_error
 from spanax.trace.loss.pure_loss import numbers_of, with_extra
 from spanax.trace.loss.train_step import as_metrics, chosen_step
-from spanax.trace.optimizers.gradient_recording import recording
+from spanax.trace.optimizers.gradient_recording import observing, recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
 from spanax.trace.pipeline.retrace import Shapes, retraced_graph
@@ -250,18 +250,28 @@ class Definition:
     @_once
     def _state(self, records_gradients: bool, seed: int) -> State:
         build = replace(self.build, seed=seed) if isinstance(self.build, Eager) else self.build
-        optimizer = recording(self.optimizer) if records_gradients else self.optimizer
+        optimizer = recording(self.optimizer, self._updated()) if records_gradients else self.optimizer
         with nnx.var_defaults(hijax=self.var_defaults.hijax, ref=self.var_defaults.ref):
             variables, init = initial(build, optimizer if self.loss is None else of_loss(optimizer), self.mesh)
             # A user's step may write to hijax Variables inside `jax.grad`; Spanax's step around a loss does not.
             variables = replace(variables, is_hijax=self.loss is None and wants_hijax())
         return State(variables, init, self.mesh.with_state(variables.leaves))
 
+    def _updated(self) -> Any:
+        """Returns the shapes of the parameters that a train step of the user updates; None without one."""
+        if self.train_step is None:
+            return None
+        state, params = self._state(False, 0), list[Any]()
+        step = state.mesh.traced(partial(_run_step, state.variables, observing(self.step(Variant()), params)))
+        with plain_variables():
+            jax.eval_shape(step, state.variables.abstract(), self.batch)
+        return params[-1] if params else None
+
     @_once
     def _evaluation(self, variant: Variant) -> Traced:
         state = self.state(variant)
         run_loss = partial(_run_loss, state.variables, self.loss)
-        attending = run_loss if variant.context == GATHERED else fuse_attention(run_loss, variant.context)
+        attending = run_loss if variant.context == GATHERED else fuse_attention(run_loss, variant.context, num_states=1)
         return self._traced(state, chunked_loss(attending, variant.loss_chunks))
 
     @_once

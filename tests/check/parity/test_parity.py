@@ -98,6 +98,44 @@ def test_a_custom_train_step_records_its_gradients() -> None:
     assert parity_result.passes and parity_result.worst("gradients").path in {leaf.path for leaf in program.leaves}
 
 
+@pytest.mark.parametrize("transformation", [optax.adam(1e-2, eps=0.1), optax.sgd(0.1)], ids=["adam", "sgd"])
+def test_an_optimizer_of_one_module_records_the_gradients_of_that_module(transformation: Any) -> None:
+    """SGD has no state that would tell which parameters it updates."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first, self.second = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def step(model: Pair, optimizer: nnx.Optimizer, x: jax.Array) -> dict:
+        loss, grads = nnx.value_and_grad(lambda second: (second(model.first(x)) ** 2).mean())(model.second)
+        optimizer.update(model.second, grads)
+        return {"loss": loss}
+
+    program = spanax.trace(
+        build=Pair, optimizer=lambda model: nnx.Optimizer(model.second, transformation, wrt=nnx.Param),
+        batch=jax.ShapeDtypeStruct((16, 16), "float32"), train_step=step,
+    )  # fmt: skip
+    result = parity(program, planned(program, "fsdp+tensor", "fsdp=4,model=2"), steps=2)
+    gradients = {difference.path for difference in result.differences if difference.group == "gradients"}
+    assert result.passes and gradients == {"kernel", "bias"}
+
+
+def test_an_optimizer_of_parameters_of_no_module_is_refused() -> None:
+    def make(model: nnx.Module) -> nnx.Optimizer:
+        return nnx.Optimizer(nnx.List([model.up]), optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict:
+        pair = nnx.List([model.up])
+        loss, grads = nnx.value_and_grad(lambda pair: zoo.squared_error(model, batch))(pair)
+        optimizer.update(pair, grads)
+        return {"loss": loss}
+
+    case = zoo.ZOO["mlp"]
+    program = spanax.trace(build=case.build, optimizer=make, batch=case.batch(16), train_step=step)
+    with pytest.raises(SpanaxError, match="its parameters are not those of one module"):
+        parity(program, planned(program, "fsdp", "fsdp=8"), steps=1)
+
+
 def test_keys_keep_their_implementation() -> None:
     class Noisy(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

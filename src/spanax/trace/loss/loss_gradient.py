@@ -57,7 +57,7 @@ def loss_gradient(
     count, (params, rest, batch) = variant.microbatches, operands
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
-        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions)
+        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions, 2)
         return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
 
     gradient = jax.value_and_grad(transform(value), has_aux=True)

@@ -245,3 +245,39 @@ def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
         (kernel,) = results
         assert (kernel.name, kernel.is_causal) == ("cudnn", expected[1])
         assert kernel.scale == pytest.approx(expected[0], rel=5e-3)  # the model rounds it to 16 bits, too
+
+
+def bottleneck(weights: Any, x: Any) -> Any:
+    up, down = weights
+    return ((jax.nn.softmax(x @ up) @ down) ** 2).mean()
+
+
+@pytest.mark.parametrize("context", ["ring", "cudnn"])
+def test_products_with_weights_alone_are_no_attention(context: str) -> None:
+    """A softmax over classes between two heads has the structure of attention, with weights as keys and values."""
+    operands = (shape(K, H), shape(H, K)), shape(B, T, K)
+    outcomes: list[FusedAttention] = []
+    fused = fuse_attention(bottleneck, context, outcomes, num_states=1)
+    if context == "ring":
+        with pytest.raises(SpanaxError, match="the loss has no softmax attention"):
+            jax.make_jaxpr(fused)(*operands)
+        assert FORWARD in names(graph_of(fuse_attention(bottleneck), *operands))
+    else:
+        jax.make_jaxpr(fused)(*operands)
+        assert [str(outcome) for outcome in outcomes] == ["plain: the loss has no softmax attention"]
+
+
+def test_keys_of_a_loop_that_examples_reach_late_are_attended() -> None:
+    """In the first iteration the keys are weights; in later ones they depend on the batch."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(carry: Any, _: Any) -> Any:
+            memory, q = carry
+            out = soft(dots(q, memory), memory)
+            return (out, q + out), None
+
+        (_, out), _ = jax.lax.scan(layer, (jnp.broadcast_to(weights, x.shape), x), None, length=3)
+        return (out**2).mean()
+
+    graph = graph_of(fuse_attention(loss, num_states=1), shape(H, K), Q)
+    assert FORWARD in names(graph)

@@ -4,7 +4,7 @@ The rewrite precedes differentiation, so that autodiff uses the gradient of the 
 (scan, remat, cond). Functions with a custom derivative are left unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,10 @@ class FusedAttention:
 
 
 def fuse_attention(
-    function: Callable[..., Any], context: str = RING, outcomes: list[FusedAttention] | None = None
+    function: Callable[..., Any],
+    context: str = RING,
+    outcomes: list[FusedAttention] | None = None,
+    num_states: int = 0,
 ) -> Callable[..., Any]:
     """Returns an equivalent pure function in which each attention is one operation.
 
@@ -42,6 +45,8 @@ def fuse_attention(
       function: the loss.
       context: `ring`, or the name of the kernel.
       outcomes: receives the implementation of each attention if a kernel is requested.
+      num_states: the number of leading arguments that have no examples, such as parameters. Two products with a
+        softmax between them are no attention if keys and values depend on these alone: a head of classes, then another.
 
     Raises:
       SpanaxError: when called with `ring`, if the loss has no attention, or one that does not match.
@@ -58,7 +63,8 @@ def fuse_attention(
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
-        outs = _evaluate(graph, jax.tree.leaves(args), matches, context)
+        examples = _dependents(graph, graph.body.inputs[len(jax.tree.leaves(args[:num_states])) :])
+        outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples)
         if context == RING:
             _check(matches)
         elif outcomes is not None:
@@ -110,11 +116,40 @@ def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str)
     return Mismatch(fit.why, op) if isinstance(fit, Unfit) else replace(match, kernel=fit)
 
 
+def _dependents(graph: Graph, values: Iterable[int]) -> set[int]:
+    """Returns the values that depend on some values, with those inside of bodies."""
+    result, size = {*values}, -1
+    while size < len(result):  # a carry may depend on a value after an iteration only
+        size = len(result)
+        for op in graph.ops():
+            if op.bodies:
+                wires = graph.wires(op)
+                result.update(inner for outer, inner in wires.inputs if outer in result)
+                result.update(first for first, after in wires.carried if after in result)
+                result.update(outer for outer, inner in wires.outputs if inner in result)
+                is_chosen = op.name == "cond" and op.inputs[0] in result
+                result.update(op.outputs if is_chosen else ())
+            elif result.intersection(op.inputs):
+                result.update(op.outputs)
+    return result
+
+
 def _evaluate(
-    graph: Graph, args: Sequence[Any], matches: list[AttentionMatch | Mismatch], context: str
+    graph: Graph,
+    args: Sequence[Any],
+    matches: list[AttentionMatch | Mismatch],
+    context: str,
+    examples: set[int],
 ) -> Sequence[Any]:
-    """Evaluates a graph with each attention as one operation, without those that only produce its scores."""
-    fused = attentions(graph)
+    """Evaluates a graph with each attention as one operation, without those that only produce its scores.
+
+    Of the products with a softmax between them, those are attentions whose keys or values are in `examples`.
+    """
+    fused = {
+        op: match
+        for op, match in attentions(graph).items()
+        if isinstance(match, Mismatch) or examples.intersection(value for value, _ in match.operands[1:])
+    }
     if context != RING:
         fused = {op: _fitted(graph, op, match, context) for op, match in fused.items()}
     matches += fused.values()
@@ -129,7 +164,7 @@ def _evaluate(
         is_followed = op.name in ("scan", "cond") or remat_of(op.eqn) is not None
         if not is_followed or not contains(op.eqn, lambda eqn: eqn.primitive.name == "dot_general"):
             return None
-        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, matches, context))
+        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, matches, context, examples))
 
     needed = graph.slice(graph.body.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
     return evaluate(graph, args, override, needed)
