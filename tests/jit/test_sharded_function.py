@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 
 import spanax
+from spanax.errors import SpanaxError
 from spanax.jit.objects import Objects
+from spanax.models import gpt
 
 X = np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)
 
@@ -308,3 +310,39 @@ def test_the_structure_of_objects_is_noticed_when_it_changes() -> None:
     assert objects.is_current()
     model.up.kernel = nnx.Param(jnp.ones((16, 32)))
     assert not objects.is_current()
+
+
+def padded_run(transform: Callable[..., Any], like: Callable[..., Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Two losses of a GPT with 5 heads, a held-out loss under `like`, and its parameters."""
+    model = gpt.GPT(gpt.GPTConfig(101, seq_len=16, num_layers=2, num_heads=5, embed_dim=40), nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
+
+    @transform
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda model: gpt.loss(model, batch))(model)
+        optimizer.update(model, grads)
+        return value
+
+    evaluate, random = like(step)(gpt.loss), np.random.default_rng(0)
+    batches = [{name: random.integers(0, 101, (8, 16)) for name in ("inputs", "targets")} for _ in range(3)]
+    losses = [float(step(model, optimizer, batch)) for batch in batches[:2]] + [float(evaluate(model, batches[2]))]
+    if not isinstance(step, type(nnx.jit(gpt.loss))):
+        for function in (step, evaluate):
+            assert function.plan.schedule.padded == (("heads", 4), ("vocab", 4))
+            assert "5 heads padded to 8 over model=4" in function.plan.why
+    return losses, {str(path): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+
+def test_padded_axes_change_no_numbers() -> None:
+    jitted = spanax.jit(mesh="data=2,model=4", pad="heads,vocab")
+    losses, params = padded_run(jitted, lambda step: spanax.jit(like=step))
+    expected_losses, expected = padded_run(nnx.jit, lambda step: nnx.jit)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for path, array in expected.items():
+        np.testing.assert_allclose(params[path], array, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def test_a_shared_placement_takes_no_padding_of_its_own() -> None:
+    step = spanax.jit(lambda model, x: model(x), mesh="data=8")
+    with pytest.raises(SpanaxError, match="`pad` does not apply: `like` decides"):
+        spanax.jit(lambda model, x: model(x), like=step, pad="heads")

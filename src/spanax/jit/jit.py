@@ -1,7 +1,7 @@
 """`spanax.jit`: compiles a function of NNX objects, sharded over a mesh."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -29,6 +29,7 @@ def jit(
     microbatches: int = 1,
     attention: str | None = None,
     loss_chunks: int | str | None = None,
+    pad: str | Sequence[str] | None = None,
     like: ShardedFunction | None = None,
     donate: bool = True,
     static_argnums: int | Iterable[int] = (),
@@ -52,6 +53,7 @@ def jit(
       microbatches: the number of microbatches over which gradients are accumulated.
       attention: as in `spanax.plan`.
       loss_chunks: as in `spanax.plan`.
+      pad: as in `spanax.plan`; functions with `like` pad the same axes.
       like: another function whose mesh and layout this one shares, whichever runs first.
       donate: reuse the buffers of arrays that the function updates: copy an array to keep its value from before a call.
       static_argnums: the positions of arguments that are neither objects nor arrays, as in `nnx.jit`.
@@ -78,11 +80,13 @@ def jit(
     if function is None:
         return partial(
             jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, remat=remat, microbatches=microbatches,
-            attention=attention, loss_chunks=loss_chunks, like=like, donate=donate,
+            attention=attention, loss_chunks=loss_chunks, pad=pad, like=like, donate=donate,
             static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
-    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}))
-    others = {"layout": layout, "mesh": mesh, "on": on, "pin": pin, "plan": plan if like is not None else None}
+    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}), pad=pad)
+    others = {
+        "layout": layout, "mesh": mesh, "on": on, "pin": pin, "pad": pad, "plan": plan if like is not None else None,
+    }  # fmt: skip
     if (plan is not None or like is not None) and (
         names := [name for name, value in others.items() if value is not None]
     ):

@@ -106,7 +106,8 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
     pins = {axis: pin for axis, pin in plan.pins if axis in known}
     while True:
         try:
-            return decided(program, cluster, replace(request, layout=layout, pins=pins))
+            padded = _padded_in(program, layout, plan)
+            return decided(program, cluster, replace(request, layout=layout, pins=pins, pad=padded))
         except IdleAxisError as error:  # such as `data` where a function has no batch: it computes replicated there
             layout = _stored_without(layout, error.axis) if error.in_storage else _without(layout, error.axis)
         except IndivisibleError as error:
@@ -114,6 +115,12 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
                 raise
             warnings.warn(f"{first_line(error)} It is computed replicated over '{error.axis}'.", stacklevel=7)
             layout = _without(layout, error.axis)
+
+
+def _padded_in(program: Program, layout: Layout, plan: Plan) -> list[str]:
+    """Returns the padded axes of a plan that a program has and a layout shards."""
+    names = {*program.step.axes.names.values()}.intersection(name for _, names in layout.computed for name in names)
+    return [name for name, _ in plan.schedule.padded if name in names]
 
 
 def _stored_without(layout: Layout, axis: str) -> Layout:

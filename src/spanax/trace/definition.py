@@ -20,11 +20,11 @@ from spanax.trace.loss.train_step import as_metrics, chosen_step
 from spanax.trace.optimizers.gradient_recording import observing, recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
-from spanax.trace.pipeline.retrace import Shapes, retraced_graph
+from spanax.trace.pipeline.retrace import Shapes, matching, retraced_graph
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
-from spanax.trace.rewrites.padding.padded_step import padded_step
+from spanax.trace.rewrites.padding.padded_step import padded_graph, padded_step
 from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.trace.traced import Traced
 from spanax.trace.user_mesh import UserMesh, outside_meshes
@@ -209,6 +209,10 @@ class Definition:
         Raises:
           SpanaxError: it cannot be traced with these shapes, or its operations differ.
         """
+        if variant.padded:
+            plain = replace(variant, padded=())
+            resized = replace(self.traced(plain).step, graph=self.resized(plain, shapes))
+            return matching(self.traced(variant).step.graph, padded_graph(resized, variant.padded))
         state = self.state(variant)
         variables = state.variables.of_shapes(shapes)
         step = state.mesh.traced(partial(_run_step, variables, self.step(variant)))

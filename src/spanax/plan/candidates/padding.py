@@ -45,7 +45,7 @@ def search_in_padding(
         result = find(program.variant(replace(program.form, padded=padded)))
         best = result.best
         is_used = best is not None and all(_ways(best.mesh, name) == number for name, number in padded)
-        if best is not None and is_used and best.num_stages == 1:
+        if best is not None and is_used:
             results.append(result)
     if not results:
         axes, shape = ", ".join(names), f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"

@@ -41,9 +41,6 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    if schedule.padded and schedule.num_stages > 1:
-        axes = ", ".join(name for name, _ in schedule.padded)
-        raise SpanaxError(f"stages of a pipeline do not support padded axes: {axes}.", fix="a layout without stages")
     program = _in_forms(program, schedule)
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))

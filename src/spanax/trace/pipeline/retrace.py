@@ -36,6 +36,20 @@ def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any
         graph, _ = with_logged(from_jaxpr(jaxpr), len(state), jax.tree.structure(result))
     except Exception as error:
         raise _refused(f"{type(error).__name__}: {first_line(error)}"[:160], num_layers) from error
+    return matching(written, graph, num_layers)
+
+
+def matching(written: Graph, graph: Graph, num_layers: int = 0) -> Graph:
+    """Returns a graph that has the values and operations of another one.
+
+    Args:
+      written: the other graph.
+      graph: the graph, with longer dims.
+      num_layers: the number of layers in `written`, for the error.
+
+    Raises:
+      ResizeError: the operations differ.
+    """
     if len(written.avals) != len(graph.avals) or written.constants.keys() != graph.constants.keys():
         raise _refused("it traces to other operations", num_layers)
     _check_same(written.body, graph.body, num_layers)

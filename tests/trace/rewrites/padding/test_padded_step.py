@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 import spanax
+from spanax.check.parity.parity import parity
 from spanax.errors import SpanaxError
 from spanax.models import gpt, llama, moe
 from spanax.plan.evaluate import evaluate as price
+from spanax.plan.plan import Schedule
 from spanax.trace.jaxpr.interpret import evaluate
 
 ADAMW = optax.adamw(1e-2, eps=1e-3)
@@ -21,8 +23,8 @@ ADAMW = optax.adamw(1e-2, eps=1e-3)
 TOKENS = {name: jax.ShapeDtypeStruct((8, 16), "int32") for name in ("inputs", "targets")}
 
 
-def gpt_program(num_heads=5, embed_dim=40, **options):
-    config = gpt.GPTConfig(101, seq_len=16, num_layers=2, num_heads=num_heads, embed_dim=embed_dim)
+def gpt_program(num_heads=5, embed_dim=40, num_layers=2, **options):
+    config = gpt.GPTConfig(101, seq_len=16, num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)
     return spanax.trace(
         build=lambda rngs: gpt.GPT(config, rngs),
         optimizer=ADAMW,
@@ -190,3 +192,16 @@ def test_a_plan_states_what_it_pads_and_only_on_request():
 def test_axes_that_cannot_be_padded_raise(pad, message):
     with pytest.raises(SpanaxError, match=message):
         spanax.plan(gpt_program(), "cpu:4", layout="tensor", mesh="model=4", pad=pad)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "schedule"),
+    [(2, Schedule(microbatches=4)), (3, Schedule(microbatches=4, pipeline="zero-bubble"))],
+)
+def test_stages_of_a_pipeline_pad_as_one_device_computes(num_layers, schedule):
+    """Axes are padded inside of the stages; of three layers in two stages, the rows are padded as well."""
+    program = gpt_program(num_layers=num_layers, microbatches=4)
+    plan = spanax.plan(program, "cpu:8", mesh="pipe=2,model=4", schedule=schedule, pad="heads,vocab")
+    assert plan.schedule.padded == (("heads", 4), ("vocab", 4)) and "5 heads padded to 8" in plan.why
+    result = parity(program, plan, steps=2)
+    assert result.passes, [result.worst(group) for group in ("loss", "gradients", "parameters")]

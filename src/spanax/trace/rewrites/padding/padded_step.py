@@ -18,7 +18,7 @@ from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import discover
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Family, Kind, Shape
-from spanax.trace.jaxpr.graph import Body, Op, from_jaxpr
+from spanax.trace.jaxpr.graph import Body, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import as_traced, read
 from spanax.trace.jaxpr.marks import marked
 from spanax.trace.rewrites.padding.bodies import with_padded_bodies
@@ -42,21 +42,28 @@ def padded_step(traced: Traced, leaves: Sequence[Leaf], batch: Sequence[Leaf], m
       batch: the leaves of the batch.
       multiples: the axes to pad.
     """
+    new = padded_graph(traced, multiples)
+    if new is traced.graph:
+        return traced
+    fresh = [(value, mark) for mark, value in new.marks.items() if mark.startswith(EXAMPLES)]
+    new = replace(new, marks={mark: v for mark, v in new.marks.items() if not mark.startswith(EXAMPLES)})
+    grown = [(value, int(mark.rpartition(":")[2])) for value, mark in fresh]
+    return replace(traced, graph=new, axes=discover(new, leaves, batch, grown))
+
+
+def padded_graph(traced: Traced, multiples: Multiples) -> Graph:
+    """Returns the graph of `padded_step`, with marks on fresh values that have examples."""
     step = StepAnalysis(traced)
     sizes = padded_sizes(step, multiples)
     if not sizes:
-        return traced
+        return traced.graph
     graph, padding = traced.graph, _Padding(step, sizes)
 
     def function(*args: Any) -> list[Any]:
         outs = padding.body(graph.body, args)
         return [fitted(out, graph.shape(value))[0] for value, out in zip(graph.body.outputs, outs, strict=True)]
 
-    new = from_jaxpr(jax.make_jaxpr(function)(*(graph.avals[value] for value in graph.body.inputs)))
-    fresh = [(value, mark) for mark, value in new.marks.items() if mark.startswith(EXAMPLES)]
-    new = replace(new, marks={mark: v for mark, v in new.marks.items() if not mark.startswith(EXAMPLES)})
-    grown = [(value, int(mark.rpartition(":")[2])) for value, mark in fresh]
-    return replace(traced, graph=new, axes=discover(new, leaves, batch, grown))
+    return from_jaxpr(jax.make_jaxpr(function)(*(graph.avals[value] for value in graph.body.inputs)))
 
 
 def padded_sizes(step: StepAnalysis, multiples: Multiples) -> dict[int, tuple[int, int]]:
