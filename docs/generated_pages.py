@@ -1,15 +1,20 @@
 """The generated pages of the site: `make golden` writes them, and tests/test_generated_pages.py compares them."""
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import spanax
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
+from spanax.errors import error_types
 from spanax.run.config import MAX, MIN, TYPES, TrainConfig
 from spanax.usage.examples import EXAMPLES
 from spanax.usage.topics import MIN_FLAGS, Flag, by_topic
+
+TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
 
 NOTE = "`make golden` generates this page from the source."
 
@@ -177,9 +182,29 @@ def toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def troubleshooting_page() -> str:
+    """Returns docs/troubleshooting.md: the page as it is, with the head of each entry from the type of its error.
+
+    Causes and fixes are written by hand, below the head.
+    """
+    introduction, *entries = re.split(r"^## ", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+    bodies = {
+        entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
+    }
+    others = [f"## {entry.strip()}" for entry in entries if entry[:3] != "SPX"]
+    parts = [introduction.strip()]
+    for kind in error_types():
+        words = re.findall(r"[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
+        title = " ".join(words).lower().replace("spanax", "invalid request")
+        head = f"## {kind.code}: {title}\n\n*`spanax.errors.{kind.__name__}`, exit code {kind.exit_code}*"
+        parts += [head, summary(kind).partition("; exit code")[0].rstrip(".") + ".", bodies.get(kind.code, "")]
+    return "\n\n".join([*filter(None, parts), *others]) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "settings.md": settings_page,
     "api.md": api_page,
+    "troubleshooting.md": troubleshooting_page,
 }
 """By file: the function that returns its text."""

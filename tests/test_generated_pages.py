@@ -12,7 +12,9 @@ from generated_pages import API, COMMANDS, PAGES
 from requested import flag_names
 from spanax import cli, sealed
 from spanax.check import report
+from spanax.check.lint.lint import PROFILE_RULES, RULES
 from spanax.commands.launch import LAUNCHERS
+from spanax.errors import error_types
 from spanax.hardware.chips import CHIP_KEYS, DTYPE_KEYS, LINK_KEYS, LINKS
 from spanax.plan import plan
 from spanax.run.config import TrainConfig
@@ -21,7 +23,8 @@ from spanax.run.store import manifest
 from spanax.usage.examples import EXAMPLES
 from spanax.usage.topics import by_topic
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -67,6 +70,19 @@ def test_every_key_of_a_cluster_file_is_described() -> None:
 def test_every_kind_of_event_is_described() -> None:
     page = (DOCS / "monitoring.md").read_text().partition("## events.jsonl")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)))) == KINDS.keys()
+
+
+def test_every_code_of_an_error_has_an_entry() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    codes = [kind.code for kind in error_types()]
+    assert re.findall(r"^## (SPX\d+): ", page, re.MULTILINE) == codes == sorted(set(codes))
+    entries = re.split(r"^## (SPX\d+): ", page, flags=re.MULTILINE)[1:]
+    for code, text in zip(entries[::2], entries[1::2], strict=True):
+        assert len(re.findall(r"^\*\*(?:Cause|Fix)\.\*\* \S.{20}", text, re.MULTILINE)) == 2, code
+
+
+def test_codes_of_errors_and_of_lint_rules_differ() -> None:
+    assert not {kind.code for kind in error_types()} & {rule.code for rule in (*RULES, *PROFILE_RULES)}
 
 
 def test_the_versions_of_formats_are_stated() -> None:

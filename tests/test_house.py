@@ -245,6 +245,16 @@ def too_many_comments(root: Path) -> list[str]:
     return problems
 
 
+def without_code(root: Path) -> list[str]:
+    """Errors of the base type, whose code says nothing about the mistake."""
+    return [
+        f"{path}:{node.lineno}: raise the type of spanax.errors that describes the mistake"
+        for path, _, tree in sources(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "SpanaxError"
+    ]
+
+
 def left_undone(root: Path) -> list[str]:
     """Work promised in a comment."""
     problems = []
@@ -517,6 +527,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     empty_names,
     unsafe_calls,
     too_many_comments,
+    without_code,
     left_undone,
     swallowed,
     opened_by_path,
@@ -563,6 +574,7 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (unsafe_calls, "a.py", "yaml.load(f)\n", "a.py:1: yaml.load"),
     (unsafe_calls, "a.py", "numpy.load(f, allow_pickle=True)\n", "a.py:1: allow_pickle"),
     (too_many_comments, "a.py", "x = 1  # one\n" * 4 + "x = 1\n" * 21, "4 comments in 25 lines"),
+    (without_code, "a.py", "raise SpanaxError('no')\n", "a.py:1: raise the type"),
     (swallowed, "a.py", "with suppress(SpanaxError):\n    f()\n", "a.py:1: suppresses a broad error"),
     (swallowed, "a.py", "with contextlib.suppress(OSError, Exception):\n    f()\n", "a.py:1: suppresses"),
     (swallowed, "a.py", "try:\n    f()\nexcept Exception:\n    x = 1\n", "a.py:3: drops a broad error"),

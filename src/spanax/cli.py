@@ -24,7 +24,7 @@ from spanax.commands import (
 )  # fmt: skip
 from spanax.commands.answer import Answer
 from spanax.commands.weights import export_rules, export_weights, import_weights
-from spanax.errors import SpanaxError
+from spanax.errors import FormatError, UnknownNameError
 from spanax.frames import user_frames
 from spanax.run.config import TrainConfig
 from spanax.show.error_text import print_error
@@ -105,7 +105,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise SpanaxError(f"{name} is not UTF-8: {ascii(text)}.") from None
+            raise FormatError(f"{name} is not UTF-8: {ascii(text)}.") from None
 
 
 def _run(argv: list[str]) -> None:
@@ -153,7 +153,7 @@ def _overview(argv: Sequence[str]) -> None:
     """
     if argv[:1] == ["--print-completion"]:
         if argv[1:] not in [[shell] for shell in SHELLS]:
-            raise SpanaxError(f"cannot complete for '{' '.join(argv[1:])}'.", fix=f"one of {', '.join(SHELLS)}")
+            raise UnknownNameError(f"cannot complete for '{' '.join(argv[1:])}'.", fix=f"one of {', '.join(SHELLS)}")
         argv = ["--tyro-print-completion", *argv[1:]]
     commands = [
         Annotated[verb.flags, tyro.conf.subcommand(name, description=verb.summary)] for name, verb in COMMANDS.items()

@@ -1,19 +1,9 @@
 """The exceptions that Spanax raises, and the format of their messages.
 
-    SpanaxError            exit code 2: a request is invalid
-    ├── SizeError          2: a workload does not have the size to change
-    ├── NoLayoutError      2: no layout shards a program over these devices
-    ├── IdleAxisError      2: a mesh axis has nothing to shard in a program
-    ├── IndivisibleError   2: a mesh axis does not divide an axis that it must shard
-    ├── ResizeError        2: a step cannot be traced with arrays of other sizes
-    ├── DataError          65: data, a file or a checkpoint is invalid
-    │   └── EntryError     65: an entry of a run folder is not a regular file
-    ├── CompilerError      70: a compiler crashed or timed out
-    ├── HostsError         70: the processes of a run failed to connect
-    ├── NumbersError       70: the training of a run diverged
-    ├── WriteError         73: a destination cannot be written
-    │   └── DiskFullError  73: the device is full
-    └── ConfigError        78: a run is resumed with incompatible settings
+Each type has a stable code, which its message ends the first line with: docs/troubleshooting.md has an entry for each.
+Codes begin with 1 for arguments, 2 for machines and meshes, 3 for layouts and plans, 4 for the program, 5 for data and
+files, 6 for runs; SPX0xx are those of lint rules. A type inherits the exit code of its base: 2, an invalid request, by
+default; 65, 70, 73 and 78 as in sysexits.h.
 
 A run that is preempted and can be resumed exits with `PREEMPTED`. If user code raises, the command line exits with
 `MISTAKE`.
@@ -22,7 +12,8 @@ A message has at most four lines: the error, `where` with the values involved, a
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 from spanax.printable import printable
 
@@ -44,30 +35,90 @@ class SpanaxError(ValueError):
       where: the context of the error, in a separate line.
       fix: the closest valid alternative, in a separate line.
 
+    Attributes:
+      code: identifies the type of the error in docs/troubleshooting.md.
+      exit_code: the exit code of a command that it ends.
+
     Example:
       >>> print(SpanaxError("unknown layout 'fdsp'.", where="--layout fdsp", fix="did you mean 'fsdp'?"))
-      unknown layout 'fdsp'.
+      unknown layout 'fdsp'. [SPX100]
         where: --layout fdsp
         fix: did you mean 'fsdp'?
     """
 
-    exit_code = 2
+    code: ClassVar[str] = "SPX100"
+    exit_code: ClassVar[int] = 2
+
+    def __init_subclass__(cls, *, code: str):
+        cls.code = code
 
     def __init__(self, what: str, *, where: str = "", fix: str = ""):
         lines = [what, f"  where: {where}" if where else "", f"  fix: {fix}" if fix else ""]
         super().__init__("\n".join(printable(line) for line in lines if line))
 
-
-class SizeError(SpanaxError):
-    """A workload does not have the size that a request changes; exit code 2."""
-
-
-class NoLayoutError(SpanaxError):
-    """No layout shards a program evenly over the devices; exit code 2."""
+    def __str__(self) -> str:
+        what, newline, more = super().__str__().partition("\n")
+        return f"{what} [{self.code}]{newline}{more}"
 
 
-class IdleAxisError(SpanaxError):
-    """A mesh axis shards no weight and saves no work in a program, or no array in storage; exit code 2.
+class UnknownNameError(SpanaxError, code="SPX101"):
+    """A name is unknown: of a layout, a workload, a chip, an axis, a setting, or another value."""
+
+
+class RangeError(SpanaxError, code="SPX102"):
+    """A number is out of its range."""
+
+
+class FormatError(SpanaxError, code="SPX103"):
+    """A text does not have the required form."""
+
+
+class ConflictError(SpanaxError, code="SPX104"):
+    """An argument contradicts another one, or does not apply together with it."""
+
+
+class MissingError(SpanaxError, code="SPX105"):
+    """A required argument is missing."""
+
+
+class ArgumentError(SpanaxError, code="SPX106"):
+    """An argument has an unsupported type."""
+
+
+class NotInstalledError(SpanaxError, code="SPX107"):
+    """An optional package or program is not installed."""
+
+
+class UnsupportedError(SpanaxError, code="SPX108"):
+    """The platform or the versions do not support a request."""
+
+
+class ClusterError(SpanaxError, code="SPX201"):
+    """No cluster of the chip has the requested number of devices or shape."""
+
+
+class ClusterFileError(SpanaxError, code="SPX202"):
+    """A cluster file has an invalid key or value."""
+
+
+class HardwareError(SpanaxError, code="SPX203"):
+    """A rate or the memory of a chip is unknown, or a dtype is not supported by it."""
+
+
+class DeviceCountError(SpanaxError, code="SPX204"):
+    """A mesh or a plan requires another number of devices."""
+
+
+class MeshError(SpanaxError, code="SPX205"):
+    """A mesh is invalid, or its axes do not suit the layout."""
+
+
+class NoLayoutError(SpanaxError, code="SPX301"):
+    """No layout shards the program evenly over the devices."""
+
+
+class IdleAxisError(SpanaxError, code="SPX302"):
+    """A mesh axis shards nothing in the program: no weight, no work, or no array in storage.
 
     `axis` is the name of the mesh axis, and `in_storage` whether it was to shard arrays in storage.
     """
@@ -77,8 +128,8 @@ class IdleAxisError(SpanaxError):
         self.axis, self.in_storage = axis, in_storage
 
 
-class IndivisibleError(SpanaxError):
-    """A mesh axis does not divide an axis of a program that it must shard; exit code 2.
+class IndivisibleError(SpanaxError, code="SPX303"):
+    """A mesh axis does not divide an axis of the program that it must shard.
 
     `axis` is the name of the mesh axis.
     """
@@ -88,27 +139,158 @@ class IndivisibleError(SpanaxError):
         self.axis = axis
 
 
-class ResizeError(SpanaxError):
-    """A step cannot be traced with arrays of different sizes than those it was written for; exit code 2."""
+class CapacityError(SpanaxError, code="SPX304"):
+    """No candidate fits in the memory of the devices, or reaches the target."""
 
 
-class DataError(SpanaxError):
+class SizeError(SpanaxError, code="SPX305"):
+    """A workload does not have the size that a request changes."""
+
+
+class ResizeError(SpanaxError, code="SPX306"):
+    """A step cannot be traced with arrays of other sizes than those it was written for."""
+
+
+class PlanMismatchError(SpanaxError, code="SPX307"):
+    """A plan was made for another program, mesh or dtype."""
+
+
+class PipelineError(SpanaxError, code="SPX308"):
+    """A step cannot be partitioned into pipeline stages as requested."""
+
+
+class VariantError(SpanaxError, code="SPX309"):
+    """A loss does not support the requested remat, microbatches, attention, chunks, padding or offload."""
+
+
+class CalibrationError(SpanaxError, code="SPX310"):
+    """Measured steps cannot calibrate the devices."""
+
+
+class BuildError(SpanaxError, code="SPX401"):
+    """`build` cannot be traced, or returns no module."""
+
+
+class LossError(SpanaxError, code="SPX402"):
+    """A loss or an evaluation returns an unsupported value."""
+
+
+class StepError(SpanaxError, code="SPX403"):
+    """A train step changes the structure of its state, or lacks a value that is required."""
+
+
+class OptimizerError(SpanaxError, code="SPX404"):
+    """An optimizer is not supported."""
+
+
+class BatchError(SpanaxError, code="SPX405"):
+    """A batch differs from the traced batch, or between processes."""
+
+
+class ModelMeshError(SpanaxError, code="SPX406"):
+    """The sharding in the model is invalid on its mesh or on the planned mesh."""
+
+
+class StackError(SpanaxError, code="SPX407"):
+    """Blocks cannot be stacked as the layers of one scan."""
+
+
+class ObjectsError(SpanaxError, code="SPX408"):
+    """NNX objects or arrays are not what `spanax.jit` or a checkpoint requires."""
+
+
+class WorkloadError(SpanaxError, code="SPX409"):
+    """A workload or checkpoint does not support the command."""
+
+
+class DataError(SpanaxError, code="SPX501"):
     """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 
     Example:
       >>> print(DataError("'text.txt' is empty.", fix="a file with text"))
-      'text.txt' is empty.
+      'text.txt' is empty. [SPX501]
         fix: a file with text
     """
 
     exit_code = 65
 
 
-class EntryError(DataError):
-    """An entry of a run folder is a link, a FIFO, a device, a folder or too large; exit code 65."""
+class TooFewExamplesError(DataError, code="SPX502"):
+    """Data has fewer examples than required."""
 
 
-class CompilerError(SpanaxError):
+class MissingFileError(DataError, code="SPX503"):
+    """A file or folder does not exist."""
+
+
+class FileError(DataError, code="SPX504"):
+    """A file cannot be read, is damaged, or is of another kind."""
+
+
+class EntryError(DataError, code="SPX505"):
+    """An entry of a run folder is a link, a FIFO, a device, a folder or too large."""
+
+
+class CheckpointError(DataError, code="SPX506"):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class WeightsError(DataError, code="SPX507"):
+    """Imported weights do not match the model, or are not supported."""
+
+
+class WriteError(SpanaxError, code="SPX511"):
+    """A destination cannot be written; exit code 73.
+
+    Example:
+      >>> WriteError("cannot write 'plan.json'.").exit_code
+      73
+    """
+
+    exit_code = 73
+
+
+class InUseError(WriteError, code="SPX512"):
+    """A destination is in use, or already contains results."""
+
+
+class DiskFullError(WriteError, code="SPX513"):
+    """The device of a run folder is full."""
+
+
+class ConfigError(SpanaxError, code="SPX601"):
+    """A run is resumed with settings or code that are incompatible with its previous ones; exit code 78."""
+
+    exit_code = 78
+
+
+class NumbersError(SpanaxError, code="SPX602"):
+    """A loss, gradient or parameter is invalid and ends the run; exit code 70.
+
+    Example:
+      >>> print(NumbersError("step 7 is bad: loss is nan.", fix="--on-bad-step rollback"))
+      step 7 is bad: loss is nan. [SPX602]
+        fix: --on-bad-step rollback
+    """
+
+    exit_code = 70
+
+
+class GroupError(SpanaxError, code="SPX603"):
+    """The environment does not define the group of processes, or an address in it is invalid."""
+
+
+class HostsError(SpanaxError, code="SPX604"):
+    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70."""
+
+    exit_code = 70
+
+
+class LaunchError(SpanaxError, code="SPX605"):
+    """A scheduler or cluster did not accept the processes."""
+
+
+class CompilerError(SpanaxError, code="SPX606"):
     """A compiler crashed or timed out; exit code 70.
 
     Example:
@@ -119,53 +301,30 @@ class CompilerError(SpanaxError):
     exit_code = 70
 
 
-class HostsError(SpanaxError):
-    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70."""
-
-    exit_code = 70
-
-
-class NumbersError(SpanaxError):
-    """A loss, gradient or parameter is invalid and ends the run; exit code 70.
+def error_types() -> Iterator[type[SpanaxError]]:
+    """Yields every type of error, in the order of their codes.
 
     Example:
-      >>> print(NumbersError("step 7 is bad: loss is nan.", fix="--on-bad-step rollback"))
-      step 7 is bad: loss is nan.
-        fix: --on-bad-step rollback
+      >>> [kind.__name__ for kind in error_types()][:2]
+      ['SpanaxError', 'UnknownNameError']
     """
-
-    exit_code = 70
-
-
-class WriteError(SpanaxError):
-    """The destination is in use or cannot be written; exit code 73.
-
-    Example:
-      >>> WriteError("the run folder 'runs/a' is in use.").exit_code
-      73
-    """
-
-    exit_code = 73
-
-
-class DiskFullError(WriteError):
-    """The device of a run folder is full; exit code 73."""
-
-
-class ConfigError(SpanaxError):
-    """A run is resumed with settings that are incompatible with its previous ones; exit code 78."""
-
-    exit_code = 78
+    kinds = [SpanaxError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    yield from sorted(kinds, key=lambda kind: kind.code)
 
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error, truncated to 200 characters, or its type if the message is empty.
 
+    The code of an error of Spanax is left out, because the line becomes part of another message.
+
     Example:
       >>> first_line(ValueError("no\\nmore")), first_line(KeyboardInterrupt())
       ('no', 'KeyboardInterrupt')
     """
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    text = error.args[0] if isinstance(error, SpanaxError) else str(error)
+    return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -260,7 +260,7 @@ def test_a_lock_goes_with_its_holder(tmp_path: Path, host: str) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", host], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and int(holder.stdout.readline()) == holder.pid
-        with pytest.raises(WriteError, match=f"is in use.\n.*process {holder.pid} on {host}") as error:
+        with pytest.raises(WriteError, match=f"is in use.*\n.*process {holder.pid} on {host}") as error:
             claimed(tmp_path / "run", resume=False).__enter__()
         assert error.value.exit_code == 73 and "has ended" not in str(error.value)
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import spanax
-from spanax.errors import SpanaxError
+from spanax.errors import IdleAxisError, IndivisibleError, NoLayoutError, ResizeError, SizeError, SpanaxError
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
@@ -29,6 +29,9 @@ LOWERED = "fsdp+tensor+seq"
 PIPELINE = {"pipeline+tensor": "pipe=2,model=2"}
 PROSE = frozenset({"reason", "why"})
 """Keys of a plan that hold sentences."""
+
+RECORDED = (IdleAxisError, IndivisibleError, NoLayoutError, ResizeError, SizeError, SpanaxError)
+"""The types of errors that digests tell apart."""
 
 Texts = dict[str, str]
 """What is digested, by key."""
@@ -94,7 +97,9 @@ def attempted(texts: Texts, key: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except SpanaxError as error:
-        texts[key], texts[f"words {key}"] = f"raises {type(error).__name__}", str(error).replace(str(ROOT), "ROOT")
+        # Without the code; and a type that these digests do not tell apart is recorded as its base.
+        kind = next(each.__name__ for each in type(error).__mro__ if each in RECORDED)
+        texts[key], texts[f"words {key}"] = f"raises {kind}", error.args[0].replace(str(ROOT), "ROOT")
         return None
 
 

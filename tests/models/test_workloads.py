@@ -65,7 +65,7 @@ def test_experts_and_images_of_another_depth_and_width():
         (
             "gpt2",
             {"embed_dim": 100},
-            "embed_dim is 100; expected a multiple of 64.\n  where: heads of 64\n  fix: 64 or",
+            "embed_dim is 100; expected a multiple of 64.*\n  where: heads of 64\n  fix: 64 or",
         ),
         ("gpt2", {"embed_dim": 10}, "fix: 64$"),
         ("llama3-8b", {"embed_dim": 1500}, "where: heads of 128 on 8 keys and values\n  fix: 1024 or 2048"),

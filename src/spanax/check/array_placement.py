@@ -13,7 +13,7 @@ import numpy as np
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLACES, PLAN
-from spanax.errors import DataError, EntryError
+from spanax.errors import EntryError, FileError, MissingFileError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.plan import Plan
@@ -58,13 +58,13 @@ def array_placement(path: Path) -> ArrayPlacement:
     if path.is_file():
         return ArrayPlacement(Plan.load(path), "plan")
     if not path.is_dir():
-        raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
+        raise MissingFileError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
     saved = view.newest(manifest.steps_of_run(path), _saved)
     if saved is not None:
         return saved
     if Folder.of(path).kind(PLAN) is not None:
         return ArrayPlacement(Plan.of_run(path), "plan")
-    raise DataError(
+    raise MissingFileError(
         f"'{path}' is not a run folder: it has neither plan nor checkpoint.", fix="a plan file, or a run folder"
     )
 
@@ -81,7 +81,7 @@ def _saved(step: int, folder: Folder) -> ArrayPlacement:
         spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
         by_dim = [axis for axes in spec for axis in axes]
         if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):
-            raise DataError(
+            raise FileError(
                 f"'{leaf.path}' was saved with {len(spec)} dims, sharded over {by_dim}.",
                 where=f"{folder.path / PLACES}",
             )
@@ -149,7 +149,7 @@ def _saved_specs(folder: Folder) -> dict[str, Spec]:
     except EntryError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"'{folder.path / PLACES}' is invalid.", where=f"{type(error).__name__}: {error}") from None
+        raise FileError(f"'{folder.path / PLACES}' is invalid.", where=f"{type(error).__name__}: {error}") from None
 
 
 def _axes(by: Any) -> tuple[str, ...]:

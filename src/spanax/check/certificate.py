@@ -10,7 +10,7 @@ from spanax.check.finding import Finding, Severity
 from spanax.check.report import Report, write_certificate
 from spanax.displays import display
 from spanax.documents import parse_json
-from spanax.errors import DataError
+from spanax.errors import DataError, FileError
 from spanax.plan.plan import Plan
 from spanax.schema import parsed
 
@@ -62,7 +62,7 @@ class Certificate:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError("this is not a certificate.", where=f"{type(error).__name__}: {error}") from None
+            raise FileError("this is not a certificate.", where=f"{type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Writes the certificate to a file.

@@ -20,7 +20,7 @@ from spanax.check.hlo.module import HOST_MEMORY, Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
 from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
-from spanax.errors import SpanaxError
+from spanax.errors import DeviceCountError, NotInstalledError, RangeError, UnknownNameError, UnsupportedError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
@@ -92,12 +92,12 @@ def check(
     check_made_for(program, plan)
     cluster = cluster_of(cluster)
     if plan.mesh.size != cluster.num_devices:
-        raise SpanaxError(
+        raise DeviceCountError(
             f"the plan is for {plan.mesh.size} devices, but {cluster} has {cluster.num_devices}.",
             where=f"mesh {plan.mesh}",
         )
     if not timeout > 0:
-        raise SpanaxError(f"--timeout is {timeout}; it expects seconds > 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
+        raise RangeError(f"--timeout is {timeout}; expected a number > 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
     chosen = highest_level(cluster) if level is None else level
     start = time.perf_counter()
     report = _static(program, plan, cluster, chosen)
@@ -107,7 +107,7 @@ def check(
     elif chosen in (2, 3):
         return _by_compiler(program, plan, cluster, report, timeout, cache, start)
     elif chosen != 0:
-        raise SpanaxError(f"unknown level {level}.", fix="0, 1, 2 or 3")
+        raise UnknownNameError(f"unknown level {level}.", fix="0, 1, 2 or 3")
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -156,7 +156,9 @@ def _padded(leaf: Placement, platform: str) -> int:
 def _by_passes(program: Program, plan: Plan, cluster: Cluster, report: Report) -> Report:
     """Returns the report of level 1, from the partitioner's passes in this process."""
     if not is_available():
-        raise SpanaxError("this jaxlib does not provide the partitioner's passes.", where="level 1", fix="level 2 or 3")
+        raise NotInstalledError(
+            "this jaxlib does not provide the partitioner's passes.", where="level 1", fix="level 2 or 3"
+        )
     lowered = lower(program, plan, "cpu", devices=cluster.platform, inputs_only=report.inputs_only)
     moves = with_arrays(abstract_collectives(lowered.module, plan.mesh), plan)
     figures = replace(report.compiled, collectives=totals(moves))
@@ -169,7 +171,7 @@ def _by_compiler(
     """Returns the report of level 2 or 3, from a compiler in a child process."""
     target = _target(cluster, report.level)
     if command := install_command(target.platform):
-        raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=command)
+        raise NotInstalledError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=command)
     lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
     report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
@@ -187,7 +189,7 @@ def _target(cluster: Cluster, level: int) -> Target:
     if level == 3:
         return target_of(cluster)
     if cluster.num_devices > MAX_SIMULATED:
-        raise SpanaxError(
+        raise UnsupportedError(
             f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
             fix="level 1 or 3",
         )

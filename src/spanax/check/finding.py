@@ -7,7 +7,7 @@ from enum import Enum
 from functools import total_ordering
 from typing import Any
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 from spanax.units import bytes_text
 
 CODE = re.compile(r"SPX\d{3}")
@@ -41,7 +41,7 @@ class Severity(Enum):
         """
         names = [severity.value for severity in Severity]
         if name not in names:
-            raise SpanaxError(f"unknown severity '{name}'.", fix=nearest(name, names))
+            raise UnknownNameError(f"unknown severity '{name}'.", fix=nearest(name, names))
         return Severity(name)
 
 
@@ -76,7 +76,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if not CODE.fullmatch(self.code):
-            raise SpanaxError(f"'{self.code}' is not the code of a finding.", fix="SPX001")
+            raise UnknownNameError(f"'{self.code}' is not the code of a finding.", fix="SPX001")
 
     def __str__(self) -> str:
         size = f" ({bytes_text(self.num_bytes)} per device)" if self.num_bytes else ""

@@ -10,7 +10,7 @@ from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
-from spanax.errors import DataError, WriteError
+from spanax.errors import DataError, FileError, WriteError
 from spanax.schema import parsed
 
 VERSION = 2
@@ -147,7 +147,7 @@ class Report:
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError("this is not a certificate.", where=str(error)) from None
+            raise FileError("this is not a certificate.", where=str(error)) from None
 
     @staticmethod
     def of(data: Any) -> "Report":
@@ -160,7 +160,7 @@ class Report:
         if not isinstance(data, dict) or "predicted" not in data:
             raise ValueError("it has no 'predicted' figures")
         if data.get("version", VERSION) != VERSION:
-            raise DataError("this certificate was written by another version of Spanax.")
+            raise FileError("this certificate was written by another version of Spanax.")
         fields = {key: value for key, value in data.items() if key not in ADDED}
         collectives = [entry for entry in fields.get("collectives") or () if isinstance(entry, dict)]
         fields["collectives"] = [

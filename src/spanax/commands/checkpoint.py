@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.errors import DataError
+from spanax.errors import MissingFileError
 
 if TYPE_CHECKING:
     from spanax.entries.folder import Folder
@@ -72,5 +72,5 @@ def _root(directory: Path) -> "Folder":
 
     root = manifest.steps_of_run(directory)
     if root.kind() is not Kind.FOLDER:
-        raise DataError(f"there is no folder '{directory}'.", fix="a run folder, or its checkpoints folder")
+        raise MissingFileError(f"there is no folder '{directory}'.", fix="a run folder, or its checkpoints folder")
     return root

@@ -84,7 +84,7 @@ def compared(
     from spanax.show.compare import compared_json, compared_text, progress_text, start_text
 
     Precision(command.dtype).check_dtype()
-    check_positive(command, "steps", "top", "devices")
+    check_positive(command, steps="10", top="5", devices="8")
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.errors import SpanaxError, WriteError
+from spanax.errors import PipelineError, WriteError
 from spanax.printable import printable_lines
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _ticks(placement: "ArrayPlacement") -> "Ticks":
 
     schedule = placement.plan.schedule
     if schedule.num_stages == 1:
-        raise SpanaxError(
+        raise PipelineError(
             "the plan has no pipeline whose schedule could be drawn.",
             where=f"mesh {placement.plan.mesh}",
             fix="a plan with 'pipe' in its mesh: spanax train --mesh pipe=2,data=4",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from spanax.commands.answer import Answer
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 from spanax.launch import kubernetes, local, ray, slurm, workers
 from spanax.usage.examples import described
 from spanax.usage.renamed_flags import current_arguments
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
     if place not in LAUNCHERS:
         if place in ("-h", "--help"):
             tyro.cli(LaunchFlags, prog="spanax launch", description=described(SUMMARY, "launch"), args=["--help"])
-        raise SpanaxError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
+        raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"
     arguments = current_arguments(name, flags[:end])

@@ -7,7 +7,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def answer(command: ModelsCommand) -> Answer:
 
     names = [name for name in WORKLOADS if command.name in name]
     if not names:
-        raise SpanaxError(f"no workload's name contains '{command.name}'.", fix=nearest(command.name, WORKLOADS))
+        raise UnknownNameError(f"no workload's name contains '{command.name}'.", fix=nearest(command.name, WORKLOADS))
     rows = [_row(name) for name in names]
     lines = [(row["name"], f"{row['parameters']:,}", _shapes(row["batch"]), row["data"] or "none") for row in rows]
     return Answer(table_text(("name", "parameters", "batch", "data"), lines), {"models": rows})

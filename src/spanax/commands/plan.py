@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
-from spanax.errors import SpanaxError, WriteError, first_line
+from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
 from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 from spanax.usage.validation import check_positive, flag, require
 
@@ -118,25 +118,25 @@ def _check(command: PlanCommand) -> None:
     require("plan", command.workload, command.on, "a100-80gb:8")
     command.request.check_layout()
     command.precision.check_dtype()
-    check_positive(command, "top", "target_mfu", "tokens", "budget_hours", "save_seconds")
+    check_positive(command, top="10", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60")
     questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
     others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
     if questions and len(questions + others) > 1:
-        raise SpanaxError(
+        raise ConflictError(
             f"{questions[0]} answers one question, without {' or '.join((questions + others)[1:])}.",
             fix="one command for each",
         )
     if questions and command.calibrate:
-        raise SpanaxError(
+        raise ConflictError(
             f"{questions[0]} answers one question, without --calibrate.",
             fix=f"--calibrate ... --out-cluster mine.toml, then --on mine.toml {questions[0]} ...",
         )
     if command.out_cluster is not None and not command.calibrate:
-        raise SpanaxError("--out-cluster needs --calibrate, measured steps.", fix="--calibrate runs/a")
+        raise MissingError("--out-cluster needs --calibrate, measured steps.", fix="--calibrate runs/a")
     if command.pipeline and command.no_pipeline:
-        raise SpanaxError("--pipeline contradicts --no-pipeline.", fix="one of them")
+        raise ConflictError("--pipeline contradicts --no-pipeline.", fix="one of them")
     if command.budget_hours is not None and command.tokens is None:
-        raise SpanaxError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
+        raise MissingError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
 
 
 def _search(
@@ -207,7 +207,7 @@ def _calibration(command: PlanCommand, program: "Program", machine: "Cluster") -
 
     def load_known(name: str, **sizes: Any) -> Any:
         if name not in WORKLOADS and name != command.workload:  # a run folder does not choose which code runs
-            raise SpanaxError(f"'{name}' is neither a workload of Spanax nor '{command.workload}'.")
+            raise ConflictError(f"'{name}' is neither a workload of Spanax nor '{command.workload}'.")
         return load_by_name(name, **sizes)
 
     return calibrate(measured_steps(command.calibrate, Requested(program, machine, load_known)), machine)
@@ -345,7 +345,7 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
     fitting = largest(search_or_none, start, machine.num_devices if name == "batch" else step)
     if fitting is None:
         smallest = summarize(search_at(start))
-        raise SpanaxError(
+        raise CapacityError(
             f"not even {name} {start} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
         )
     size, search = fitting
@@ -363,7 +363,7 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
 
     search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
     if search is None:
-        raise SpanaxError(
+        raise CapacityError(
             f"the step does not fit on 65536 {machine.chip.name} or fewer.", fix="a smaller batch, or --remat full"
         )
     count = search.cluster.num_devices
@@ -382,7 +382,7 @@ def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
         if size >= limit:
             break
         size *= 2
-    raise SpanaxError(
+    raise CapacityError(
         f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}.",
         where=f"the most is {highest:.1f} %",
     )

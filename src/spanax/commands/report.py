@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from spanax.commands.answer import Answer
-from spanax.errors import DataError
+from spanax.errors import FileError
 
 if TYPE_CHECKING:
     from spanax.check.certificate import Certificate
@@ -83,7 +83,7 @@ def read(path: Path) -> "Plan | Certificate":
         text = read_opened(path).text
         data = parse_json(text)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read '{path}'.", where=str(error), fix=EXPECTED) from None
+        raise FileError(f"cannot read '{path}'.", where=str(error), fix=EXPECTED) from None
     keys = sorted(data) if isinstance(data, dict) else []
     if {"fingerprint", "leaves"} <= set(keys):
         return Plan.from_json(text)
@@ -91,7 +91,7 @@ def read(path: Path) -> "Plan | Certificate":
         return Certificate.from_json(text)
     names = ", ".join(map(repr, keys[:6])) or "no keys"
     content = f"it has {names}" if isinstance(data, dict) else "it is not a JSON object"
-    raise DataError(f"'{path}' is neither a plan nor a check.", where=content, fix=EXPECTED)
+    raise FileError(f"'{path}' is neither a plan nor a check.", where=content, fix=EXPECTED)
 
 
 def page_of(value: "Plan | Certificate | RunReport") -> "Page":

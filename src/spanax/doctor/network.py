@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from spanax.doctor.verdict import Verdict
-from spanax.errors import SpanaxError
+from spanax.errors import GroupError
 
 CONNECT_SECONDS = 5.0
 ROUNDS = 5
@@ -149,7 +149,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int]:
     rank, num_hosts = environ.get("SPANAX_HOST", environ.get("SLURM_PROCID", "0")), environ.get("SPANAX_NUM_HOSTS", "1")
     if not all(text.isascii() and text.isdigit() for text in (rank, num_hosts)):
         where = f"SPANAX_HOST={rank[:80]}, SPANAX_NUM_HOSTS={num_hosts[:80]}"
-        raise SpanaxError("the environment does not define the rank of this host.", where=where, fix="use integers")
+        raise GroupError("the environment does not define the rank of this host.", where=where, fix="use integers")
     return int(rank[:9]), int(num_hosts[:9])
 
 
@@ -165,7 +165,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     """
     host, _, port = text.strip().rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise SpanaxError(f"{flag}: '{text[:200]}' is not an address.", fix="host:port, such as 10.0.0.7:9911")
+        raise GroupError(f"{flag}: '{text[:200]}' is not an address.", fix="host:port, such as 10.0.0.7:9911")
     return host.strip("[]"), int(port)
 
 

@@ -53,7 +53,7 @@ class Folder:
       >>> os.symlink("/etc/passwd", folder.path / PLAN)
       >>> folder.read(PLAN)
       Traceback (most recent call last):
-      spanax.errors.EntryError: 'plan.json' is a symbolic link, and has to be a regular file.
+      spanax.errors.EntryError: 'plan.json' is a symbolic link, and has to be a regular file. [SPX505]
         where: in '...'; it leads to /etc/passwd
         fix: put what it leads to in its place, or remove it
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
-from spanax.errors import EntryError, SpanaxError
+from spanax.errors import EntryError, UnsupportedError
 
 SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.readlink} <= (
     os.supports_dir_fd
@@ -46,7 +46,7 @@ def open_folder(root: Path, below: Sequence[str]) -> int:
       SpanaxError: this system cannot open files relative to a folder.
     """
     if not SUPPORTED:
-        raise SpanaxError("this system cannot open files relative to a folder.", fix="use Linux or macOS")
+        raise UnsupportedError("this system cannot open files relative to a folder.", fix="use Linux or macOS")
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(root, flags)
     try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import HardwareError, nearest
 
 LinkKind = Literal["switch", "direct", "torus"]
 
@@ -114,7 +114,7 @@ class Chip:
         """
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops) or "no dtype, for its rates are not known"
-            raise SpanaxError(
+            raise HardwareError(
                 f"'{self.name}' does not compute in {dtype}.",
                 where=f"it computes in {known}",
                 fix=nearest(dtype, self.peak_flops) if self.peak_flops else "a cluster file with its rates",
@@ -133,7 +133,7 @@ class Chip:
           2.0
         """
         if self.host_bytes_per_second is None:
-            raise SpanaxError(
+            raise HardwareError(
                 f"the bandwidth between '{self.name}' and host memory is unknown.",
                 where="offload 'optimizer'",
                 fix='a cluster file with host_rate = "64 GB/s"',

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.documents import read_toml
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import ClusterFileError, FileError, UnknownNameError, nearest
 from spanax.hardware.chip import Chip, Link
 from spanax.units import quantity, quantity_text
 
@@ -89,7 +89,9 @@ def chip_named(name: str, where: str = "") -> Chip:
     """
     names = chip_names()
     if name.lower() not in names:
-        raise SpanaxError(f"unknown chip '{name}'.", where=where, fix=nearest(name.lower(), [*catalogue(), *names]))
+        raise UnknownNameError(
+            f"unknown chip '{name}'.", where=where, fix=nearest(name.lower(), [*catalogue(), *names])
+        )
     return catalogue()[names[name.lower()]]
 
 
@@ -119,7 +121,7 @@ def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -
     _known_keys(merged, (*CHIP_KEYS, *DTYPE_KEYS, *LINKS, "source"), "", where)
     for key in ("peak", "memory_rate") if merged.get("shared") else ("peak", "memory", "memory_rate"):
         if key not in merged:
-            raise SpanaxError(f"'{key}' is missing.", where=where, fix=f'{_example(key)}, or like = "h100"')
+            raise ClusterFileError(f"'{key}' is missing.", where=where, fix=f'{_example(key)}, or like = "h100"')
     fields: dict[str, Any] = {
         field: _value(merged[key], kind, key, where) for key, (field, kind) in CHIP_KEYS.items() if key in merged
     }
@@ -135,7 +137,7 @@ def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -
     if "on_chip_bytes" in fields:
         fields["on_chip_bytes"] = int(fields["on_chip_bytes"])
     if fields["memory_bytes"] and fields["usable_bytes"] > fields["memory_bytes"]:
-        raise SpanaxError(
+        raise ClusterFileError(
             f"usable_memory = {merged['usable_memory']!r} is more than memory = {merged['memory']!r}.", where=where
         )
     return Chip(name, **fields, sources=dict(_sources(merged, where)))
@@ -151,13 +153,13 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
     try:
         table = read_toml(path)
     except OSError as error:
-        raise DataError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
+        raise FileError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
     except ValueError as error:
-        raise DataError(f"'{path}' is not TOML.", where=str(error)) from None
+        raise FileError(f"'{path}' is not TOML.", where=str(error)) from None
     entries = {key: value for key, value in table.items() if key not in ("name", "shape")}
     shape = table.get("shape")
     if shape is not None and not isinstance(shape, str):
-        raise SpanaxError(f"shape = {shape!r} is not a string.", where=str(path), fix='shape = "8x8"')
+        raise ClusterFileError(f"shape = {shape!r} is not a string.", where=str(path), fix='shape = "8x8"')
     chip = read_chip(str(table.get("name", Path(path).stem)), entries, str(path), _tables())
     return replace(chip, aliases=()), shape
 
@@ -174,7 +176,9 @@ def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[
     like = str(table["like"]).lower()
     like = next((n for n, t in known.items() if like == n or like in t.get("aliases", ())), like)
     if like not in known:
-        raise SpanaxError(f"like = '{table['like']}': there is no such chip.", where=where, fix=nearest(like, known))
+        raise ClusterFileError(
+            f"like = '{table['like']}': there is no such chip.", where=where, fix=nearest(like, known)
+        )
     parent = _with_parents(known[like], where, known)
     overrides = {key: value for key, value in table.items() if key != "like"}
     merged = parent | overrides
@@ -217,10 +221,10 @@ def _link(table: Table, group: str, where: str) -> Link:
     _known_keys(table, LINK_KEYS, f"{group}.", where)
     kind = table.get("kind", "switch")
     if kind not in LINK_KINDS:
-        raise SpanaxError(f"{group}.kind = {kind!r} is unknown.", where=where, fix=nearest(str(kind), LINK_KINDS))
+        raise ClusterFileError(f"{group}.kind = {kind!r} is unknown.", where=where, fix=nearest(str(kind), LINK_KINDS))
     for key in ("rate", "shape") if kind == "torus" else ("rate",):
         if key not in table:
-            raise SpanaxError(f"'{group}.{key}' is missing.", where=where, fix=_example(f"{group}.{key}"))
+            raise ClusterFileError(f"'{group}.{key}' is missing.", where=where, fix=_example(f"{group}.{key}"))
     fields = {
         field: _value(table[key], what, f"{group}.{key}", where)
         for key, (field, what) in LINK_KEYS.items()
@@ -232,34 +236,34 @@ def _link(table: Table, group: str, where: str) -> Link:
 def _value(value: Any, kind: str, key: str, where: str) -> Any:
     if kind == "count":
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpanaxError(f"{key} = {value!r} is not an integer >= 1.", where=where, fix=f"{key} = 8")
+            raise ClusterFileError(f"{key} = {value!r} is not an integer >= 1.", where=where, fix=f"{key} = 8")
         return value
     if kind == "shape":
         is_list = isinstance(value, list) and 0 < len(value) <= 8
         if not is_list or any(type(size) is not int or not 1 <= size <= MAX_CHIPS for size in value):
-            raise SpanaxError(f"{key} = {value!r} is not a shape.", where=where, fix=f"{key} = [16, 16]")
+            raise ClusterFileError(f"{key} = {value!r} is not a shape.", where=where, fix=f"{key} = [16, 16]")
         if math.prod(value) > MAX_CHIPS:
-            raise SpanaxError(f"{key} = {value!r} are more than {MAX_CHIPS:,} chips.", where=where)
+            raise ClusterFileError(f"{key} = {value!r} are more than {MAX_CHIPS:,} chips.", where=where)
         return tuple(value)
     if kind == "flag" and isinstance(value, bool) or kind == "text" and isinstance(value, str):
         return value
     if kind == "texts" and isinstance(value, list):
         return tuple(str(item) for item in value)
     if kind in NUMBERLESS:
-        raise SpanaxError(f"{key} = {value!r} is not a {kind}.", where=where)
+        raise ClusterFileError(f"{key} = {value!r} is not a {kind}.", where=where)
     return quantity(value, kind, key=key, where=where)
 
 
 def _is_table(value: Any, key: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SpanaxError(f"{key} = {value!r} is not a table.", where=where, fix=_example(key))
+        raise ClusterFileError(f"{key} = {value!r} is not a table.", where=where, fix=_example(key))
     return value
 
 
 def _known_keys(table: Table, known: Any, prefix: str, where: str) -> None:
     for key in table:
         if key not in known:
-            raise SpanaxError(f"unknown key '{prefix}{key}'.", where=where, fix=nearest(key, known))
+            raise ClusterFileError(f"unknown key '{prefix}{key}'.", where=where, fix=nearest(key, known))
 
 
 def _example(key: str) -> str:

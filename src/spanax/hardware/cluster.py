@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.displays import display
-from spanax.errors import SpanaxError
+from spanax.errors import ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_of_kind, file_text, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
@@ -190,14 +190,14 @@ def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:
     slices = int(match["slices"] or 1) if match else 0
     torus = chip.inside is not None and chip.inside.kind == "torus"
     if math.prod(shape) * slices > MAX_DEVICES:
-        raise SpanaxError(f"cluster '{name}' has more than {MAX_DEVICES:,} devices.", fix=f"{file or chip.name}:8")
+        raise ClusterError(f"cluster '{name}' has more than {MAX_DEVICES:,} devices.", fix=f"{file or chip.name}:8")
     if not shape or math.prod(shape) < 1 or slices < 1:
         example = "4x4x4"[: 2 * len(chip.inside.max_shape) - 1] if chip.inside and torus else "8"
-        raise SpanaxError(f"cluster '{name}' has no valid number of devices.", fix=f"{file or chip.name}:{example}")
+        raise ClusterError(f"cluster '{name}' has no valid number of devices.", fix=f"{file or chip.name}:{example}")
     if torus:
         return _slices(chip, shape, slices, name, file)
     if slices > 1 or len(shape) > 2:
-        raise SpanaxError(
+        raise ClusterError(
             f"cluster '{name}': {chip.name} comes in nodes, not in slices.",
             fix=f"{file or chip.name}:{slices * math.prod(shape[:-1])}x{shape[-1]} (nodes x devices per node)",
         )
@@ -212,14 +212,14 @@ def _nodes(chip: Chip, shape: tuple[int, ...], name: str, file: str = "") -> Clu
         per_node = count if limit is None or count <= limit else limit
         if count % per_node:
             lower, upper = count // per_node * per_node, -(-count // per_node) * per_node
-            raise SpanaxError(
+            raise ClusterError(
                 f"{count} devices of {chip.name} do not fill nodes of {per_node}.",
                 where=f"cluster '{name}'",
                 fix=f"{head}:{lower}, {head}:{upper}, or nodes x devices per node: {head}:2x{per_node // 2}",
             )
         shape = (count // per_node, per_node)
     if limit is not None and shape[1] > limit:
-        raise SpanaxError(
+        raise ClusterError(
             f"a node of {chip.name} has at most {limit} devices, and {shape_text(shape)} requests {shape[1]}.",
             where=f"cluster '{name}', nodes x devices per node",
             fix=f"{head}:{-(-math.prod(shape) // limit)}x{limit}",
@@ -230,7 +230,7 @@ def _nodes(chip: Chip, shape: tuple[int, ...], name: str, file: str = "") -> Clu
 def _slices(chip: Chip, shape: tuple[int, ...], slices: int, name: str, file: str = "") -> Cluster:
     if len(shape) == 1:
         if shape[0] % chip.devices_per_chip:
-            raise SpanaxError(
+            raise ClusterError(
                 f"{shape[0]} devices of {chip.name} do not fill chips of {chip.devices_per_chip}.",
                 where=f"cluster '{name}'",
                 fix=f"{file or chip.name}:{shape[0] + 1}",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import FormatError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.options import OPTIONS
 
@@ -140,13 +140,13 @@ def checked(flag: str) -> str:
     if kind is None:
         close = difflib.get_close_matches(name, OPTIONS, n=1)
         example = "--xla-flags none, default, or xla_gpu_triton_gemm_any=true"
-        raise SpanaxError(
+        raise FormatError(
             f"cannot set the option '{name[:100]}' for XLA: it is not among those that change the program alone.",
             where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment accepts any option",
             fix=f"did you mean '{close[0]}'?" if close else example,
         )
     if not VALUES[kind].fullmatch(value):
-        raise SpanaxError(
+        raise FormatError(
             f"cannot set the option '{name}' for XLA to '{value[:100]}'.",
             fix=f"{name}={'true or false' if kind is bool else 'an integer'}",
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import ClusterError, HardwareError, UnknownNameError, nearest
 from spanax.hardware.chip import Chip, Link
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -82,7 +82,7 @@ def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> A
     axis_names = (axes,) if isinstance(axes, str) else axes
     for axis in axis_names:
         if axis not in names:
-            raise SpanaxError(f"the mesh has no axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, names))
+            raise UnknownNameError(f"the mesh has no axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, names))
     positions = tuple(position for position, name in enumerate(names) if name in axis_names)
     return _axis_link(cluster, tuple(size for _, size in mesh.axes), positions)
 
@@ -196,7 +196,7 @@ def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
 def _placed(cluster: Cluster, within: tuple[int, ...]) -> tuple[tuple[Part, ...], ...]:
     link = _known(cluster.chip, cluster.chip.inside, "between devices")
     if math.prod(within) != cluster.devices_per_node:
-        raise SpanaxError(
+        raise ClusterError(
             f"mesh axes of {' x '.join(map(str, within))} do not fill {cluster.devices_per_node} devices.",
             where=f"cluster {cluster}",
             fix=f"a mesh whose product is {cluster.num_devices}",
@@ -206,7 +206,7 @@ def _placed(cluster: Cluster, within: tuple[int, ...]) -> tuple[tuple[Part, ...]
 
 def _known(chip: Chip, link: Link | None, what: str) -> Link:
     if link is None:
-        raise SpanaxError(
+        raise HardwareError(
             f"the link of '{chip.name}' {what} is unknown.",
             fix="a cluster file with [inside] and [between]: `spanax probe` writes one",
         )

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
-from spanax.errors import SpanaxError
+from spanax.errors import DeviceCountError, MeshError, RangeError
 from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ class MeshShape:
         pairs = _parse(sizes) if isinstance(sizes, str) else [(str(k), v) for k, v in sizes.items()]
         for name, size in pairs:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise SpanaxError(
+                raise RangeError(
                     f"mesh axis '{name}' has size {size!r}; it must be an integer >= 1.",
                     fix=f"{name}=1, or leave '{name}' out",
                 )
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
-                raise SpanaxError(f"mesh axis '{name}' is repeated.", where=f"mesh {names}")
+                raise MeshError(f"mesh axis '{name}' is repeated.", where=f"mesh {names}")
         return MeshShape(tuple(pairs))
 
     @property
@@ -90,7 +90,7 @@ class MeshShape:
             join_group()
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.size:
-            raise SpanaxError(
+            raise DeviceCountError(
                 f"the mesh needs {self.size} devices, and there are {len(devices)}.",
                 where=f"mesh {self}",
                 fix=f"a mesh whose product is {len(devices)}, or --devices {self.size} to simulate them on a CPU",
@@ -116,7 +116,7 @@ class MeshShape:
             between.append(factor)
             within.append(size // factor)
         if remaining > 1:
-            raise SpanaxError(
+            raise DeviceCountError(
                 f"{num_slices} slices do not divide the mesh {self}.", fix="a first mesh axis that the slices divide"
             )
         return tuple(within), tuple(between)
@@ -145,7 +145,7 @@ def _parse(text: str) -> list[tuple[str, int]]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, size = (s.strip() for s in part.partition("="))
         if not equals or not name or not size.lstrip("-").isdigit():
-            raise SpanaxError(
+            raise MeshError(
                 f"cannot read '{part}' as a mesh axis.", where=f"mesh '{text}'", fix="write it like data=4,model=2"
             )
         pairs.append((ALIASES.get(name, name), int(size)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import HardwareError, RangeError
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster, local
 from spanax.hardware.links import axis_link
@@ -69,14 +69,14 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
     import jax
 
     if not seconds > 0:
-        raise SpanaxError(f"a probe of {seconds} seconds measures nothing.", fix="seconds=30")
+        raise RangeError(f"a probe of {seconds} seconds measures nothing.", fix="seconds=30")
     if devices is None:
         join_group()
     devices = list(jax.devices() if devices is None else devices)
     here = local(devices)
     known = bool(here.chip.peak_flops)
     if not known and here.memory_bytes is None:
-        raise SpanaxError(
+        raise HardwareError(
             f"'{here.chip.name}' is not in the catalog, and its memory is unknown.",
             fix="write a cluster file by hand: docs/hardware.md",
         )

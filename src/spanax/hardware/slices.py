@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from spanax.errors import SpanaxError
+from spanax.errors import ClusterError
 from spanax.hardware.chip import Chip
 
 
@@ -39,7 +39,7 @@ def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
             devices += (
                 f", or {several} slices: {chip.name}:{shape_text(_shapes(chip, num_chips // several) or ())}:{several}"
             )
-        raise SpanaxError(
+        raise ClusterError(
             f"{chip.name} has no slice of {num_chips} chips.",
             where=f"cluster '{name}'; a slice has at most {shape_text(_largest(chip))} chips",
             fix=devices,
@@ -57,13 +57,13 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
     if len(shape) != len(largest):
         padded = (*shape, *(1,) * len(largest))[: len(largest)]
         fixed = padded if len(shape) < len(largest) and _possible(chip, padded) else _an_example(chip)
-        raise SpanaxError(
+        raise ClusterError(
             f"a slice of {chip.name} has {len(largest)} dims, and {shape_text(shape)} has {len(shape)}.",
             where=f"cluster '{name}'",
             fix=f"{chip.name}:{shape_text(fixed)}",
         )
     if any(size > limit for size, limit in zip(sorted(shape), sorted(largest), strict=True)):
-        raise SpanaxError(
+        raise ClusterError(
             f"a slice of {chip.name} has at most {shape_text(largest)} chips, and {shape_text(shape)} is larger.",
             where=f"cluster '{name}'",
             fix=f"{chip.name}:{shape_text(largest)}, or several slices: {_several(chip)}",
@@ -71,7 +71,7 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
     if not _possible(chip, shape):
         hosts = (chip.devices_per_host or 1) // chip.devices_per_chip
         near = tuple(size + size % 2 if size > 1 else 1 for size in shape)
-        raise SpanaxError(
+        raise ClusterError(
             f"the {math.prod(shape)} chips of {shape_text(shape)} do not fill hosts of {hosts}.",
             where=f"cluster '{name}'",
             fix=f"{chip.name}:{shape_text(near if _possible(chip, near) else _an_example(chip))}",

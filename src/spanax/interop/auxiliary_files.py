@@ -10,7 +10,7 @@ from typing import Any
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED, MODEL, MODEL_FILE_BYTES, Name
-from spanax.errors import DataError, EntryError, WriteError, first_line
+from spanax.errors import EntryError, InUseError, WeightsError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
 
 
@@ -25,7 +25,7 @@ def auxiliary_files(folder: Path) -> list[Path]:
     for path in paths:
         size = inside(path, folder).stat().st_size
         if size > MODEL_FILE_BYTES:
-            raise DataError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are copied.")
+            raise WeightsError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are copied.")
     return paths
 
 
@@ -43,7 +43,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise WriteError(f"cannot write to '{folder}'.", where=first_line(error)) from None
     if existing is not None:
-        raise WriteError(
+        raise InUseError(
             f"'{folder}' is not empty.", where=f"it contains '{existing.name}'", fix="--output-dir with a new folder"
         )
     try:
@@ -87,4 +87,4 @@ def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
+        raise WeightsError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None

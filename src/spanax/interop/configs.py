@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from spanax.documents import read_json
-from spanax.errors import DataError, first_line
+from spanax.errors import DataError, WeightsError, first_line
 from spanax.interop.families import FAMILIES, Family
 from spanax.interop.safetensors import inside
 from spanax.models.imported import MODELS
@@ -34,7 +34,7 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
     path = folder / CONFIG
     if not path.exists():
         what = f"'{folder}' has no {CONFIG}, which describes the model of the weights."
-        raise DataError(what, fix=f"copy the {CONFIG} of the model to this folder")
+        raise WeightsError(what, fix=f"copy the {CONFIG} of the model to this folder")
     try:
         config = read_json(inside(path, folder))
         if not isinstance(config, dict):
@@ -42,17 +42,17 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read '{path}'.", where=first_line(error)) from None
+        raise WeightsError(f"cannot read '{path}'.", where=first_line(error)) from None
     kind = config.get("model_type")
     if kind not in family.kinds:
         matches = [family_name for family_name, tables in FAMILIES.items() if kind in tables.kinds]
         what = f"'{path}' describes a model of type {repr(kind)[:60]}, which cannot be imported as '{name}'."
-        raise DataError(what, fix=f"--as {matches[0]}" if matches else f"a model of type {', '.join(family.kinds)}")
+        raise WeightsError(what, fix=f"--as {matches[0]}" if matches else f"a model of type {', '.join(family.kinds)}")
     config = _as_written(config)
     for key, allowed in family.fixed.items():
         if (value := config.get(key, allowed[0])) not in allowed:
             what = f"'{path}' sets {key} to {repr(value)[:60]}, which spanax.models.{family.model[0]} does not support."
-            raise DataError(what, where=f"supported: {' or '.join(map(repr, allowed))}")
+            raise WeightsError(what, where=f"supported: {' or '.join(map(repr, allowed))}")
     return _shape(path, name, family, config)
 
 
@@ -101,7 +101,7 @@ def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> 
         nnx.eval_shape(lambda: model(shape, nnx.Rngs(0)))
     except Exception as error:  # a model may raise any exception for an invalid config
         what = f"'{path}' does not describe a valid model."
-        raise DataError(what, where=first_line(error)) from None
+        raise WeightsError(what, where=first_line(error)) from None
     return shape
 
 
@@ -131,13 +131,13 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if kind != "llama3":
         what = f"'{path}' scales rotary positions by '{str(kind)[:60]}', which is not supported."
-        raise DataError(what, where="supported: llama3")
+        raise WeightsError(what, where="supported: llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     try:
         factor, low, high, length = (rope[key] for key in keys)
         return {"rope_scaling": RopeScaling(float(factor), float(low), float(high), int(length))}
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"'{path}' scales rotary positions without numbers for {', '.join(keys)}.") from None
+        raise WeightsError(f"'{path}' scales rotary positions without numbers for {', '.join(keys)}.") from None
 
 
 def _rope_json(config: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 
 
 @dataclass(frozen=True)
@@ -201,5 +201,5 @@ def family(name: str) -> Family:
       Weight(path='embed', names=('transformer.wte.weight',), dims='')
     """
     if name not in FAMILIES:
-        raise SpanaxError(f"unknown kind of weights '{name}'.", fix=nearest(name, FAMILIES))
+        raise UnknownNameError(f"unknown kind of weights '{name}'.", fix=nearest(name, FAMILIES))
     return FAMILIES[name]

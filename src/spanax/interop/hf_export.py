@@ -17,7 +17,7 @@ from flax import nnx
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED
-from spanax.errors import DataError, EntryError, SpanaxError, first_line
+from spanax.errors import EntryError, WorkloadError, first_line
 from spanax.interop.auxiliary_files import copy_out, read_names, writing
 from spanax.interop.configs import CONFIG, config_json
 from spanax.interop.dims import tensor_of
@@ -122,9 +122,9 @@ def export_weights(
       >>> from spanax.interop import export_weights
       >>> export_weights("no/such/run", "gpt2", "out")
       Traceback (most recent call last):
-      spanax.errors.DataError: no checkpoint found.
+      spanax.errors.CheckpointError: no checkpoint found. [SPX506]
         where: ...no/such/run does not exist
-        fix: pass the folder that contains the numbered steps
+        fix: pass the folder that has the numbered steps
     """
     tables, out = family(kind), Path(out)
     check_dtype(dtype)
@@ -159,11 +159,11 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     """
     name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
     if name is None:
-        raise SpanaxError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
+        raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
     if is_imported(Path(name)):
         kind_of_folder, config = read_shape(Path(name))
         if kind_of_folder != kind:
-            raise SpanaxError(
+            raise WorkloadError(
                 f"'{checkpoint}' was imported as {kind_of_folder}, not {kind}.", fix=f"--as {kind_of_folder}"
             )
         return _Origin(config, *read_names(Path(name)), Path(name))
@@ -172,7 +172,7 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     if not isinstance(model, MODELS[kind][0]) or not isinstance(config, MODELS[kind][1]):
         candidates = [name_of_kind for name_of_kind, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
         what = f"'{name}' is a {type(model).__name__}, which cannot be exported as '{kind}'."
-        raise SpanaxError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
+        raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
     return _Origin(config)
 
 
@@ -213,7 +213,7 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
     if diff:
         diff = list(dict.fromkeys(diff))
         what = f"checkpoint step {source.step} is of another model: {len(diff)} arrays differ."
-        raise DataError(
+        raise WorkloadError(
             what, where=f"{source.folder}: {'; '.join(diff[:3])}", fix="--workload NAME, the workload of the checkpoint"
         )
     return saved_names
@@ -319,7 +319,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise
     except (OSError, ValueError) as error:
         what = f"cannot read '{folder / CONFIG}', which was imported with the weights."
-        raise DataError(what, where=first_line(error), fix="import the weights again") from None
+        raise WorkloadError(what, where=first_line(error), fix="import the weights again") from None
     return config
 
 

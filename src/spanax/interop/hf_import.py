@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 import spanax
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import UnknownNameError, WeightsError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
 from spanax.interop.configs import CONFIG, read_config
 from spanax.interop.dims import write_array
@@ -92,7 +92,7 @@ def import_weights(
       >>> from spanax.interop import import_weights
       >>> import_weights(tempfile.mkdtemp(), "gpt2", "runs/imported")
       Traceback (most recent call last):
-      spanax.errors.DataError: '...' has no safetensors files.
+      spanax.errors.MissingFileError: '...' has no safetensors files. [SPX503]
         fix: a folder with model.safetensors and config.json
     """
     tables, source, out = family(kind), Path(source), Path(out)
@@ -102,7 +102,7 @@ def import_weights(
     config = read_config(folder, kind, tables)
     if config.num_layers > len(stored):
         what = f"'{folder / CONFIG}' describes {config.num_layers:,} layers, but there are only {len(stored)} tensors."
-        raise DataError(what, fix="use the config.json of these weights")
+        raise WeightsError(what, fix="use the config.json of these weights")
     arrays = arrays_of(tables, params_of(kind, config))
     match = match_tensors(tables, arrays, stored, str(source))
     if match.twice:
@@ -132,7 +132,7 @@ def check_dtype(dtype: str | None) -> None:
       SpanaxError: the dtype is unknown.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise SpanaxError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
+        raise UnknownNameError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
 
 
 def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
@@ -162,7 +162,7 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
         for name in array.names:
             first, known = first_by_path.setdefault(array.weight.path, (name, match.tensors[name].dtype))
             if dtype is None and match.tensors[name].dtype != known:
-                raise DataError(
+                raise WeightsError(
                     f"'{name}' is {match.tensors[name].dtype}, and '{first}' is {known}.",
                     where="the layers are stacked into one array",
                     fix=f"--dtype {DTYPES[0]}",
@@ -189,7 +189,7 @@ def _check_equal(copy: Tensor, original: Tensor, name: str) -> None:
     is_same_type = (copy.dtype, copy.shape) == (original.dtype, original.shape)
     rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_same_type else ()
     if not is_same_type or not all(np.array_equal(row, original_row) for row, original_row in rows):
-        raise DataError(
+        raise WeightsError(
             f"'{name}' differs from the embedding, and the model ties the two.",
             where=f"tie_word_embeddings is true or missing in config.json; '{copy.file}'",
             fix="use the config.json of these weights",

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spanax.documents import parse_json, read_bytes
-from spanax.errors import DataError, EntryError, first_line
+from spanax.errors import EntryError, MissingFileError, WeightsError, first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -65,9 +65,9 @@ class Tensor:
         try:
             content = np.fromfile(self.file, np.uint8, self.num_bytes, offset=self.start)
         except OSError as error:
-            raise DataError(f"cannot read '{self.file}'.", where=first_line(error)) from None
+            raise WeightsError(f"cannot read '{self.file}'.", where=first_line(error)) from None
         if content.size < self.num_bytes:
-            raise DataError(f"'{self.file}' was truncated while it was read.")
+            raise WeightsError(f"'{self.file}' was truncated while it was read.")
         return content.view(self.dtype).reshape(self.shape)
 
 
@@ -80,7 +80,7 @@ def tensors(path: Path) -> dict[str, Tensor]:
     if path.is_file():
         return _header(inside(path, path.parent)) if path.suffix == ".safetensors" else _refuse(path)
     if not path.is_dir():
-        raise DataError(f"'{path}' does not exist.", fix="a folder with model.safetensors and config.json")
+        raise MissingFileError(f"'{path}' does not exist.", fix="a folder with model.safetensors and config.json")
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         single = path / SINGLE
         return _header(inside(single, path)) if single.exists() else _refuse(path)
@@ -90,11 +90,11 @@ def tensors(path: Path) -> dict[str, Tensor]:
         for tensor, tensor_entry in _header(inside(path / name, path)).items():
             if listed.get(tensor) != name:
                 where = f"'{INDEX}' lists it in '{listed.get(tensor)}'" if tensor in listed else f"not in '{INDEX}'"
-                raise DataError(f"'{name}' has the tensor '{tensor[:200]}'.", where=where)
+                raise WeightsError(f"'{name}' has the tensor '{tensor[:200]}'.", where=where)
             by_name[tensor] = tensor_entry
     missing = [tensor for tensor in listed if tensor not in by_name]
     if missing:
-        raise DataError(
+        raise WeightsError(
             f"{len(missing)} tensors are not in the files that '{INDEX}' lists.",
             where=", ".join(f"{tensor[:100]} in {listed[tensor][:100]}" for tensor in missing[:3]),
         )
@@ -110,9 +110,9 @@ def inside(path: Path, folder: Path) -> Path:
     real, root = path.resolve(), folder.resolve()
     blobs = root.parent.parent / "blobs"
     if not real.is_file():
-        raise DataError(f"'{path}' is missing, or not a regular file.", where=str(folder))
+        raise MissingFileError(f"'{path}' is missing, or not a regular file.", where=str(folder))
     if root not in real.parents and not (root.parent.name == "snapshots" and real.parent == blobs):
-        raise DataError(
+        raise WeightsError(
             f"'{path}' is a link out of its folder.", where=f"it leads to {real}", fix="copy the file there"
         )
     return real
@@ -185,10 +185,10 @@ def _header(path: Path) -> dict[str, Tensor]:
             entries = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
         size = path.stat().st_size
     except (OSError, SafetensorError) as error:
-        raise DataError(f"'{path}' is not a safetensors file.", where=first_line(error)) from None
+        raise WeightsError(f"'{path}' is not a safetensors file.", where=first_line(error)) from None
     if unknown := [f"'{name[:100]}' is {dtype}" for name, dtype, _ in entries if dtype not in DTYPES]:
         what = f"'{path}' has {len(unknown)} tensors of a dtype that is not supported."
-        raise DataError(what, where=", ".join(unknown[:3]))
+        raise WeightsError(what, where=", ".join(unknown[:3]))
     listed = {name: Tensor(path, DTYPES[dtype], shape, start=0) for name, dtype, shape in entries}
     start = size - sum(tensor.num_bytes for tensor in listed.values())
     for name, tensor in listed.items():
@@ -224,7 +224,7 @@ def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "it has no weight_map" if isinstance(error, KeyError | TypeError) else first_line(error)
-        raise DataError(f"'{path}' is not an index of safetensors files.", where=reason) from None
+        raise WeightsError(f"'{path}' is not an index of safetensors files.", where=reason) from None
     return listed
 
 
@@ -233,12 +233,12 @@ def _refuse(path: Path) -> Any:
     others = [path] if path.is_file() else sorted(path.iterdir())
     pickled = [other.name for other in others if other.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
     if pickled:
-        raise DataError(
+        raise WeightsError(
             f"'{path}' has pickled weights, which can run code when they are loaded.",
             where=pickled[0],
             fix="if you trust them, convert them to safetensors with transformers: model.save_pretrained(folder)",
         )
-    raise DataError(f"'{path}' has no safetensors files.", fix="a folder with model.safetensors and config.json")
+    raise MissingFileError(f"'{path}' has no safetensors files.", fix="a folder with model.safetensors and config.json")
 
 
 def partition(sizes: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:

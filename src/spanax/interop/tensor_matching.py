@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import DataError
+from spanax.errors import WeightsError
 from spanax.interop.dims import tensor_shape
 from spanax.interop.families import Family, Weight
 
@@ -57,7 +57,7 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
                 arrays.append(Array(weight.path.replace("*", number), shape[1:], weight, names))
     if remaining:
         what = f"the model has {len(remaining)} parameters without a Hugging Face tensor."
-        raise DataError(what, where=", ".join(sorted(remaining)[:SHOWN]))
+        raise WeightsError(what, where=", ".join(sorted(remaining)[:SHOWN]))
     return arrays
 
 
@@ -107,7 +107,7 @@ def _check(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknown: lis
     if missing or unknown:
         counts = [f"{len(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         listed = [f"{word}: {_listed(names)}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
-        raise DataError(
+        raise WeightsError(
             f"'{where}' does not match its config.json: {' and '.join(counts)} of {len(named)} tensors.",
             where="; ".join(listed),
             fix=_likely(missing, unknown),
@@ -118,14 +118,14 @@ def _check(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknown: lis
         if tuple(prefixed[name].shape) != array.tensor_shape
     ]
     if mismatched:
-        raise DataError(
+        raise WeightsError(
             f"'{where}' does not match its config.json: {len(mismatched)} tensors have another shape.",
             where="; ".join(mismatched[:SHOWN]),
             fix="use the config.json of these weights",
         )
     integers = [name for name in named if "float" not in str(prefixed[name].dtype)]
     if integers:
-        raise DataError(
+        raise WeightsError(
             f"'{where}' has weights that are not floating-point: {len(integers)} of {len(named)} tensors.",
             where="; ".join(f"{name} is {prefixed[name].dtype}" for name in integers[:SHOWN]),
             fix="use the weights before quantization",

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def as_array(value: Any) -> Any:
         return value.__jax_array__()
     if hasattr(value, "__array__"):
         return np.asarray(value)
-    raise SpanaxError(
+    raise ObjectsError(
         f"an argument is a {type(value).__name__}, neither an NNX object nor an array.",
         fix="static_argnums or static_argnames for values that are not arrays",
     )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError, PlanMismatchError
 from spanax.jit.call import is_object, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import SharedPlacement
@@ -48,7 +48,7 @@ def constrain(
         form, nodes, arrays = split_call(args, kwargs, numbers, names)
         objects = Objects.of(nodes)
         if not objects.is_traced and not any(isinstance(array, jax.core.Tracer) for array in arrays):
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{getattr(function, '__name__', 'function')}` is constrained, and runs in jax.jit or nnx.jit only.",
                 fix="nnx.jit(plan.constrain(function)), or spanax.jit(function, plan=plan)",
             )
@@ -72,7 +72,7 @@ def _check_context(mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> None:
     current = jax.sharding.get_abstract_mesh()
     is_other = not current.empty and dict(current.shape) != dict(mesh.shape)
     if is_other or any(is_typed(array) for array in arrays if isinstance(array, jax.Array)):
-        raise SpanaxError(
+        raise PlanMismatchError(
             "the surrounding mesh is not the plan's, or has Explicit axes.",
             where=f"{current or 'the mesh of an array'}; the plan's mesh is {dict(mesh.shape)}",
             fix="jax.set_mesh(plan.mesh.build()), or no jax.set_mesh",
@@ -87,7 +87,7 @@ def _check_schedule(compiled: CompiledFunction, plan: Plan) -> None:
     """
     trains = any(compiled.plan.leaves[index].kind == "param" for index in compiled.updated)
     if trains and compiled.plan.schedule != plan.schedule:
-        raise SpanaxError(
+        raise PlanMismatchError(
             "the function trains on other arrays than those of the plan, whose schedule would not apply.",
             where=f"planned {plan.schedule}",
             fix="a plan for these arrays: spanax.jit(function, ...).prepare(...)",
@@ -126,7 +126,7 @@ def _check_writable(compiled: CompiledFunction, objects: Objects) -> None:
             if isinstance(slot, nnx.Variable):
                 slot.set_raw_value(slot.get_raw_value())
         except errors.TraceContextError as error:
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{compiled.program.leaves[index].path}` is updated inside of a trace, but was created outside of it.",
                 fix="pass the objects as arguments of nnx.jit, or nnx.split and nnx.merge them in jax.jit",
             ) from error

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 from spanax.jit.call import is_object
 from spanax.jit.sharded_function import ShardedFunction, owners
 from spanax.run.state.sharded_init import init_sharded
@@ -53,7 +53,7 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
       ((None, 'fsdp'), (16, 4))
     """
     if not isinstance(like, ShardedFunction):
-        raise SpanaxError("`like` is not a function of spanax.jit.", fix="like=spanax.jit(train_step)")
+        raise ObjectsError("`like` is not a function of spanax.jit.", fix="like=spanax.jit(train_step)")
     parameters = [*inspect.signature(like.function).parameters.values()]
     positional = [parameter.name for parameter in parameters if parameter.kind in POSITIONAL]
     is_tuple: list[bool] = []
@@ -83,12 +83,12 @@ def _names(nodes: Sequence[Any], positional: Sequence[str]) -> list[str]:
     """
     others = [type(node).__name__ for node in nodes if not is_object(node)]
     if others or not nodes:
-        raise SpanaxError(
+        raise ObjectsError(
             f"`make_objects` returned {', '.join(others) or 'nothing'}, not NNX objects.",
             fix="return the model, or a tuple such as (model, optimizer)",
         )
     if len(nodes) > len(positional):
-        raise SpanaxError(
+        raise ObjectsError(
             f"`make_objects` returned {len(nodes)} objects for {len(positional)} positional parameters of `like`.",
             where=", ".join(positional),
             fix="return the first arguments of the function, in their order",
@@ -121,7 +121,7 @@ def _arguments(
     unknown = [name for name in values if name not in {parameter.name for parameter in others}]
     problems = [*(f"`{name}` is missing" for name in missing), *(f"`{name}` is unknown" for name in unknown)]
     if problems:
-        raise SpanaxError(
+        raise ObjectsError(
             f"`batch` does not match the parameters of `like` after its {num_objects} objects.",
             where=", ".join(
                 [*(f"`{name}` is missing" for name in missing), *(f"`{name}` is unknown" for name in unknown)]

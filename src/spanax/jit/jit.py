@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
-from spanax.errors import SpanaxError
+from spanax.errors import ConflictError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.placement import LossOptions, SharedPlacement
@@ -91,7 +91,7 @@ def jit(
         names := [name for name, value in others.items() if value is not None]
     ):
         source = "plan" if like is None else "like"
-        raise SpanaxError(
+        raise ConflictError(
             f"`{names[0]}` does not apply: `{source}` decides the placement.", fix=f"leave {names[0]} out"
         )
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)

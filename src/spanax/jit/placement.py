@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError, first_line
+from spanax.errors import IdleAxisError, IndivisibleError, ObjectsError, PipelineError, VariantError, first_line
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.choose import Request, decided
@@ -75,9 +75,9 @@ class SharedPlacement:
         else:
             plan = _planned_like(program, self.cluster(), self.plan, losses, is_like=is_like)
         if plan.schedule.num_stages > 1:
-            raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+            raise PipelineError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
         if (self.plan or plan).schedule.offload:
-            raise SpanaxError(
+            raise VariantError(
                 "the plan offloads state to host memory, which only the steps of `spanax.start` support.",
                 fix="spanax.start(program, plan), or a plan without offload",
             )
@@ -159,7 +159,7 @@ def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
       SpanaxError: it is sharded over another mesh.
     """
     if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not _is_on(array.sharding, mesh):
-        raise SpanaxError(
+        raise ObjectsError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
             fix="the same mesh, spanax.jit(like=...), or objects that are created without a mesh",
@@ -173,10 +173,10 @@ def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mes
       SpanaxError: its shape or dtype is not `aval`'s, it has no value, or it is sharded over another mesh.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
-        raise SpanaxError(f"`{path}` is a shape without a value.", fix="spanax.init, which creates sharded objects")
+        raise ObjectsError(f"`{path}` is a shape without a value.", fix="spanax.init, which creates sharded objects")
     array = array if isinstance(array, jax.Array) else jnp.asarray(array)
     if (array.shape, array.dtype) != (aval.shape, aval.dtype):
-        raise SpanaxError(
+        raise ObjectsError(
             f"`{path}` is {array.dtype}{list(array.shape)}, but the function was traced with "
             f"{aval.dtype}{list(aval.shape)}.",
             fix="another function of spanax.jit for objects of another structure",

@@ -16,7 +16,7 @@ from flax import nnx
 
 from spanax.check.check import check
 from spanax.check.report import Report
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, split_call
 from spanax.jit.objects import Objects
@@ -184,7 +184,7 @@ class ShardedFunction:
     @property
     def _latest(self) -> tuple[Program, Plan]:
         if self._prepared is None:
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{self._name}` has no plan before it is called.", fix=f"{self._name}.prepare(...) with its arguments"
             )
         return self._prepared
@@ -217,7 +217,7 @@ class ShardedFunction:
 
         shapes = [_shape(array) for array in arrays]
         if not nodes and not shapes:
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{self._name}` has no objects and no arrays to shard.",
                 fix="spanax.init(make_objects, like=train_step) to create sharded objects",
             )
@@ -251,7 +251,7 @@ class ShardedFunction:
         for leaf in () if first is None else first.compiled.program.leaves:
             if arrays.get(leaf.path) != (leaf.shape, leaf.dtype):
                 shape, dtype = arrays.get(leaf.path, (None, None))
-                raise SpanaxError(
+                raise ObjectsError(
                     f"the objects passed to `{self._name}` have another structure than in its first call.",
                     where=f"`{leaf.path}` was {leaf.dtype}{list(leaf.shape)} and is "
                     + ("missing" if shape is None else f"{dtype}{list(shape)}"),

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import PlanMismatchError
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
@@ -56,7 +56,7 @@ def mesh_of(plan: Plan, mesh: jax.sharding.Mesh | None, devices: Sequence[Any] |
     if mesh is None:
         return plan.mesh.build(devices)
     if devices is not None or dict(mesh.shape) != dict(plan.mesh.axes):
-        raise SpanaxError(
+        raise PlanMismatchError(
             "`mesh` is not the mesh of the plan." if devices is None else "`mesh` has devices; `devices` are others.",
             where=f"{dict(mesh.shape)}; the plan is for {plan.mesh}",
             fix="a mesh with the names and sizes of the plan's, or `devices` alone",
@@ -84,7 +84,7 @@ def placements(nodes: Sequence[Any], plan: Plan) -> list[Placement]:
         index, _, path = leaf.path.partition(".")
         placement = plan[_joined(prefixes[int(index)], path)]
         if not _matches(placement, leaf):
-            raise SpanaxError(
+            raise PlanMismatchError(
                 f"`{placement.path}` is {leaf.dtype}{list(leaf.shape)}, and "
                 f"{placement.dtype}{list(placement.shape)} in the plan.",
                 fix="a plan for these objects, or the objects that it was made for",

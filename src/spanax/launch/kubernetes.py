@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
-from spanax.errors import PREEMPTED, SpanaxError
+from spanax.errors import PREEMPTED, FormatError, LaunchError, NotInstalledError, RangeError
 from spanax.launch.exit_codes import FINAL
 from spanax.launch.request import Request, count, request_of
 from spanax.printable import printable_lines, to_stdout
@@ -71,13 +71,13 @@ def manifest(command: KubernetesCommand, request: Request) -> dict[str, Any]:
     hosts, name = count("hosts", command.hosts), _name(command, request)
     if not PurePosixPath(os.path.normpath(request.folder)).is_relative_to(command.mount):
         kind, flag = ("folder of the logs", "--logs") if request.is_program else ("run folder", "--output-dir")
-        raise SpanaxError(
+        raise LaunchError(
             f"the {kind} '{request.folder}' is not on the volume that the hosts share.",
             where=f"claim {command.claim}, mounted on {command.mount}",
             fix=f"{flag} {PurePosixPath(command.mount) / request.folder.name}",
         )
     if command.restarts < 0:
-        raise SpanaxError(f"--restarts is {command.restarts}; expected an integer >= 0.", fix="--restarts 0")
+        raise RangeError(f"--restarts is {command.restarts}; expected an integer >= 0.", fix="--restarts 0")
     job = {
         "parallelism": hosts,
         "completions": hosts,
@@ -127,7 +127,7 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
         return 0
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise SpanaxError(
+        raise NotInstalledError(
             "kubectl is not installed on this machine.",
             fix="use --dry-run to print the manifest, and kubectl create -f - where it is installed",
         )
@@ -135,7 +135,7 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
     process = subprocess.run([kubectl, "create", "-f", "-"], input=text, capture_output=True, text=True)
     if process.returncode:
         reason = next(iter(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
-        raise SpanaxError("kubectl did not create the JobSet.", where=reason, fix="--dry-run shows the manifest")
+        raise LaunchError("kubectl did not create the JobSet.", where=reason, fix="--dry-run shows the manifest")
     print(printable_lines(process.stdout.strip()))
     return 0
 
@@ -196,7 +196,7 @@ def _name(command: KubernetesCommand, request: Request) -> str:
     # A pod's name has at most 63 characters, including its job, its index and a suffix.
     max_length = 63 - len(f"-workers-0-{command.hosts - 1}-abcde")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > max_length:
-        raise SpanaxError(
+        raise FormatError(
             f"'{name}' is not a valid name of a JobSet.",
             fix=f"--name with at most {max_length} lowercase letters, digits and dashes, starting with a letter",
         )
@@ -206,5 +206,5 @@ def _name(command: KubernetesCommand, request: Request) -> str:
 def _pair(label: str) -> tuple[str, str]:
     key, is_pair, value = label.partition("=")
     if not is_pair or not key:
-        raise SpanaxError(f"--node-selector is '{label}'.", fix="--node-selector key=value")
+        raise FormatError(f"--node-selector is '{label}'.", fix="--node-selector key=value")
     return key, value

@@ -19,7 +19,7 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
-from spanax.errors import SpanaxError
+from spanax.errors import LaunchError, NotInstalledError, SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.local import free_port
 from spanax.launch.request import Request, count, request_of
@@ -118,7 +118,7 @@ class Worker:
             return ray.get(getattr(self.host, method).remote(*args))
         except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[-1:]
-            raise SpanaxError("cannot start a process on a node of the Ray cluster.", where="".join(reason)) from None
+            raise LaunchError("cannot start a process on a node of the Ray cluster.", where="".join(reason)) from None
 
     def _ask(self, method: str, *args: Any, lost: Any = None) -> Any:
         try:
@@ -221,7 +221,7 @@ class Cluster:
         if not self._group.wait(self.command.wait_seconds):
             self.close()
             free = ", ".join(f"{value:g} {name}" for name, value in _free(ray).items()) or "nothing"
-            raise SpanaxError(
+            raise LaunchError(
                 f"the Ray cluster has no room for {hosts} x {resources} after {self.command.wait_seconds:g} s.",
                 where=f"free on {len(ray.nodes())} nodes: {free}",
                 fix="fewer --hosts or --devices-per-host" + ("" if self.command.together else ", or --together"),
@@ -252,7 +252,9 @@ def launch(command: RayCommand, argv: Sequence[str]) -> int:
         return 0
     if is_submitted:
         if shutil.which("ray") is None:
-            raise SpanaxError("ray is not installed on this machine.", fix="pip install 'spanax[ray]', or --dry-run")
+            raise NotInstalledError(
+                "ray is not installed on this machine.", fix="pip install 'spanax[ray]', or --dry-run"
+            )
         return subprocess.run(job(command, request)).returncode
     return _driven(command, request)
 
@@ -261,7 +263,7 @@ def _driven(command: RayCommand, request: Request) -> int:
     try:
         import ray
     except ImportError:
-        raise SpanaxError("Ray is not installed.", fix="pip install 'spanax[ray]'") from None
+        raise NotInstalledError("Ray is not installed.", fix="pip install 'spanax[ray]'") from None
     host, _, port = command.address.rpartition(":")
     try:
         if port.isdigit():
@@ -269,7 +271,7 @@ def _driven(command: RayCommand, request: Request) -> int:
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=command.address, log_to_driver=False, logging_level="warning")
     except OSError as error:
-        raise SpanaxError(
+        raise LaunchError(
             f"there is no Ray cluster at '{command.address}'.", where=str(error), fix="ray start --head, or --address"
         ) from None
     cluster = Cluster(command, request)

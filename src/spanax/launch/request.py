@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from spanax.errors import SpanaxError
+from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
 from spanax.run.config import TrainConfig, check, check_path, with_settings
 from spanax.run.record.folder import read_config
 from spanax.run.record.heartbeat import FOLDER_VARIABLE
@@ -152,13 +152,13 @@ def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", i
       ProgramRequest(words=('python', 'train.py'), folder=PosixPath('logs/a'))
     """
     if not argv:
-        raise SpanaxError(
+        raise MissingError(
             "there is no command to launch.",
             fix="-- python script.py, or -- train gpt-nano --steps 10, after the flags of launch",
         )
     if argv[0] == TRAIN:
         if logs is not None:
-            raise SpanaxError(
+            raise ConflictError(
                 f"--logs {logs} is for programs; the folder of `train` is its --output-dir.",
                 fix=f"-- train ... --output-dir {logs}",
             )
@@ -181,13 +181,13 @@ def scheduler_name(folder: Path) -> str:
 def _check_program(argv: Sequence[str], is_here: bool) -> None:
     program = argv[0]
     if Path(program).name == "spanax" or (["-m"], ["spanax"]) == ([*argv[1:2]], [*argv[2:3]]):
-        raise SpanaxError(
+        raise ConflictError(
             f"'-- {shlex.join(argv)[:80]}' would not be resumed after a restart.",
             fix="-- train ..., without 'spanax' before it",
         )
     if is_here and shutil.which(program) is None:
         fix = f"-- python {program}" if program.endswith(".py") else "-- python script.py, -- train ..., or a path"
-        raise SpanaxError(f"there is no program '{program}'.", where="the executables of PATH", fix=fix)
+        raise NotInstalledError(f"there is no program '{program}'.", where="the executables of PATH", fix=fix)
 
 
 def count(name: str, value: int) -> int:
@@ -197,5 +197,5 @@ def count(name: str, value: int) -> int:
       SpanaxError: it is below 1.
     """
     if value < 1:
-        raise SpanaxError(f"--{name} is {value}; expected an integer >= 1.", fix=f"--{name} 1")
+        raise RangeError(f"--{name} is {value}; expected an integer >= 1.", fix=f"--{name} 2")
     return value

@@ -21,7 +21,7 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
-from spanax.errors import SpanaxError, WriteError
+from spanax.errors import FormatError, LaunchError, NotInstalledError, WriteError
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.local import LOOPBACK, free_port
 from spanax.launch.request import Request, count, request_of
@@ -132,7 +132,7 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
     process = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
     if process.returncode:
         reason = process.stderr.strip().partition("\n")[0]
-        raise SpanaxError("sbatch refused the job.", where=reason, fix=f"edit and sbatch {file}")
+        raise LaunchError("sbatch refused the job.", where=reason, fix=f"edit and sbatch {file}")
     job = process.stdout.strip().partition(";")[0]
     print(f"submitted job {job}; it writes to {request.folder / LOGS}; scancel {job} cancels it")
     return 0
@@ -243,7 +243,7 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
     if hosts > 1:
         host = _output("srun", "--relative=1", "--nodes=1", "--ntasks=1", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         if not host:
-            raise SpanaxError("the second node of the job does not answer.", where="srun --relative=1")
+            raise LaunchError("the second node of the job does not answer.", where="srun --relative=1")
     place = Folder.of(folder)
     place.make(LOGS)
     for number in range(hosts):
@@ -268,7 +268,7 @@ def _directive(name: str, value: object) -> str:
     if value is True:
         return f"#SBATCH --{name}"
     if not re.fullmatch(r"[^\s'\"\\]+( [^\s'\"\\]+)*", str(value)):
-        raise SpanaxError(
+        raise FormatError(
             f"--{name} {value!r} is invalid for sbatch.", fix="use a value without quotes and line breaks"
         )
     return f"#SBATCH --{name}={value}" if " " not in str(value) else f'#SBATCH --{name}="{value}"'
@@ -284,7 +284,7 @@ def _environment(command: SlurmCommand) -> dict[str, str]:
 def _tool(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise SpanaxError(
+        raise NotInstalledError(
             f"{name} is not installed on this machine.",
             fix="run it on a Slurm node, or use --dry-run to print the script",
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from spanax.entries.names import LOGS
-from spanax.errors import PREEMPTED, SpanaxError
+from spanax.errors import PREEMPTED, RangeError
 from spanax.launch.exit_codes import Ending, ending_of, last_words
 from spanax.launch.log_copy import LogCopy
 from spanax.launch.request import Request
@@ -339,9 +339,11 @@ def check(limits: Limits) -> Limits:
     for name in ("stuck_seconds", "quiet_seconds", "stop_seconds"):
         value = getattr(limits, name)
         if not value > 0:
-            raise SpanaxError(f"--{name.replace('_', '-')} is {value:g}; it must be positive.")
+            flag = f"--{name.replace('_', '-')}"
+            raise RangeError(f"{flag} is {value:g}; expected a number > 0.", fix=f"{flag} {getattr(Limits(), name):g}")
     if (limits.restarts or 0) < 0 or not limits.backoff_seconds >= 0:
-        raise SpanaxError(
-            f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} must not be negative."
+        raise RangeError(
+            f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} must not be negative.",
+            fix="--restarts 3 --backoff-seconds 10",
         )
     return limits

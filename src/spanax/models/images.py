@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import NotInstalledError, RangeError
 
 
 def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -85,10 +85,10 @@ class Digits:
 
     def __post_init__(self) -> None:
         if self.image_size < 8 or self.image_size % 8:
-            raise SpanaxError(f"image_size is {self.image_size}; expected a multiple of 8.")
+            raise RangeError(f"image_size is {self.image_size}; expected a multiple of 8.")
         if not importlib.util.find_spec("sklearn"):
             what = "the digits are part of scikit-learn, which is not installed."
-            raise SpanaxError(what, fix='pip install "spanax[examples]"')
+            raise NotInstalledError(what, fix='pip install "spanax[examples]"')
 
     def __len__(self) -> int:
         return len(self._rows[1])

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spanax import DataError, SpanaxError, Workload
+from spanax import Workload
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import MODEL
-from spanax.errors import EntryError, first_line
+from spanax.errors import EntryError, FileError, RangeError, first_line
 from spanax.models import gpt, images, llama, vit
 from spanax.schema import parsed
 
@@ -40,7 +40,7 @@ def shaped(
         return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
     if kind == "gpt2" and (seq_len or 0) > config.seq_len:
         what = f"'{folder}' has {config.seq_len} positions, but --seq-len is {seq_len}."
-        raise SpanaxError(what, fix=f"--seq-len {config.seq_len}")
+        raise RangeError(what, fix=f"--seq-len {config.seq_len}")
     return Workload(
         batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
         loss=gpt.loss if kind == "gpt2" else llama.loss,
@@ -69,7 +69,7 @@ def read_shape(folder: Path) -> tuple[str, Any]:
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
+        raise FileError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
 
 
 def from_folder(folder: Path) -> Callable[..., Workload]:

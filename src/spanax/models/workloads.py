@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import optax
 
-from spanax import SpanaxError, Workload, logged
-from spanax.errors import SizeError, nearest
+from spanax import Workload, logged
+from spanax.errors import RangeError, SizeError, UnknownNameError, WorkloadError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported
 
@@ -139,7 +139,7 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
     unit = head_dim * num_kv_heads
     if embed_dim % unit:
         below = embed_dim // unit * unit
-        raise SpanaxError(
+        raise RangeError(
             f"embed_dim is {embed_dim}; expected a multiple of {unit}.",
             where=f"heads of {getattr(config, 'head_dim', None) or head_dim}"
             + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
@@ -194,6 +194,10 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 }
 
 
+USUAL = {"batch_size": 32, "seq_len": 128, "vocab_size": 50_257, "num_layers": 12, "embed_dim": 768}
+"""Usual sizes, for the `fix` of an error."""
+
+
 def load(
     name: str,
     *,
@@ -231,7 +235,7 @@ def load(
     requested = {key: value for key, value in sizes.items() if value is not None}
     for key, value in requested.items():
         if value < 1:
-            raise SpanaxError(f"{key} is {value}; expected an integer >= 1.")
+            raise RangeError(f"{key} is {value}; expected an integer >= 1.", fix=f"{key}={USUAL[key]}")
     source = WORKLOADS.get(name) or (from_folder(Path(name)) if is_imported(Path(name)) else _from_file(name))
     if isinstance(source, Workload):
         return _resized(name, source, requested)
@@ -239,7 +243,7 @@ def load(
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     workload = source(**{key: value for key, value in requested.items() if key in parameters or is_open})
     if not isinstance(workload, Workload):
-        raise SpanaxError(f"'{name}' returned a {type(workload).__name__}, not a spanax.Workload.")
+        raise WorkloadError(f"'{name}' returned a {type(workload).__name__}, not a spanax.Workload.")
     ignored = {key: value for key, value in requested.items() if key not in parameters and not is_open}
     return _resized(name, workload, ignored)
 
@@ -279,15 +283,15 @@ def _resized(name: str, workload: Workload, requested: dict[str, int]) -> Worklo
 def _from_file(name: str) -> Workload | Callable[..., Workload]:
     path, colon, attribute = name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise SpanaxError(f"unknown workload '{name}'.", fix=nearest(name, ["file.py:name", *WORKLOADS]))
+        raise UnknownNameError(f"unknown workload '{name}'.", fix=nearest(name, ["file.py:name", *WORKLOADS]))
     if not Path(path).is_file():
-        raise SpanaxError(f"'{path}' does not exist.", where=f"workload '{name}'")
+        raise UnknownNameError(f"'{path}' does not exist.", where=f"workload '{name}'")
     module = _imported(Path(path))
     value = getattr(module, attribute, None)
     if isinstance(value, Workload) or callable(value):
         return value
     known = [key for key, value in vars(module).items() if isinstance(value, Workload)]
-    raise SpanaxError(
+    raise UnknownNameError(
         f"'{path}' has no workload '{attribute}'.",
         fix=nearest(attribute, known) if known else f"{attribute} = spanax.Workload(build=..., batch=..., loss=...)",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.sharding.attention import attention_kernels
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -57,7 +57,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
             return fused
         attention = fused.attention
     if requested == "flash":
-        raise SpanaxError(
+        raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
     return replace(program, attention=attention)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from spanax.errors import SpanaxError
+from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
@@ -278,7 +278,7 @@ def chosen(result: Search) -> Plan:
       SpanaxError: no layout fits; the message lists options that would make one fit.
     """
     if result.best is None:
-        raise SpanaxError(
+        raise CapacityError(
             "no layout fits into the memory.", where=shortfall(result), fix="; or ".join(remedies(result))
         )
     plan = plan_of(result, result.best)
@@ -290,9 +290,9 @@ def chosen(result: Search) -> Plan:
 
 def _check_request(request: Request) -> None:
     if request.sequence_parallel and not request.is_placed:
-        raise SpanaxError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
+        raise ConflictError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
     if request.is_ring and request.attention == "flash":
-        raise SpanaxError(
+        raise ConflictError(
             "attention 'flash' gathers keys, and layout 'ring' does not.", fix="layout 'context', or attention 'plain'"
         )
 
@@ -337,7 +337,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
     if num_devices != cluster.num_devices:
         near = layout.name if layout.name.removesuffix("+seq") in PRESETS and layout != request.layout else "fsdp"
-        raise SpanaxError(
+        raise DeviceCountError(
             f"mesh {shape} needs {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
             fix=f"mesh {default_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
@@ -364,7 +364,7 @@ def _choose(program: Program, cluster: Cluster, request: Request) -> tuple[str, 
     layout, mesh = request.layout, request.mesh
     if isinstance(layout, Layout):
         if mesh is None:
-            raise SpanaxError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
+            raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
         return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from spanax.errors import SpanaxError
+from spanax.errors import PlanMismatchError
 from spanax.hardware.cluster import Cluster
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
@@ -87,7 +87,7 @@ def computed_in(program: Program, compute_dtype: str | None) -> Program:
     if program.compute_dtype == "float32" and compute_dtype is None:
         return program  # plans of float32 models omit the dtype
     if program.compute_dtype is not None and program.compute_dtype != compute_dtype:
-        raise SpanaxError(
+        raise PlanMismatchError(
             f"the plan computes in {compute_dtype or 'the dtypes of the model'}, and the program was traced with "
             f"compute_dtype '{program.compute_dtype}'.",
             fix="trace the program without compute_dtype, or plan it again",

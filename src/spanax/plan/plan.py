@@ -11,7 +11,7 @@ from spanax.displays import display
 from spanax.documents import MAX_INT, parse_json, read_bytes
 from spanax.entries.folder import Folder, Place
 from spanax.entries.names import PLAN
-from spanax.errors import DataError, SpanaxError, WriteError, nearest
+from spanax.errors import DataError, FileError, UnknownNameError, WriteError, first_line, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Prediction
@@ -137,7 +137,7 @@ class Plan:
         for leaf in self.leaves + self.batch:
             if leaf.path == path:
                 return leaf
-        raise SpanaxError(f"the plan has no leaf '{path}'.", fix=nearest(path, [p.path for p in self.leaves]))
+        raise UnknownNameError(f"the plan has no leaf '{path}'.", fix=nearest(path, [p.path for p in self.leaves]))
 
     constrain = constrain
 
@@ -174,7 +174,7 @@ class Plan:
         try:
             data = parse_json(text)
             if data["version"] != VERSION:
-                raise DataError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
+                raise FileError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
             data["mesh"] = MeshShape.of(dict(data["mesh"]))
             data["allow"] = _texts("allow", data.get("allow", []), "SPX001 embed")
             flags = _texts("xla_flags", data.get("xla_flags", []), "xla_gpu_triton_gemm_any=True")
@@ -183,8 +183,8 @@ class Plan:
         except DataError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
-            raise DataError("this is not a plan file.", where=reason) from None
+            reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else first_line(error)
+            raise FileError("this is not a plan file.", where=reason) from None
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a file.
@@ -223,7 +223,7 @@ class Plan:
         except DataError:
             raise
         except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the plan '{path}'.", where=str(error)) from None
+            raise FileError(f"cannot read the plan '{path}'.", where=str(error)) from None
 
     def diff(self, other: "Plan") -> list[str]:
         """Returns the differences between two plans, one per line; empty for equal plans.
@@ -307,7 +307,7 @@ def _size(leaf: Placement) -> int:
 
 def _texts(key: str, value: Any, example: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise DataError(f"the plan's '{key}' is not a list of strings.", where=f"{key}: {value}", fix=f'["{example}"]')
+        raise FileError(f"the plan's '{key}' is not a list of strings.", where=f"{key}: {value}", fix=f'["{example}"]')
     return tuple(value)
 
 

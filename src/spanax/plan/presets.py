@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.trace.rewrites.remat_policies import RING
@@ -65,12 +65,12 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     if base == RING and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
         return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
     if base not in PRESETS or option or (plus and "model" not in PRESETS[base]):
-        raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
+        raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
     roles = _roles(base, PRESETS[base], mesh)
     layout = _layout(name, roles, STORED.get(base, ("param", "gradient", "optimizer")))
     wants_sequence = sequence_parallel or bool(plus)
     if wants_sequence and "model" not in PRESETS[base]:
-        raise SpanaxError(f"layout '{base}' has no model axis to shard the sequence over.", fix="fsdp+tensor+seq")
+        raise MeshError(f"layout '{base}' has no model axis to shard the sequence over.", fix="fsdp+tensor+seq")
     return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
 
 
@@ -91,7 +91,7 @@ def check_ring(layout: Layout, mesh: MeshShape) -> None:
       SpanaxError: no mesh axis of several devices shards sequences.
     """
     if not any("seq" in names and mesh.ways([axis]) > 1 for axis, names in layout.computed):
-        raise SpanaxError(
+        raise MeshError(
             "ring attention needs a mesh axis that shards sequences.",
             where=f"mesh {mesh}, layout '{layout.name}'",
             fix=f"mesh {default_mesh(RING, mesh.size)}" if mesh.size > 1 else "several devices, or no ring",
@@ -110,7 +110,7 @@ def layout_for(mesh: MeshShape) -> Layout:
     """
     for axis, size in mesh.axes:
         if axis not in MEANING and size > 1:
-            raise SpanaxError(
+            raise MeshError(
                 f"mesh axis '{axis}' has no default meaning.",
                 where=f"mesh {mesh}",
                 fix=f"name a layout for it, or use {', '.join(a for a in CANONICAL_AXES if a in MEANING)}",
@@ -142,7 +142,7 @@ def default_mesh(name: str, num_devices: int) -> MeshShape:
     """
     base = name.partition("+seq")[0]
     if base not in PRESETS:
-        raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
+        raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
     axes = PRESETS[base]
     if len(axes) == 1:
         return MeshShape(((axes[0], num_devices),))
@@ -175,14 +175,14 @@ def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
     # A role of one device has no effect: data+tensor on a mesh of model=8 is tensor.
     idle = [axis for axis in left if dict(mesh.axes)[axis] > 1]
     if missing == list(parts) or (missing and len(parts) == 1):
-        raise SpanaxError(
+        raise MeshError(
             f"layout '{name}' needs the mesh axis {missing[0]}.",
             where=f"mesh {mesh}",
             fix=f"mesh {','.join(f'{a}={s}' for a, s in default_mesh(name, mesh.size).axes)}",
         )
     if idle:
         wider = next((p for p, axes in PRESETS.items() if {*parts, *idle} == set(axes)), None)
-        raise SpanaxError(
+        raise MeshError(
             f"layout '{name}' leaves mesh axis '{idle[0]}' idle: every device on it would repeat the same work.",
             where=f"mesh {mesh}",
             fix=f"layout '{wider}'" if wider else f"mesh {default_mesh(name, mesh.size)}",

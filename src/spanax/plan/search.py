@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spanax.errors import NoLayoutError, SpanaxError, nearest
+from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import can_ring, repeating_axes, with_attention
@@ -102,7 +102,7 @@ def search(
     """
     batch_size = program.batch_size if batch_size is None else batch_size
     if batch_size < 1:
-        raise SpanaxError(f"the batch size is {batch_size}; it must be at least 1.")
+        raise RangeError(f"the batch size is {batch_size}; it must be at least 1.")
     mesh = None if mesh is None else MeshShape.of(mesh)
     cluster = cluster_of(cluster)
     check_request(cluster, layout, mesh)
@@ -221,19 +221,19 @@ def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) 
     if layout is not None:
         for part in layout.removesuffix("+seq").split("+"):
             if part not in {*PRESETS, *STORING}:
-                raise SpanaxError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
+                raise UnknownNameError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
     if mesh is None:
         return
     for axis in mesh.names:
         if axis not in AXES:
-            raise SpanaxError(f"unknown mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, AXES))
+            raise UnknownNameError(f"unknown mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, AXES))
     if not is_standard(mesh):
         ordered = ",".join(f"{axis}={size}" for axis, size in sorted(mesh.axes, key=lambda pair: AXES.index(pair[0])))
-        raise SpanaxError(
+        raise MeshError(
             f"a search prices mesh axes in the order {', '.join(AXES)} only.", where=f"mesh {mesh}", fix=ordered
         )
     if cluster.num_devices % mesh.size:
-        raise SpanaxError(
+        raise DeviceCountError(
             f"mesh {mesh} needs {mesh.size} devices, and the cluster has {cluster.num_devices}.",
             fix=f"a mesh whose product divides {cluster.num_devices}",
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import FormatError
 from spanax.hardware.cluster import local
 from spanax.hardware.flags import default_flags, flags_of, for_platform
 from spanax.plan.plan import Plan
@@ -37,7 +37,7 @@ def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
     try:
         jax.jit(lambda x: x + 1, compiler_options=options).lower(jax.ShapeDtypeStruct((), "int32")).compile()
     except jax.errors.JaxRuntimeError as error:
-        raise SpanaxError(
+        raise FormatError(
             f"XLA rejects an option: {str(error).splitlines()[0].partition(': ')[2][:200]}",
             where=", ".join(plan.xla_flags)[:200],
             fix="--xla-flags none, or options of this version of XLA",

@@ -7,7 +7,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from spanax.documents import MAX_TOML_BYTES
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import ConflictError, FormatError, MissingError, RangeError, UnknownNameError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.printable import is_printable
 from spanax.run.flags import BatchSizes, LayoutRequest, Precision
@@ -144,6 +144,11 @@ MIN: dict[str, float] = {
 MAX: dict[str, float] = {"steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
 """Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
 
+USUAL = {
+    "devices": "8", "steps": "100", "global_batch_size": "32", "seq_len": "128", "microbatches": "4",
+    "virtual_stages": "2", "lr": "3e-4", "spike_factor": "10",
+}  # fmt: skip
+"""Usual values of numbers without a default, for the `fix` of an error."""
 
 MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
 """The maximal size of config.toml, without its checksum."""
@@ -161,12 +166,12 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
     known = [field.name for field in fields(TrainConfig) if field.name != "traceback"]
     for key in settings:
         if key not in known:
-            raise SpanaxError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
+            raise UnknownNameError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
     try:
         return parsed(TrainConfig, asdict(config) | dict(settings), is_strict=False)
     except SchemaError as error:
         expected = next(name for kind, name in TYPES.items() if kind is error.expected)
-        raise SpanaxError(
+        raise FormatError(
             f"setting '{error.name}' is {short(error.value)}; it must be {expected}.", where=where
         ) from None
 
@@ -180,20 +185,20 @@ def check(config: TrainConfig) -> TrainConfig:
     for name, least in MIN.items():
         value = getattr(config, name)
         flag, most = f"--{name.replace('_', '-')}", MAX.get(name, 10**12)
-        if value is not None and value > most:
-            raise SpanaxError(f"{flag} is {value}; expected a number <= {most:g}.", fix=f"{flag} {most:g}")
-        if value is not None and not value >= least:
-            raise SpanaxError(f"{flag} is {value}; expected a number >= {least:g}.", fix=f"{flag} {least:g}")
+        if value is None or least <= value <= most:
+            continue
+        bound = f"<= {most:g}" if value > most else f">= {least:g}"
+        raise RangeError(f"{flag} is {value}; expected a number {bound}.", fix=f"{flag} {_usual(name)}")
     _check_texts(config)
     known_dtype(config.dtype)
     if config.accumulate is not None:
         known_accumulation(config.accumulate)
     if config.optimizer_state not in STATE_DTYPES:
         message = f"unknown optimizer state '{config.optimizer_state}'."
-        raise SpanaxError(message, fix=nearest(config.optimizer_state, STATE_DTYPES))
+        raise UnknownNameError(message, fix=nearest(config.optimizer_state, STATE_DTYPES))
     if config.on_bad_step not in ON_BAD_STEP:
         message = f"unknown --on-bad-step '{config.on_bad_step}'."
-        raise SpanaxError(message, fix=nearest(config.on_bad_step, ON_BAD_STEP))
+        raise UnknownNameError(message, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
     known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
@@ -205,10 +210,16 @@ def check(config: TrainConfig) -> TrainConfig:
     check_trackers(config.track)
     check_path("--output-dir", config.output_dir)
     if config.resume and config.output_dir is None:
-        raise SpanaxError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
+        raise MissingError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
     return config
+
+
+def _usual(name: str) -> str:
+    """Returns a usual value of a setting: its default, if it has one."""
+    default = getattr(TrainConfig(), name)
+    return USUAL[name] if default is None else str(default)
 
 
 def _check_texts(config: TrainConfig) -> None:
@@ -221,11 +232,11 @@ def _check_texts(config: TrainConfig) -> None:
     for name, text in texts.items():
         if any("\ud800" <= character <= "\udfff" for character in text):
             flag = f"--{name.replace('_', '-')}" if name != "workload" else "the workload"
-            raise SpanaxError(f"{flag} is not UTF-8: {text[:200]!r}.", fix="a name in UTF-8")
+            raise FormatError(f"{flag} is not UTF-8: {text[:200]!r}.", fix="a name in UTF-8")
     if len(config_text(config.record()).encode()) > MAX_RECORD_BYTES:
         name = max(texts, key=lambda name: len(texts[name]))
         size = f"more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} characters in --{name}"
-        raise SpanaxError(f"the settings have {size}.", fix="a folder or a pattern instead of a list of files")
+        raise FormatError(f"the settings have {size}.", fix="a folder or a pattern instead of a list of files")
 
 
 def check_path(flag: str, path: str | None) -> None:
@@ -235,7 +246,7 @@ def check_path(flag: str, path: str | None) -> None:
       SpanaxError: it is empty, begins or ends with whitespace, or has a control character.
     """
     if path is not None and (path != path.strip() or not path or not is_printable(path)):
-        raise SpanaxError(
+        raise FormatError(
             f"{flag} is {path!r}: it is empty, begins or ends with whitespace, or has a control character.",
             fix=f"{flag} runs/NAME",
         )
@@ -253,7 +264,7 @@ def check_alone(settings: Mapping[str, Any]) -> None:
     names = [name for name, value in settings.items() if value is not None]
     if names:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise SpanaxError(f"--plan already determines {' and '.join(names)}.", fix=f"omit {flags}")
+        raise ConflictError(f"--plan already determines {' and '.join(names)}.", fix=f"omit {flags}")
 
 
 def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
@@ -267,11 +278,11 @@ def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
     first, _, last = config.profile.partition(":")
     is_number = first.isdigit() and last.isdigit()
     if not is_number or not 1 <= int(first) <= int(last):
-        raise SpanaxError(
+        raise FormatError(
             f"--profile is '{config.profile}'; it must be the first and the last step.", fix="--profile 10:20"
         )
     if config.steps is not None and int(last) > config.steps:
-        raise SpanaxError(
+        raise RangeError(
             f"--profile {config.profile} goes beyond the last step, {config.steps}.",
             fix=f"--profile {max(1, config.steps - 10)}:{config.steps}",
         )

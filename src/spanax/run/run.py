@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import LossError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.run.data.batches import Batches
@@ -161,7 +161,7 @@ class Run:
         """
         evaluation, is_users = self.program.evaluation, self.program.run_evaluate is not None
         if evaluation is None and not is_users:
-            raise SpanaxError(
+            raise LossError(
                 "this program has no evaluation: it was traced from a train_step.",
                 fix="trace it with loss=... or evaluate=..., or evaluate run.model() yourself",
             )

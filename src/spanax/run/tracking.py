@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spanax.documents import json_line
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, METRICS, TENSORBOARD
-from spanax.errors import SpanaxError
+from spanax.errors import ConflictError
 from spanax.printable import to_stderr
 from spanax.run.distributed.processes import is_first
 from spanax.run.evaluation import by_name
@@ -119,7 +119,7 @@ def track(
       '{"event": "step", "step": 1, "loss": 2.5}\\n'
     """
     if run is not None and step is not None:
-        raise SpanaxError("`step` is that of the run.", where=f"step {run.num_steps}", fix="omit step=...")
+        raise ConflictError("`step` is that of the run.", where=f"step {run.num_steps}", fix="omit step=...")
     named = create_trackers(trackers)
     if not is_first():
         yield Tracking(None, None)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import RangeError, UnknownNameError, nearest
 from spanax.run.distributed.processes import Hosts
 from spanax.run.distributed.supervision import attach_supervisor
 from spanax.run.record.heartbeat import FOLDER_VARIABLE, Pulse
@@ -73,9 +73,9 @@ def heartbeat(step: int, *, phase: str = "step") -> None:
     except TypeError:
         number = -1
     if number < 0:
-        raise SpanaxError(f"step is {step!r}; expected an integer >= 0.", where="spanax.heartbeat")
+        raise RangeError(f"step is {step!r}; expected an integer >= 0.", where="spanax.heartbeat")
     if phase not in PHASES:
-        raise SpanaxError(f"unknown phase '{phase}'.", where="spanax.heartbeat", fix=nearest(phase, PHASES))
+        raise UnknownNameError(f"unknown phase '{phase}'.", where="spanax.heartbeat", fix=nearest(phase, PHASES))
     loop = _loop()
     if loop is not None:
         loop.beat(number, phase)

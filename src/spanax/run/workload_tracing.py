@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import DataError, WorkloadError
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig
 from spanax.run.data.elements import flat
@@ -64,7 +64,7 @@ def source_of(config: TrainConfig, workload: Workload) -> Any:
     source = config.data if config.data is not None else workload.source
     if source is None:
         custom = "source=... in your spanax.Workload"
-        raise SpanaxError(
+        raise WorkloadError(
             f"workload '{config.workload}' has no data.",
             fix=custom if workload.vocab_size is None else f"--data PATH, or {custom}",
         )

@@ -9,7 +9,7 @@ from typing import Any
 from spanax.check.hlo.collectives import Collective
 from spanax.check.parity.parity import GROUPS, Parity
 from spanax.check.report import Figures, Report
-from spanax.errors import SpanaxError
+from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -121,7 +121,7 @@ def collective_text(collectives: Sequence[Collective], number: int) -> str:
       SpanaxError: no collective has that number.
     """
     if not 1 <= number <= len(collectives):
-        raise SpanaxError(
+        raise UnknownNameError(
             f"there is no collective {number}.",
             where=f"the program has {len(collectives)}",
             fix="--collectives lists them",

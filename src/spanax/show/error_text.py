@@ -35,7 +35,7 @@ def explained(error: BaseException, *, full: bool = False) -> tuple[str, int]:
 
     Example:
       >>> explained(SpanaxError("unknown layout 'fdsp'."))
-      ("spanax: unknown layout 'fdsp'.", 2)
+      ("spanax: unknown layout 'fdsp'. [SPX100]", 2)
     """
     frames = user_frames(error)
     if isinstance(error, SpanaxError):

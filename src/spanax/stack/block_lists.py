@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError, first_line, nearest
+from spanax.errors import SpanaxError, StackError, first_line, nearest
 from spanax.stack.layer_loop import Token, read_tokens, refusal
 from spanax.stack.operation_counts import operation_counts
 from spanax.stack.stack import Stack
@@ -67,7 +67,7 @@ def stack(
             refused.append((candidate.path, first_line(error)))  # raised, or logged as a warning, below
     if len(refused) == len(selected):
         reasons = "; ".join(f"`{path}`: {why}" for path, why in refused)
-        raise SpanaxError("no list of blocks can be stacked.", where=reasons, fix="make the blocks equal")
+        raise StackError("no list of blocks can be stacked.", where=reasons, fix="make the blocks equal")
     for path, why in refused:
         warnings.warn(f"`{path}` remains a list: {why}", stacklevel=2)
     if inputs:
@@ -97,7 +97,7 @@ class _BlockList:
         for key, path in _variables(model):
             if key in paths_in_blocks:
                 self._put(old)
-                raise SpanaxError(
+                raise StackError(
                     f"`{path}` and `{self.path}.{paths_in_blocks[key]}` share a variable; stacking would copy it.",
                     fix="use separate variables, or do not stack this list",
                 )
@@ -143,7 +143,7 @@ def _selected(candidates: list[_BlockList], lists: Sequence[str] | None) -> list
     stackable = [candidate for candidate in candidates if len(candidate.blocks) > 1]
     if not stackable:
         lengths = ", ".join(f"`{candidate.path}` has {len(candidate.blocks)}" for candidate in candidates[:3])
-        raise SpanaxError(
+        raise StackError(
             "the model has no list of at least two blocks.",
             where=lengths,
             fix="self.blocks = nnx.List([Block(rngs) for _ in range(12)]), or spanax.Stack(Block, 12, rngs=rngs)",
@@ -156,7 +156,7 @@ def _selected(candidates: list[_BlockList], lists: Sequence[str] | None) -> list
         ]
     for pattern in lists:
         if not any(fnmatchcase(candidate.path, pattern) for candidate in stackable):
-            raise SpanaxError(
+            raise StackError(
                 f"the model has no list of at least two blocks at `{pattern}`.",
                 fix=nearest(pattern, [candidate.path for candidate in stackable]),
             )

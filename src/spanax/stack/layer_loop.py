@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, StackError
 
 
 @dataclasses.dataclass(eq=False)
@@ -181,7 +181,7 @@ for _name in _USES:
 
 def refusal(path: str, does: str, fix: str = "") -> SpanaxError:
     """Returns the error for a loop that does more than pass x from layer to layer."""
-    return SpanaxError(
+    return StackError(
         f"the loop over `{path}` cannot run as one scan: it {does}.",
         fix=fix or "reduce the body to x = block(x), or leave the list out of spanax.stack(model, lists=[...])",
     )

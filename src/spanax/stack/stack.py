@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import StackError, UnknownNameError, nearest
 from spanax.stack.block_equality import difference
 from spanax.stack.layer_loop import layers_of
 
@@ -81,13 +81,13 @@ class Stack(nnx.Module):
         remat: str | Callable[..., Any] | None = None,
     ):
         if num_layers < 1:
-            raise SpanaxError(f"num_layers is {num_layers}; it must be an integer of at least 1.")
+            raise StackError(f"num_layers is {num_layers}; it must be an integer of at least 1.")
 
         def layer_of(rngs: nnx.Rngs) -> nnx.Module:
             layer = block(rngs)
             if not isinstance(layer, nnx.Module):
                 what = f"`block` returned a {type(layer).__name__}, not an nnx.Module."
-                raise SpanaxError(what, fix="a class or a function of rngs: spanax.Stack(partial(Block, config), ...)")
+                raise StackError(what, fix="a class or a function of rngs: spanax.Stack(partial(Block, config), ...)")
             return layer
 
         layers = nnx.split_rngs(splits=num_layers)(nnx.vmap(layer_of))(rngs)
@@ -116,12 +116,12 @@ class Stack(nnx.Module):
         """
         blocks = list(blocks)
         if not blocks:
-            raise SpanaxError("cannot stack an empty list of blocks.")
+            raise StackError("cannot stack an empty list of blocks.")
         for number, block in enumerate(blocks):
             if not isinstance(block, nnx.Module):
-                raise SpanaxError(f"block {number} is a {type(block).__name__}, not an nnx.Module.")
+                raise StackError(f"block {number} is a {type(block).__name__}, not an nnx.Module.")
             if mismatch := difference(blocks[0], block):
-                raise SpanaxError(
+                raise StackError(
                     f"blocks 0 and {number} differ: {mismatch}.",
                     where=path or "",
                     fix="use blocks that differ only in the values of their arrays",
@@ -138,12 +138,12 @@ class Stack(nnx.Module):
 
     def _take_over(self, layers: nnx.Module, num_layers: int, remat: Any, path: str | None) -> None:
         if not callable(remat) and remat not in (None, *_POLICIES):
-            raise SpanaxError(f"unknown remat policy '{remat}'.", fix=nearest(str(remat), _POLICIES))
+            raise UnknownNameError(f"unknown remat policy '{remat}'.", fix=nearest(str(remat), _POLICIES))
         _rename_dims(layers, lambda names: (None, *names))
         self.__dict__.update(vars(layers))
         if len(jax.tree.leaves(nnx.state(self))) < len(jax.tree.leaves(nnx.state(layers))):
             what = f"a {type(layers).__name__} holds layers in a plain list or dict, which is not part of the pytree."
-            raise SpanaxError(
+            raise StackError(
                 what, where=path or "", fix="nnx.List([...]) in place of a list, nnx.Dict in place of a dict"
             )
         self._stack = _Settings(type(layers), num_layers, remat, path is not None, path, vars(layers).get("_stack"))
@@ -175,7 +175,7 @@ class Stack(nnx.Module):
         try:
             x, (state, ys) = jax.lax.scan(body, x, (params, state))
         except TraceContextError as error:
-            raise SpanaxError(
+            raise StackError(
                 "a layer writes to a variable outside the block.",
                 where=str(error).split(" (")[0],
                 fix="store random streams and counts in the block: self.rngs = rngs.fork()",
@@ -196,7 +196,7 @@ class Stack(nnx.Module):
         layer = operator.index(index)
         if not -count <= layer < count:
             what = f"layer index {layer} is out of range for a stack of {count} layers."
-            raise SpanaxError(what, fix=f"0 to {count - 1}, or {-count} to -1 from the end")
+            raise StackError(what, fix=f"0 to {count - 1}, or {-count} to -1 from the end")
         layer %= count
         if self._stack.path is not None:
             return layers_of(self, self._stack.kind, self._stack.path)[layer]
@@ -216,7 +216,7 @@ def _passed_on(x: Any, result: Any) -> tuple[Any, ...]:
         return (result,)
     if isinstance(result, tuple) and len(result) == 2 and _is_like(result[0], x):
         return result
-    raise SpanaxError(
+    raise StackError(
         "the output of a layer does not match its input.",
         where=f"input {_summary(x)}, output {_summary(result)}",
         fix="return x with the shape and dtype of the input, or (x, y)",
@@ -242,7 +242,7 @@ def _check_separate(blocks: Sequence[nnx.Module], path: str | None) -> None:
         for name, value in nnx.iter_graph(block):
             if isinstance(value, nnx.Variable) and owner.setdefault(id(value), number) != number:
                 shared = ".".join(map(str, name))
-                raise SpanaxError(
+                raise StackError(
                     f"blocks {owner[id(value)]} and {number} share `{shared}`; stacking would copy it.",
                     where=path or "",
                     fix="rngs.fork() per block" if isinstance(value, nnx.RngState) else "do not stack this list",

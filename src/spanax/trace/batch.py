@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import BatchError
 from spanax.trace.variables import Leaf
 
 
@@ -18,14 +18,14 @@ def abstract_batch(batch: Any) -> tuple[Any, tuple[Leaf, ...], Any]:
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
     except TypeError:
-        raise SpanaxError(
+        raise BatchError(
             "the batch contains something that is not an array.",
             where=", ".join(_no_arrays(batch)[:3]),
             fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
         ) from None
     pairs, treedef = jax.tree_util.tree_flatten_with_path(batch)
     if not pairs:
-        raise SpanaxError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
+        raise BatchError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "batch"  # noqa: E731
     return batch, tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in pairs), treedef
 

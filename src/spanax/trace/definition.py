@@ -8,7 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import LossError, SpanaxError, StepError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
@@ -313,7 +313,7 @@ def traced_function(state: State, function: Callable[..., Any], batch: Any, batc
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(values, batch)
     graph = from_jaxpr(jaxpr)
     if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
-        raise SpanaxError(
+        raise StepError(
             "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
             fix="self.name = array in a module, or eager_build=True",
         )
@@ -348,7 +348,7 @@ def _run_evaluate(variables: Variables, evaluate: Any, values: list[Any], batch:
     model.eval()
     metrics = evaluate(model, batch)
     if not isinstance(metrics, Mapping):
-        raise SpanaxError(
+        raise LossError(
             f"`evaluate` returned a {type(metrics).__name__}, not a dict of metrics.", fix="return {'name': metric}"
         )
     return [], numbers_of("evaluate", metrics)

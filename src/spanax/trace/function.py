@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
 from spanax.trace.axes.naming import num_examples
@@ -106,7 +106,7 @@ class FunctionDefinition:
             with loss_form(variant) as form:
                 step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
             if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
-                raise SpanaxError(
+                raise VariantError(
                     "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
                     fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
                 )
@@ -126,7 +126,9 @@ class FunctionDefinition:
         count = next((count for count in range(2, size + 1) if size % count == 0), None)
         if not self.rewrites_loss or count is None:
             return Microbatches(
-                error=SpanaxError("the function does not run in microbatches.", fix="spanax.value_and_grad(loss) in it")
+                error=VariantError(
+                    "the function does not run in microbatches.", fix="spanax.value_and_grad(loss) in it"
+                )
             )
         try:
             self.traced(replace(variant, microbatches=count))
@@ -146,7 +148,7 @@ class FunctionDefinition:
 
     def resized(self, variant: Variant, shapes: Shapes) -> Graph:
         """Raises: only a pipeline traces a step with other shapes, and it requires a loss."""
-        raise SpanaxError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+        raise PipelineError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
 
 
 def _run(variables: Variables, function: Function, values: list[Any], arrays: list[Any]) -> tuple[list[Any], Any]:

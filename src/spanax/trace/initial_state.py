@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
-from spanax.errors import SpanaxError
+from spanax.errors import BuildError, SpanaxError
 from spanax.frames import is_library
 from spanax.trace.user_mesh import UserMesh, off_mesh, outside_meshes
 from spanax.trace.variables import (
@@ -54,7 +54,7 @@ class Eager:
         try:
             (cpu, *_) = jax.local_devices(backend="cpu")
         except RuntimeError as error:
-            raise SpanaxError(
+            raise BuildError(
                 "eager_build=True runs `build` on the CPU, and JAX has no CPU backend here.",
                 where=f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}",
                 fix="add cpu to JAX_PLATFORMS, or trace `build` with eager_build=False",
@@ -95,7 +95,7 @@ class Initial:
         arrays = [jnp.asarray(off_mesh(value)) for value in jax.tree.leaves(nnx.split(model)[1])]
         expected = [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
         if [(array.shape, array.dtype) for array in arrays] != expected:
-            raise SpanaxError(
+            raise BuildError(
                 f"`build` created {len(expected)} arrays when it was traced, and different ones when it ran again.",
                 where=f"seed={seed}",
                 fix="a build that depends on the seed alone",
@@ -172,7 +172,7 @@ def _reading(function: str, fix: str) -> Iterator[None]:
     try:
         yield
     except READS as error:
-        raise SpanaxError(
+        raise BuildError(
             f"`{function}` reads the value of a traced array, and has none before the run starts.",
             where=_line(error),
             fix=fix,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spanax.displays import display
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -118,7 +118,7 @@ class Program:
         """
         init = self.definition.state(self.form).init
         if init is None:
-            raise SpanaxError("the program is a function of objects that have their state.", fix="spanax.init")
+            raise ObjectsError("the program is a function of objects that have their state.", fix="spanax.init")
         return init
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from spanax.errors import SpanaxError
+from spanax.errors import ModelMeshError
 from spanax.trace.jaxpr.graph import HIGH_LEVEL, INLINED, Op, called, from_jaxpr, opened, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, rematted, retraced
 from spanax.trace.variables import Leaf
@@ -113,7 +113,7 @@ class UserMesh:
                     raise
                 errors.append(error)
         sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        raise SpanaxError(
+        raise ModelMeshError(
             f"the program cannot be traced under the Explicit mesh {sizes}.",
             where=(str(errors[0]).splitlines() or [""])[0][:160],
             fix="shard the batch as in your own loop, jax.device_put(batch, P(...)), or trace without the mesh",

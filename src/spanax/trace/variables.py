@@ -18,7 +18,7 @@ from flax import nnx
 from flax.nnx import pytreelib
 from jax.extend import core
 
-from spanax.errors import SpanaxError
+from spanax.errors import BuildError, ObjectsError, OptimizerError, SpanaxError, StepError
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
@@ -109,7 +109,7 @@ class Variables:
         values = jax.tree.leaves(state)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value.shape != leaf.shape or value.dtype != leaf.dtype:
-                raise SpanaxError(
+                raise StepError(
                     f"the train step turned `{leaf.path}` from {leaf.dtype}{list(leaf.shape)} "
                     f"into {value.dtype}{list(value.shape)}.",
                     fix="keep the shape and dtype of every variable, for example with .astype(...)",
@@ -130,7 +130,7 @@ def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxError:
     """Returns the error for a model whose set of variables changed in a step."""
-    return SpanaxError(
+    return StepError(
         f"{by} changed the model's variables: {', '.join(odd[:3])}.",
         where=where,
         fix="create variables in the model's __init__, and remove recorded values: nnx.pop(model, nnx.Intermediate)",
@@ -144,14 +144,14 @@ def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
       SpanaxError: `build` is not a function that returns a model.
     """
     if isinstance(build, nnx.Module):
-        raise SpanaxError(
+        raise BuildError(
             f"`build` is a {type(build).__name__} instance.",
             fix="a function that returns it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
         )
     with plain_variables(), traced_as_data():
         model = _built(build, seed)
     if not isinstance(model, nnx.Module):
-        raise SpanaxError(
+        raise BuildError(
             f"`build` returned a {type(model).__name__}, not an nnx.Module.",
             where=f"build={getattr(build, '__name__', build)!r}",
             fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
@@ -201,7 +201,7 @@ def _is_writable() -> bool:
 def check_optimizer(optimizer: Any) -> None:
     """Raises if `optimizer` is neither an optax transformation nor a function from the model to an optimizer."""
     if not _is_optax(optimizer) and (wrong := _no_optimizer(optimizer)):
-        raise SpanaxError(
+        raise OptimizerError(
             f"`optimizer` is {wrong}.",
             fix="an optax transformation (optax.adamw(3e-4)), or a function from the model to an nnx.Optimizer",
         )
@@ -216,7 +216,7 @@ def optimizer_of(model: nnx.Module, optimizer: Any) -> nnx.Optimizer:
     with plain_variables(), traced_as_data():
         result = optimizer if _is_optax(optimizer) else optimizer(model)
         if not (_is_optax(result) or isinstance(result, nnx.Pytree | dict | list | tuple)):  # may contain several
-            raise SpanaxError(
+            raise OptimizerError(
                 f"`optimizer` returned a {type(result).__name__}, not an nnx.Optimizer.",
                 where=f"optimizer={getattr(optimizer, '__name__', optimizer)!r}",
                 fix="optimizer=lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)",
@@ -250,7 +250,7 @@ def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
     required = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED and p.name != "rngs"]
     takes_rngs = any(p.name == "rngs" for p in parameters)
     if len(required) > (not takes_rngs):
-        raise SpanaxError(
+        raise BuildError(
             f"`build` requires {', '.join(required)}, but receives only an nnx.Rngs.",
             where=f"build={getattr(build, '__name__', build)!r}",
             fix="build=lambda rngs: MyModel(config, rngs=rngs)",
@@ -311,7 +311,7 @@ def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
         try:
             aval = jax.typeof(value)
         except TypeError as error:
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{path}` is {'an array' if hasattr(value, 'dtype') else 'data'} of "
                 f"{getattr(value, 'dtype', type(value).__name__)}; the state consists of numbers.",
                 fix="a tuple of str, or another static attribute",

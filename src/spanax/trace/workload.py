@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import OptimizerError, UnknownNameError, nearest
 from spanax.trace.bigram import bigram_loss
 from spanax.trace.optimizers.learning_rates import logged
 from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, stored_as
@@ -128,11 +128,11 @@ class Workload:
     def _state_dtype(self, dtype: str | None) -> dict[str, Any]:
         """Returns the keyword arguments that set the dtype of the optimizer state; none for float32, the default."""
         if dtype not in (None, *STATE_DTYPES):
-            raise SpanaxError(f"unknown optimizer state '{dtype}'.", fix=nearest(dtype, STATE_DTYPES))
+            raise UnknownNameError(f"unknown optimizer state '{dtype}'.", fix=nearest(dtype, STATE_DTYPES))
         if dtype in (None, "float32"):
             return {}
         if not callable(self.optimizer) or "state_dtype" not in inspect.signature(self.optimizer).parameters:
-            raise SpanaxError(
+            raise OptimizerError(
                 f"this workload's optimizer cannot store its state in {dtype}.",
                 fix="optimizer=a function of (learning_rate, num_steps, state_dtype=None) in the spanax.Workload",
             )

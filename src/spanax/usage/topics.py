@@ -13,7 +13,7 @@ from typing import Any, Literal
 import docstring_parser
 from tyro.conf import Positional
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 from spanax.usage.examples import EXAMPLES
 
 TOPICS: dict[str, tuple[str, ...]] = {
@@ -87,7 +87,7 @@ def help_text(name: str, kind: type, topic: str, width: int | None = None) -> st
     width = width or min(_terminal_columns(), 100)
     flags = by_topic(kind)
     if topic not in ("", "all", *flags):
-        raise SpanaxError(f"spanax {name} has no topic '{topic}'.", fix=nearest(topic, flags))
+        raise UnknownNameError(f"spanax {name} has no topic '{topic}'.", fix=nearest(topic, flags))
     positional = "".join(f" [{flag.text}]" for flag in _flags(kind) if not flag.text.startswith("--"))
     head = [f"usage: spanax {name}{positional} [flags]", "", _summary(kind, width), ""]
     head += [*(f"  {example}" for example in EXAMPLES.get(name, ())), ""]

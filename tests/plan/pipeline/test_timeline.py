@@ -233,7 +233,7 @@ def test_invalid_orders_raise(name: str) -> None:
     call, error = REFUSED[name]
     with pytest.raises(SpanaxError) as caught:
         call()
-    assert error in str(caught.value) and len(str(caught.value).splitlines()) <= 4
+    assert error in caught.value.args[0] and len(caught.value.args[0].splitlines()) <= 4
 
 
 def test_every_schedule_tolerates_delays() -> None:

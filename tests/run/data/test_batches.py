@@ -628,9 +628,11 @@ def refused(kind: type[SpanaxError], source: Any, plan: Any = IMAGE_PLAN, **opti
     with pytest.raises(kind) as error:
         batches(source, plan, **options)
     assert (
-        isinstance(error.value, kind) and error.value.exit_code == kind.exit_code and str(error.value).count("\n") <= 3
+        isinstance(error.value, kind)
+        and error.value.exit_code == kind.exit_code
+        and error.value.args[0].count("\n") <= 3
     )
-    return str(error.value)
+    return error.value.args[0]
 
 
 def test_a_missing_leaf() -> None:

@@ -389,8 +389,8 @@ def test_an_iterable_dataset_is_read_past_on_a_resume(opened: Callable[..., Batc
 def message_of(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options: Any) -> str:
     with pytest.raises(kind) as error:
         batches(source, plan, **options)
-    assert error.value.exit_code == kind.exit_code and str(error.value).count("\n") <= 3
-    return str(error.value)
+    assert error.value.exit_code == kind.exit_code and error.value.args[0].count("\n") <= 3
+    return error.value.args[0]
 
 
 def test_a_field_that_nobody_named(tmp_path: Path) -> None:
@@ -558,13 +558,13 @@ def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> Non
 def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
+    from spanax.errors import TooFewExamplesError
     from spanax.run.config import TrainConfig
-    from spanax.run.data.examples import TooFew
     from spanax.run.record.telemetry import open_telemetry
     from spanax.run.training.job import Job
 
     def read(source: Any, **options: Any) -> Any:
-        raise (TooFew if source == "few.jsonl" else DataError)(f"{source} is bad.", fix="more")
+        raise (TooFewExamplesError if source == "few.jsonl" else DataError)(f"{source} is bad.", fix="more")
 
     def job(source: str) -> Any:
         return SimpleNamespace(config=TrainConfig(data=source), workload=None, read=read)

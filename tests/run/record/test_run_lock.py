@@ -54,7 +54,7 @@ def test_who_may_hold_a_run_folder_together(first: str, second: str, tmp_path: P
         if (first, second) in TOGETHER:
             stack.enter_context(CLAIMS[second](folder))
         else:
-            with pytest.raises(WriteError, match=f"is in use.\n.*process {os.getpid()} on"):
+            with pytest.raises(WriteError, match=f"is in use.*\n.*process {os.getpid()} on"):
                 stack.enter_context(CLAIMS[second](folder))
             after = snapshot(folder)
             # A train that finds a leader has taken the other lock for a moment.

@@ -207,11 +207,11 @@ def test_the_last_step_is_told_when_the_loop_fails(tmp_path: Path) -> None:
 def test_names_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SpanaxError, match="unknown tracker 'tensorbord'") as error:
         check(TrainConfig(track="tensorbord"))
-    assert "did you mean 'tensorboard'?" in str(error.value)
+    assert "did you mean 'tensorboard'?" in error.value.args[0]
     monkeypatch.setattr("spanax.run.record.trackers.find_spec", lambda name: None)
     with pytest.raises(SpanaxError) as error:
         create_trackers(["wandb"])
-    assert str(error.value) == "tracker 'wandb' requires wandb.\n  fix: pip install \"spanax[wandb]\""
+    assert error.value.args[0] == "tracker 'wandb' requires wandb.\n  fix: pip install \"spanax[wandb]\""
     assert check_trackers("") == [] and check(TrainConfig()).track is None
 
 

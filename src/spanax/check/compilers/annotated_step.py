@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import CONFIG
-from spanax.errors import SpanaxError
+from spanax.errors import WorkloadError
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, with_settings
@@ -62,7 +62,7 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
         settings = with_settings(TrainConfig(), recorded(path), str(path / CONFIG))
         return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
-        raise SpanaxError("a plan file does not record its workload.", fix="--workload NAME with --hlo")
+        raise WorkloadError("a plan file does not record its workload.", fix="--workload NAME with --hlo")
     return program_of(plan, load, workload)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from spanax.check.compilers.lowered_step import Lowered
 from spanax.check.compilers.target import Target, install_command
 from spanax.check.report import Buffer
-from spanax.errors import CompilerError, SpanaxError
+from spanax.errors import CompilerError, NotInstalledError
 from spanax.hardware.mesh import MeshShape
 
 TIMEOUT_SECONDS = 900.0
@@ -65,7 +65,7 @@ def compile_for(
       CompilerError: it crashed, rejected the program or exceeded the time limit; its log file is kept.
     """
     if command := install_command(target.platform):
-        raise SpanaxError(f"the compiler for {target.topology} is not installed.", fix=command)
+        raise NotInstalledError(f"the compiler for {target.topology} is not installed.", fix=command)
     folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
     try:
         _write_request(folder, target, lowered, mesh, dict(flags or {}), is_whole)

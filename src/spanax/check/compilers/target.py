@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from spanax.check.compilers.gpu_target import GPUS, target_text
-from spanax.errors import SpanaxError
+from spanax.errors import UnsupportedError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.slices import shape_text
 
@@ -57,7 +57,7 @@ def target_of(cluster: Cluster) -> Target:
     if chip.name in GPUS:
         nodes, per_node = shape if len(shape) == 2 else (1, cluster.num_devices)
         return Target("cuda", f"1x{nodes}x{per_node}", cluster.num_devices, {"target_config": target_text(chip)})
-    raise SpanaxError(
+    raise UnsupportedError(
         f"no known compiler targets {chip.name} without the hardware.",
         where=f"level 3 on {cluster}",
         fix=f"level 2, or one of {', '.join([*TPUS, *GPUS])}",

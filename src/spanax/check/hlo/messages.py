@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
-from spanax.errors import DataError
+from spanax.errors import FileError
 
 MESSAGES = """
 HloProto: hlo_module=1 HloModule
@@ -71,9 +71,9 @@ def parse_hlo(data: bytes) -> Any:
         if not module.entry_computation_name:  # the name of an HloModule is the module of an HloProto
             module = _HLO.FromString(data).hlo_module
     except DecodeError as error:
-        raise DataError("this is not a serialized program.", where=str(error)) from None
+        raise FileError("this is not a serialized program.", where=str(error)) from None
     if not module.computations:
-        raise DataError("this is not a serialized program.", where="it has no computations")
+        raise FileError("this is not a serialized program.", where="it has no computations")
     return module
 
 

@@ -12,7 +12,7 @@ from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Report
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import in_forms
@@ -162,7 +162,7 @@ def without_allowed(findings: Sequence[Finding], text: str, allow: Sequence[str]
     for source, codes in (("a comment", by_comment), ("the plan", by_plan)):
         for code, _ in sorted(codes):
             if code not in known:
-                raise SpanaxError(f"{source} allows {code}, but there is no such rule.", fix=nearest(code, known))
+                raise UnknownNameError(f"{source} allows {code}, but there is no such rule.", fix=nearest(code, known))
     allowed = {*by_comment, *by_plan}
     return [finding for finding in findings if not {(finding.code, ""), (finding.code, finding.path)} & allowed]
 

@@ -13,7 +13,7 @@ import numpy as np
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.parity.example_batches import example_batch
 from spanax.check.parity.shrink import free_bytes
-from spanax.errors import SpanaxError
+from spanax.errors import CapacityError, ConflictError, NoLayoutError, RangeError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
@@ -164,7 +164,7 @@ def layouts(
         assign=False,
     )  # fmt: skip
     if not searched_layouts.candidates:
-        raise SpanaxError(
+        raise NoLayoutError(
             f"no layout of this workload can run on {machine}" + (f" as {mesh}." if mesh else "."),
             where=f"a batch of {searched_layouts.batch_size}; "
             + "; ".join(
@@ -187,7 +187,7 @@ def layouts(
 def check_pruning(top: int | None, every: bool) -> None:
     """Raises SpanaxError if both `top` and `every` of `layouts` are requested."""
     if top is not None and every:
-        raise SpanaxError(f"--top {top} compares the cheapest layouts, and --all compares all.", fix="one of the two")
+        raise ConflictError(f"--top {top} compares the cheapest layouts, and --all compares all.", fix="one of the two")
 
 
 def pruned(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -240,7 +240,7 @@ def compare(
       (['fsdp'], 1.0)
     """
     if steps < 1:
-        raise SpanaxError(f"--steps is {steps}; it expects an integer >= 1.", fix="--steps 10")
+        raise RangeError(f"--steps is {steps}; expected an integer >= 1.", fix="--steps 10")
     program = next(iter(search_result.programs.values()))
     plans = [plan_of(search_result, candidate) for candidate in search_result.candidates]
     _check_memory(plans)
@@ -336,7 +336,7 @@ def _check_memory(plans: Sequence[Plan]) -> None:
     needed = sum(plan.mesh.size * plan.state_bytes() for plan in plans)
     free = free_bytes()
     if needed > free / 2:
-        raise SpanaxError(
+        raise CapacityError(
             f"{len(plans)} layouts need {bytes_text(needed)} at once, but {bytes_text(free)} are available.",
             fix=f"--top {max(1, int(len(plans) * free / 2 / needed))}, or one --mesh",
         )

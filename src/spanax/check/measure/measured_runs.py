@@ -10,7 +10,7 @@ import numpy as np
 from spanax.check.compilers.annotated_step import program_of
 from spanax.check.measure.compare import layouts
 from spanax.documents import read_json
-from spanax.errors import DataError, EntryError, SpanaxError, first_line
+from spanax.errors import CalibrationError, EntryError, FileError, MissingFileError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, is_of_kind, resized
 from spanax.plan.calibration.measured import MeasuredStep, StepSeconds
 from spanax.plan.candidate import plan_of
@@ -80,7 +80,7 @@ def measured_steps(paths: Sequence[Path], requested: Requested) -> list[Measured
     steps = list[MeasuredStep]()
     for path in paths:
         if path.suffix == ".toml":
-            raise SpanaxError(
+            raise CalibrationError(
                 f"'{path}' is a cluster file, not a measured run.", fix=f"--on {path}, as spanax probe wrote it"
             )
         steps += _of_comparison(path, requested) if path.is_file() else [_of_run(path, requested)]
@@ -90,13 +90,13 @@ def measured_steps(paths: Sequence[Path], requested: Requested) -> list[Measured
 def _of_run(folder: Path, requested: Requested) -> MeasuredStep:
     """Returns the measured step of a run of `spanax train`."""
     if not folder.is_dir():
-        raise DataError(f"'{folder}' does not exist.", fix=EXPECTED)
+        raise MissingFileError(f"'{folder}' does not exist.", fix=EXPECTED)
     settings, plan, environment = recorded(folder), Plan.of_run(folder), read_environment(folder)
     if not settings:
-        raise DataError(f"'{folder}' is not a run folder.", where="it has no config.toml", fix=EXPECTED)
+        raise MissingFileError(f"'{folder}' is not a run folder.", where="it has no config.toml", fix=EXPECTED)
     machine = _machine(str(folder), environment.device_kind, environment.size, requested.cluster)
     if machine.num_devices != plan.mesh.size:
-        raise DataError(f"'{folder}' records {environment.size} devices and a plan for {plan.mesh.size}.")
+        raise FileError(f"'{folder}' records {environment.size} devices and a plan for {plan.mesh.size}.")
     program, transfers = requested.program, []
     if plan.fingerprint != program.fingerprint:
         program = _other_program(str(folder), plan, str(settings.get("workload")), requested.load)
@@ -115,7 +115,7 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
     try:
         file = parsed(ComparedFile, read_json(path), is_open=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' is not a comparison.", where=first_line(error), fix=EXPECTED) from None
+        raise FileError(f"'{path}' is not a comparison.", where=first_line(error), fix=EXPECTED) from None
     machine = _machine(str(path), file.device_kind, file.size, requested.cluster)
     program, transfers = requested.program, []
     if file.fingerprint != program.fingerprint:
@@ -128,14 +128,14 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
     for row, taken in zip(file.rows, without_common_drift([row.measured.seconds for row in file.rows]), strict=True):
         priced = search(row.remat)
         if list(priced.setting.dtypes) != list(file.dtypes):
-            raise SpanaxError(
+            raise CalibrationError(
                 f"'{path}' was computed in {', '.join(file.dtypes)}, and the plan is for "
                 f"{', '.join(priced.setting.dtypes)}.",
                 fix=f"--dtype {file.dtypes[0] if file.dtypes else 'float32'}",
             )
         matches = [item for item in priced.candidates if (item.layout, dict(item.mesh.axes)) == (row.layout, row.mesh)]
         if not matches:
-            raise SpanaxError(f"'{path}' has {row.layout} on {row.mesh}, which this program cannot run.")
+            raise CalibrationError(f"'{path}' has {row.layout} on {row.mesh}, which this program cannot run.")
         evaluation = evaluate(priced.programs[row.remat], plan_of(priced, matches[0]), machine)
         seconds = StepSeconds(taken)
         steps.append(MeasuredStep.of(evaluation, seconds, source=str(path), transfers=transfers))
@@ -170,18 +170,18 @@ def _machine(source: str, device_kind: str, size: str, requested: Cluster) -> Cl
       DataError: the record does not say on which devices.
     """
     if not device_kind or not size:
-        raise DataError(
+        raise FileError(
             f"'{source}' does not record its devices.", where="a run of an older version", fix="measure it again"
         )
     if not is_of_kind(requested, device_kind):
-        raise SpanaxError(
+        raise CalibrationError(
             f"'{source}' was measured on '{device_kind}', which is not {requested.chip.name}.",
             fix=f"a run on {requested.chip.name}",
         )
     try:
         return resized(requested, size)
     except SpanaxError as error:
-        raise DataError(f"'{source}' records impossible devices.", where=first_line(error)) from None
+        raise FileError(f"'{source}' records impossible devices.", where=first_line(error)) from None
 
 
 def _other_program(source: str, plan: Plan, workload: str, load: Load) -> Program:
@@ -214,7 +214,7 @@ def _compared_program(path: Path, file: ComparedFile, load: Load) -> Program:
 
 
 def _unknown(source: str, workload: str, why: str) -> SpanaxError:
-    return SpanaxError(
+    return CalibrationError(
         f"'{source}' measured another program, and its steps cannot be priced.",
         where=why,
         fix=f"spanax plan {workload} with the sizes of that run, or a run of this program",

@@ -17,7 +17,7 @@ import numpy as np
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
-from spanax.errors import DataError, EntryError, WriteError, nearest
+from spanax.errors import DataError, EntryError, FileError, MissingFileError, WriteError, first_line, nearest
 from spanax.run.profile import INPUT, STEP, WINDOW
 from spanax.schema import Count, SchemaError, Seconds, parsed
 
@@ -104,9 +104,9 @@ class StepProfile:
                 operations=summary.operations, **seconds,
             )  # fmt: skip
         except (SchemaError, TypeError) as error:  # TypeError for an unknown part of the step
-            raise DataError("this is not a profile summary.", where=str(error)) from None
+            raise FileError("this is not a profile summary.", where=str(error)) from None
         if not 0 < profile.step_seconds < math.inf:
-            raise DataError("this is not a profile summary: its step time is not positive and finite.")
+            raise FileError("this is not a profile summary: its step time is not positive and finite.")
         return profile
 
 
@@ -134,13 +134,13 @@ def read_profile(run: Path) -> StepProfile:
     except OSError:
         known = sorted(str(summary_path.parents[1]) for summary_path in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --output-dir {run}"
-        raise DataError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
+        raise MissingFileError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
     except EntryError:
         raise
     except ValueError as error:
         if isinstance(error, DataError):
-            raise DataError(str(error).splitlines()[0], where=str(path), fix="profile the run again") from None
-        raise DataError("this is not a profile summary.", where=f"{path}: {error}", fix="profile it again") from None
+            raise FileError(first_line(error), where=str(path), fix="profile the run again") from None
+        raise FileError("this is not a profile summary.", where=f"{path}: {error}", fix="profile it again") from None
 
 
 def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> StepProfile:
@@ -159,7 +159,7 @@ def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: st
     trace = folder.checked_path() if folder.kind() is not None else folder.path  # JAX opens files by path
     files = sorted(trace.rglob("*.xplane.pb"))
     if not files:
-        raise DataError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
+        raise MissingFileError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
     parsed_trace = _read_trace(files, module)
     summary = _summary(parsed_trace, axes or {})
     try:
@@ -197,7 +197,7 @@ def _read_trace(files: list[Path], module: str) -> _Trace:
                             device, name = operation
                             operations.setdefault(device, []).append((name, start, start + event.duration_ns))
     if not operations or not marks[WINDOW]:
-        raise DataError(f"the trace has no operations of '{module}'.", where=", ".join(map(str, files)))
+        raise FileError(f"the trace has no operations of '{module}'.", where=", ".join(map(str, files)))
     return _Trace(operations, marks)
 
 

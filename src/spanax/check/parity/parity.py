@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spanax.check.parity.example_batches import example_batch
-from spanax.errors import SpanaxError
+from spanax.errors import RangeError, StepError
 from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
@@ -146,7 +146,7 @@ def parity(
       (True, True)
     """
     if steps < 1:
-        raise SpanaxError(f"steps is {steps}; it expects an integer >= 1.", fix="steps=3")
+        raise RangeError(f"steps is {steps}; expected an integer >= 1.", fix="steps=3")
     batches = [example_batch(program, seed + index) if batch is None else batch(index) for index in range(steps)]
     planned, recorded, recorded_plan = _with_recorded_gradients(as_planned(program, plan), plan)
     single = start(recorded, _single_device_plan(recorded, plan), seed=seed, devices=devices and devices[:1])
@@ -191,7 +191,7 @@ def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Plan, Progra
     for leaf in plan.leaves:
         path = leaf.path.replace(OPTIMIZER, RECORDED_OPTIMIZER, 1) if leaf.path.startswith(OPTIMIZER) else leaf.path
         if by_path[path].spec != leaf.spec:
-            raise SpanaxError(
+            raise StepError(
                 f"`{leaf.path}` has another sharding in the program that records its gradients.",
                 where=f"planned {leaf.spec}, recorded {by_path[path].spec}",
             )

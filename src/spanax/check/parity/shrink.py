@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.check.parity.parity import Parity, parity, same_layout
-from spanax.errors import SpanaxError
+from spanax.errors import DeviceCountError, SpanaxError, WorkloadError
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
@@ -100,7 +100,7 @@ def shrink_to_fit(
                 result = ShrunkProgram(traced, trial_plan, result.shrunk | _changed(full, _sizes(traced)))
                 reason = exceeds_budget(traced, trial_plan, limit, flops)
     if reason:
-        raise SpanaxError(
+        raise WorkloadError(
             f"the workload cannot be reduced enough to run here: {reason}.",
             where=", ".join(f"{name} {to}" for name, (_, to) in result.shrunk.items()) or "no size could be reduced",
             fix="a workload with the arguments batch_size, seq_len, num_layers or embed_dim, or a smaller one",
@@ -179,7 +179,7 @@ def _smaller_mesh(mesh: MeshShape, num_devices: int) -> MeshShape:
     while MeshShape(tuple(sizes.items())).size > num_devices:
         largest = max(sizes, key=lambda axis: sizes[axis])
         if sizes[largest] <= 2 or sizes[largest] % 2:
-            raise SpanaxError(
+            raise DeviceCountError(
                 f"mesh {mesh} cannot be halved to fit the {num_devices} available devices.",
                 fix=f"--devices {mesh.size} to simulate them",
             )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spanax.errors import NoLayoutError, SpanaxError
+from spanax.errors import CapacityError, NoLayoutError, SpanaxError
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.candidate import Search
 
@@ -89,7 +89,7 @@ def budget(
       SpanaxError: nothing fits.
     """
     if search.best is None:
-        raise SpanaxError("no layout fits, so a run has no duration.")
+        raise CapacityError("no layout fits, so a run has no duration.")
     devices = search.cluster.num_devices
     total = tokens / tokens_per_step * search.best.step_seconds / 3600
     failures = DEVICE_HOURS_A_FAILURE / devices * 3600

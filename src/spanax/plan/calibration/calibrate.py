@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import CalibrationError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.calibration.constants import CONSTANTS, slowed
 from spanax.plan.calibration.fit import Posterior, fitted, sensitivity
@@ -96,7 +96,7 @@ def calibrate(measured: Sequence[MeasuredStep], cluster: Cluster) -> Calibration
       SpanaxError: nothing was measured.
     """
     if not measured:
-        raise SpanaxError("calibration needs at least one measured step.", fix="a run folder: runs/a")
+        raise CalibrationError("calibration needs at least one measured step.", fix="a run folder: runs/a")
     names = [constant.name for constant in CONSTANTS if constant.value(cluster.chip, "fp32") is not None]
 
     def on(machine: Cluster, factors: np.ndarray, source: str = "") -> Cluster:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import CalibrationError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.cost.terms import Terms
@@ -86,13 +86,13 @@ class MeasuredStep:
           SpanaxError: there are too few steps, or their times are not positive numbers.
         """
         if len(steps.seconds) < FEWEST_STEPS:
-            raise SpanaxError(
+            raise CalibrationError(
                 f"'{source}' has {len(steps.seconds)} steady steps; calibration needs at least {FEWEST_STEPS}.",
                 where="without the steps of compilation and the first after it",
                 fix="a run of 12 steps or more: spanax train --steps 12, spanax compare --steps 10",
             )
         if not all(0 < seconds < math.inf for seconds in steps.seconds):
-            raise SpanaxError(f"'{source}' has step times that are not positive numbers.")
+            raise CalibrationError(f"'{source}' has step times that are not positive numbers.")
         layout = f"{evaluation.plan.layout.name} on {evaluation.plan.mesh}"
         costs = evaluation.layout
         return MeasuredStep(source, layout, steps, evaluation.cluster, costs.terms, evaluation.grid, tuple(transfers))

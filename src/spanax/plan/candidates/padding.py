@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
@@ -49,7 +49,7 @@ def search_in_padding(
             results.append(result)
     if not results:
         axes, shape = ", ".join(names), f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"
-        raise SpanaxError(
+        raise VariantError(
             f"the fastest layout shards no padded axis of {axes}.", where=shape, fix="a layout and a mesh with `model`"
         )
     return min(results, key=_step_seconds)

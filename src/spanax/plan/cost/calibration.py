@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import RangeError
 from spanax.plan.cost.overlap import Overlap
 
 
@@ -55,6 +55,6 @@ class Assumptions:
 
     def __post_init__(self) -> None:
         if not self.imbalance >= 1:
-            raise SpanaxError(
+            raise RangeError(
                 f"imbalance is {self.imbalance}; the busiest device has at least the mean.", fix="1 or more"
             )

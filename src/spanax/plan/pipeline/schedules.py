@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import PipelineError, UnknownNameError, nearest
 
 Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -154,20 +154,20 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
       >>> check_counts("interleaved", num_stages=4, num_microbatches=[4, 8], num_chunks=2)
     """
     if schedule not in SCHEDULES:
-        raise SpanaxError(f"unknown schedule '{schedule}'.", fix=nearest(schedule, SCHEDULES))
+        raise UnknownNameError(f"unknown schedule '{schedule}'.", fix=nearest(schedule, SCHEDULES))
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, count in counts.items():
         array = np.asarray(count)
         is_integer = np.issubdtype(array.dtype, np.integer)
         if not is_integer or (array < 1).any():
             bad = array[array < 1].flat[0] if is_integer else count
-            raise SpanaxError(f"{name} is {bad}; it must be an integer >= 1.", where=f"schedule '{schedule}'")
+            raise PipelineError(f"{name} is {bad}; it must be an integer >= 1.", where=f"schedule '{schedule}'")
     stages, microbatches, chunks = (a.ravel() for a in np.broadcast_arrays(*counts.values()))
     bad_chunks = chunks < 2 if schedule == "interleaved" else chunks > 1
     if bad_chunks.any():
         first = int(bad_chunks.argmax())
         needs = "2 or more chunks" if schedule == "interleaved" else "1 chunk"
-        raise SpanaxError(
+        raise PipelineError(
             f"schedule '{schedule}' needs {needs} per device, and num_chunks is {chunks[first]}.",
             fix="num_chunks=2, or schedule '1f1b'" if schedule == "interleaved" else "schedule 'interleaved'",
         )
@@ -176,7 +176,7 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
         first = int(uneven.argmax())
         size, num_groups = int(microbatches[first]), int(stages[first])
         lower, upper = size // num_groups * num_groups, -(-size // num_groups) * num_groups
-        raise SpanaxError(
+        raise PipelineError(
             f"{size} microbatches are not a multiple of {num_groups} stages: "
             f"{size} % {num_groups} = {size % num_groups}.",
             where="schedule 'interleaved' sends them through each chunk in groups of one per stage",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from spanax.errors import SpanaxError
+from spanax.errors import PipelineError
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.layout import PIPE, Layout
@@ -75,7 +75,7 @@ def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
       SpanaxError: the mesh has no stages.
     """
     if schedule is not None and plan.schedule.num_stages == 1:
-        raise SpanaxError(
+        raise PipelineError(
             f"--pipeline-schedule {schedule} is for a pipeline, and the mesh has no stages.",
             where=f"mesh {plan.mesh}",
             fix="a mesh with 'pipe', such as pipe=2,data=4, or leave --pipeline-schedule out",
@@ -100,7 +100,7 @@ def _check_chunks(num_layers: int, schedule: Schedule) -> None:
     stages, chunks = schedule.num_stages, schedule.num_chunks
     if stages * chunks > num_layers >= stages:
         possible = num_layers // stages
-        raise SpanaxError(
+        raise PipelineError(
             f"{num_layers} layers are too few for {stages} stages of {chunks} chunks each.",
             fix=f"{possible} chunks" if possible > 1 else "schedule '1f1b', or fewer stages",
         )
@@ -120,7 +120,7 @@ def _check_accumulates(program: Program, mesh: MeshShape) -> None:
     if accumulates.error is not None:
         raise accumulates.error
     if accumulates.num_passes > 1:
-        raise SpanaxError(
+        raise PipelineError(
             "a pipeline evaluates the loss once, and this one needs its sums over the batch beforehand.",
             where=f"mesh {mesh}: the weight of a sum in the loss depends on the model's outputs",
             fix=f"a mesh without '{AXIS}', or accumulate=\"mean\" for the mean over microbatches",
@@ -133,21 +133,21 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     possible = _possible(program, layout, mesh)
     enough = [candidate for candidate in possible if candidate >= stages] or possible[-1:]
     if count == 1:
-        raise SpanaxError(
+        raise PipelineError(
             f"a pipeline of {stages} stages needs microbatches, and there is one.",
             where=f"mesh {mesh}, a batch of {program.batch_size}",
             fix=f"{_suiting(program, layout, mesh, schedule)} microbatches, or a mesh without '{AXIS}'",
         )
     if count not in possible:
         near = min(enough, key=lambda candidate: (abs(candidate - count), candidate))
-        raise SpanaxError(
+        raise PipelineError(
             f"{count} microbatches do not divide the batch of {program.batch_size} on mesh {mesh}.",
             where=f"possible are {', '.join(map(str, possible))}",
             fix=f"{near} microbatches",
         )
     labels = divided_layers(program)
     if not labels:
-        raise SpanaxError(
+        raise PipelineError(
             "the model has no repeated blocks that could be divided into stages.",
             where=f"mesh {mesh}",
             fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",

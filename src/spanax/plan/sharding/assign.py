@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError, nearest
+from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
 from spanax.plan.pipeline.layer_partition import Parts
@@ -55,7 +55,7 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
         }
         for axis in pinned_to(mesh_axes):
             if axis not in mesh.names:
-                raise SpanaxError(
+                raise UnknownNameError(
                     f"cannot pin '{name}' to mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, mesh.names)
                 )
             computed[axis] = (name, *computed.get(axis, ()))
@@ -76,7 +76,9 @@ def check_pinned(program: Program, names: Iterable[str]) -> None:
     known = sorted({*program.step.axes.names.values()})
     for name in names:
         if name not in known:
-            raise SpanaxError(f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known))
+            raise UnknownNameError(
+                f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known)
+            )
 
 
 def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Assignment:
@@ -169,7 +171,7 @@ def _check_mapped(program: Program, mesh: MeshShape) -> None:
         size = math.prod(size for _, size in axes)
         if size != mesh.size:
             mapped = ",".join(f"{name}={size}" for name, size in axes)
-            raise SpanaxError(
+            raise DeviceCountError(
                 f"the step has a jax.shard_map over {mapped}: {size} devices, and the mesh {mesh} has {mesh.size}.",
                 fix=f"a cluster of {size} devices, or a jax.shard_map over a mesh of {mesh.size}",
             )

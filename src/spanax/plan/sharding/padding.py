@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import VariantError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.sharding.assign import Pins, pinned
@@ -32,7 +32,7 @@ def padded_axes(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, n
     for name in names:
         ways = mesh.ways([axis for axis, sharded in layout.computed if name in sharded])
         if ways == 1:
-            raise SpanaxError(
+            raise VariantError(
                 f"no mesh axis shards '{name}', so that padding it has no effect.",
                 where=f"mesh {mesh}, layout '{layout.name}'",
                 fix=nearest(name, sorted({each for _, sharded in layout.computed for each in sharded})),
@@ -50,7 +50,7 @@ def check_padded(program: Program, names: Sequence[str]) -> None:
     known = sorted({*program.step.axes.names.values()} - {*UNPADDED})
     for name in names:
         if name not in known:
-            raise SpanaxError(f"cannot pad axis '{name}'.", fix=nearest(name, known))
+            raise VariantError(f"cannot pad axis '{name}'.", fix=nearest(name, known))
 
 
 def padding_text(program: Program, mesh: MeshShape, layout: Layout) -> str:

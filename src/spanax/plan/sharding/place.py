@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spanax.errors import IdleAxisError, SpanaxError
+from spanax.errors import IdleAxisError, PlanMismatchError, VariantError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.defaults import computed_in
 from spanax.plan.layout import Layout
@@ -52,7 +52,7 @@ def placed(
     ]
     _check_stored(resolver, placements)
     if schedule.offload and all(place.memory_kind == DEVICE for place in placements):
-        raise SpanaxError(
+        raise VariantError(
             "the optimizer has no arrays to store in host memory.", where="offload 'optimizer'", fix="leave offload out"
         )
     return Plan(
@@ -89,7 +89,7 @@ def check_made_for(program: Program, plan: Plan) -> None:
         planned = {(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.leaves + plan.batch}
         have = {(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in program.leaves + program.batch}
         odd = sorted(planned ^ have, key=str)
-        raise SpanaxError(
+        raise PlanMismatchError(
             "the plan was made for another program.",
             where="; ".join(f"{path} {dtype}{list(shape)}" for path, shape, dtype in odd[:2]) + " differ",
             fix="make a plan for this model and batch: spanax.plan(program, ...)",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from spanax.errors import SpanaxError
+from spanax.errors import ModelMeshError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.reason import Code, Reason
@@ -219,7 +219,7 @@ def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
     )
     for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
         if size % mesh.ways(by):
-            raise SpanaxError(
+            raise ModelMeshError(
                 f"`{leaf.path}` is annotated to be sharded over {'+'.join(by)} along dim {dim}, "
                 f"and {size} % {mesh.ways(by)} = {size % mesh.ways(by)}.",
                 where=f"{leaf.path} {leaf.shape} {leaf.annotation}, mesh {mesh}",

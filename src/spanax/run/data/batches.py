@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.run.data.destination import Destination
 from spanax.run.data.elements import BatchLeaf, Leaves, described, nested
 from spanax.run.data.examples import Remainder, Source, in_order, same_kind
@@ -93,13 +93,13 @@ def batches(
     """
 
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-        raise SpanaxError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
+        raise RangeError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
     join_group()
     destination = Destination.of(plan, mesh)
     leaves = destination.leaves
     reading = Reading(tokenizer, split, field, cache_dir)
     if epochs is None and not drop_remainder:
-        raise SpanaxError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
+        raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
     opened_source = open_source(
         source, leaves, destination.rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs,
         drop_remainder=drop_remainder,
@@ -248,7 +248,7 @@ class Batches:
     def close(self) -> None:
         """Stops prefetching, releases the prefetched batches, and closes the iterator of a loader."""
         self._finalizer()
-        self._error = self._error or SpanaxError("these batches are closed.", where=self.source, fix="restore(state)")
+        self._error = self._error or ArgumentError("these batches are closed.", where=self.source, fix="restore(state)")
 
     def _checked(self, state: Mapping[str, Any]) -> int:
         index = state.get("next_index") if isinstance(state, Mapping) else None

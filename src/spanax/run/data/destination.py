@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import ArgumentError, BatchError, PlanMismatchError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves
 from spanax.run.data.source import batch_size, local_rows
 
@@ -76,7 +76,7 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
 
     pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not pairs or any(not hasattr(leaf, "dtype") for _, leaf in pairs):
-        raise SpanaxError(
+        raise ArgumentError(
             f"batches need a plan, or an example batch, not a {type(batch).__name__}.",
             fix="spanax.plan(...), or a dict of arrays or jax.ShapeDtypeStructs",
         )
@@ -84,7 +84,7 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
     dtypes = {path: str(jax.dtypes.canonicalize_dtype(leaf.dtype)) for path, leaf in by_path.items()}  # as in a plan
     leaves = [ExampleLeaf(path, tuple(leaf.shape), dtypes[path]) for path, leaf in by_path.items()]
     if mesh is not None:
-        raise SpanaxError(
+        raise PlanMismatchError(
             "an example batch has no plan, and so no layout on a mesh.",
             fix="jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P('data')))",
         )
@@ -93,6 +93,6 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
     if not named:
         return Destination(leaves, None, np.arange(batch_size(leaves)))
     if missing := sorted(shardings.keys() - named.keys()):
-        raise SpanaxError(f"'{missing[0]}' of the example batch has no sharding.", fix="a NamedSharding for each array")
+        raise BatchError(f"'{missing[0]}' of the example batch has no sharding.", fix="a NamedSharding for each array")
     devices = next(iter(named.values())).mesh.local_devices
     return Destination(leaves, named, local_rows(leaves, named, devices))

@@ -9,22 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import BatchError, TooFewExamplesError
 from spanax.run.data.elements import Leaves, digest
 from spanax.run.data.mixture import picked, places_until
 from spanax.run.data.order import Order
 from spanax.run.data.text.tokens import Tokens
 
 
-class TooFew(DataError):
-    """A source has fewer examples than one batch."""
-
-
 def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
-    """Raises TooFew if a source has fewer than `least` examples."""
+    """Raises TooFewExamplesError if a source has fewer than `least` examples."""
     if num_examples < least:
         message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
-        raise TooFew(message, fix="more data, or a smaller batch")
+        raise TooFewExamplesError(message, fix="more data, or a smaller batch")
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ def same_kind(parts: Sequence[Examples]) -> None:
     """
     for part in parts[1:]:
         if part.like != parts[0].like:
-            raise SpanaxError(
+            raise BatchError(
                 "the examples of a mixture have different structures.",
                 where=f"{parts[0].name}: {parts[0].like}; {part.name}: {part.like}"[:200],
                 fix="sources whose examples have the same leaves",

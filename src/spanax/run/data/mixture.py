@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import FormatError, RangeError, first_line
 
 MAX_WEIGHT_SUM = 1 << 24
 """The maximum sum of integer weights: its product with a position fits 64 bits for 10**11 examples."""
@@ -61,17 +61,17 @@ def mixture(sources: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Mixtu
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     if len(pairs) < 2:
-        raise SpanaxError("a mixture needs at least two sources.", fix='{"a.jsonl": 0.7, "b.parquet": 0.3}')
+        raise RangeError("a mixture needs at least two sources.", fix='{"a.jsonl": 0.7, "b.parquet": 0.3}')
     for source, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise SpanaxError(f"the weight of {str(source)[:80]} must be a number > 0, not {weight!r}.")
+            raise RangeError(f"the weight of {str(source)[:80]} must be a number > 0, not {weight!r}.")
     exact = [Fraction(repr(weight)) for _, weight in pairs]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
     integers = [int(fraction * scale) for fraction in exact]
     integers = [number // math.gcd(*integers) for number in integers]
     if sum(integers) > MAX_WEIGHT_SUM:
         listed = ", ".join(str(weight) for _, weight in pairs)
-        raise SpanaxError("the weights have too many digits.", where=listed, fix="round them")
+        raise RangeError("the weights have too many digits.", where=listed, fix="round them")
     return Mixture(tuple((source, n) for (source, _), n in zip(pairs, integers, strict=True)))
 
 
@@ -92,9 +92,7 @@ def named(source: Any) -> Any:
     try:
         return mixture([(match[1], float(match[2])) for match in matches if match])
     except ValueError as error:
-        raise SpanaxError(
-            str(error).splitlines()[0], where=f"--data {source}", fix="a.jsonl=0.7,b.parquet=0.3"
-        ) from None
+        raise FormatError(first_line(error), where=f"--data {source}", fix="a.jsonl=0.7,b.parquet=0.3") from None
 
 
 def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

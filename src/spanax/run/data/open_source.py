@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import DataError, UnknownNameError, nearest
 from spanax.run.data.elements import BatchLeaf, Leaves, described
 from spanax.run.data.examples import Examples, check_enough
 from spanax.run.data.formats.column import Column, default_field
@@ -93,7 +93,7 @@ def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | 
 
 
 def examples(part: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, least: int) -> Examples:
-    """Returns the examples of a part from `opened`; raises TooFew if there are fewer than `least`."""
+    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are fewer than `least`."""
     if isinstance(part, Tokens):
         return windows(part, placements, least)
     if isinstance(part, Rows):
@@ -114,7 +114,9 @@ def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     if (table := _hub_table(source, reading.split)) is not None:
         return _of_table(table, leaves, reading.field)
     if reading.split != "train":
-        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="another source for it")
+        raise UnknownNameError(
+            f"a {type(source).__name__} has no split '{reading.split}'.", fix="another source for it"
+        )
     return source
 
 
@@ -127,10 +129,10 @@ def _hub_table(source: Any, split: str) -> Table | None:
 
     if isinstance(source, datasets.DatasetDict):
         if split not in source:
-            raise SpanaxError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
+            raise UnknownNameError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
         source = source[split]
     elif split != "train":
-        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or another source for it")
+        raise UnknownNameError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or another source for it")
     return dataset_table(source, split)
 
 
@@ -145,7 +147,9 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
     fields = {leaf: leaf for leaf in leaves} | dict(field or {})
     for leaf in field or {}:
         if leaf not in leaves:
-            raise SpanaxError(f"the plan has no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves))
+            raise UnknownNameError(
+                f"the plan has no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves)
+            )
     if field or all(leaf in table.fields for leaf in leaves):
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     listed = ", ".join(leaves)

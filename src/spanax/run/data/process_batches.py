@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import BatchError, DeviceCountError
 from spanax.run.distributed.agreement import verdict
 from spanax.run.distributed.processes import join_group
 
@@ -101,11 +101,11 @@ def _rows(name: str, leaf: Any) -> np.ndarray:
     import jax
 
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise SpanaxError(f"'{name}' is already a global array.", fix="pass it to the step without local_batch")
+        raise BatchError(f"'{name}' is already a global array.", fix="pass it to the step without local_batch")
     array = np.asarray(leaf)
     array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
     if array.ndim == 0 or array.shape[0] == 0:
-        raise SpanaxError(f"'{name}' has shape {array.shape}, and so no rows.", fix="arrays with rows along dim 0")
+        raise BatchError(f"'{name}' has shape {array.shape}, and so no rows.", fix="arrays with rows along dim 0")
     return array
 
 
@@ -143,7 +143,7 @@ def _by_process(num_rows_R: int) -> "jax.sharding.NamedSharding":
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     num_processes = jax.process_count()
     if len(devices) % num_processes:
-        raise SpanaxError(f"{num_processes} processes have {len(devices)} devices: not the same number each.")
+        raise DeviceCountError(f"{num_processes} processes have {len(devices)} devices: not the same number each.")
     mesh = jax.sharding.Mesh(np.array(devices).reshape(num_processes, -1), ("process", "device"))
     axes = ("process",) if num_rows_R % jax.local_device_count() else ("process", "device")
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes))
@@ -155,13 +155,13 @@ def _check_local(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None
     text = json.dumps([f"batch {number}: {shapes}", "" if is_constant else _digest(arrays)])
     difference = verdict(text, _judge_local)
     if difference == SAME:
-        raise SpanaxError(
+        raise BatchError(
             "local_batch received the same rows on all processes.",
             where=f"batch {number}: {shapes}",
             fix="rows by spanax.distributed().process_index; a batch that is equal everywhere goes to the step itself",
         )
     if difference:
-        raise SpanaxError(
+        raise BatchError(
             "the rows of a batch differ in shape between processes.",
             where=difference,
             fix="the same number of rows on every process, without a smaller last batch",
@@ -170,7 +170,7 @@ def _check_local(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None
 
 def _check_global(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None:
     if difference := verdict(json.dumps([f"batch {number}: {shapes}", _digest(arrays)]), _judge_global):
-        raise SpanaxError(
+        raise BatchError(
             "the global batch differs between processes.",
             where=difference,
             fix="read the same batch on every process, or pass each its rows: spanax.local_batch(batch)",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import ArgumentError, ConflictError, DataError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, digest, flat, nested
 from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
 from spanax.run.data.order import Order
@@ -56,7 +56,7 @@ def element_source(
     name = type(source).__name__
     is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
-        raise SpanaxError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
+        raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
     loader = None if is_sequence else Loader(source, epochs, drop_remainder)
     size = len(source) if is_sequence else 0
     first = loader.peeked if loader else source[0] if size else END
@@ -112,11 +112,11 @@ def sequence_examples(source: Any, placements: Sequence[BatchLeaf], rows_R: np.n
     """
     name, grain = type(source).__name__, sys.modules.get("grain")
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
+        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
     if grain and isinstance(source, grain.MapDataset):
-        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
+        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
     if len(source) and _is_batch(flat(source[0]), placements):
-        raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
+        raise ArgumentError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
     check_enough(name, len(source), least, batch_size(placements))
     first = source[0]
     leaves = _conform(first, placements, rows_R, name)
@@ -176,7 +176,7 @@ class Loader:
         self._items: Any = iter(self._open())
         self._is_closed, self._once = False, self._items is source
         if self._once and epochs is not None and epochs > 1:
-            raise SpanaxError(
+            raise ConflictError(
                 f"an iterator is read only once; epochs={epochs} reads it again.",
                 where=type(source).__name__,
                 fix="a function that returns a new iterator",

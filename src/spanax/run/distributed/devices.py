@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spanax.errors import SpanaxError
+from spanax.errors import DeviceCountError, RangeError
 from spanax.run.distributed.processes import Hosts, prepare_devices
 
 DEFAULT_SIMULATED, MAX_SIMULATED = 8, 4096
@@ -21,11 +21,11 @@ def simulate(num_devices: int) -> list[Any]:
     import jax
 
     if num_devices < 1:
-        raise SpanaxError(f"simulate({num_devices}) requires at least 1 device.", fix="simulate(8)")
+        raise RangeError(f"simulate({num_devices}) requires at least 1 device.", fix="simulate(8)")
     jax.config.update("jax_platforms", "cpu")
     started = _started(num_devices)
     if started[0].platform != "cpu" or len(started) < num_devices:
-        raise SpanaxError(
+        raise DeviceCountError(
             f"simulate({num_devices}) must be called before JAX starts; it has already started with {len(started)} "
             f"{started[0].platform} devices.",
             fix=f"call spanax.simulate({num_devices}) at the start of the program, before any array or jax.devices(); "
@@ -41,11 +41,11 @@ def devices(num_devices: int | None) -> list[Any]:
       SpanaxError: there are fewer devices than requested.
     """
     if num_devices is not None and num_devices < 1:
-        raise SpanaxError(f"--devices is {num_devices}; expected an integer >= 1.", fix="--devices 1")
+        raise RangeError(f"--devices is {num_devices}; expected an integer >= 1.", fix="--devices 8")
     available = _started(num_devices)
     if num_devices is not None and len(available) < num_devices:
         platform = available[0].platform
-        raise SpanaxError(
+        raise DeviceCountError(
             f"{num_devices} devices requested, but only {len(available)} available ({platform}).",
             fix=f"--devices {len(available)}"
             + ("" if platform == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
@@ -58,7 +58,7 @@ def _started(num_devices: int | None) -> list[Any]:
     hosts = Hosts.of()
     share = hosts.devices_per_host or _share(num_devices or DEFAULT_SIMULATED, hosts.num_hosts)
     if share > MAX_SIMULATED:
-        raise SpanaxError(
+        raise RangeError(
             f"--devices is {num_devices}; a process simulates at most {MAX_SIMULATED}.",
             fix=f"--devices {MAX_SIMULATED}",
         )
@@ -76,7 +76,7 @@ def _started(num_devices: int | None) -> list[Any]:
 def _share(num_devices: int, num_hosts: int) -> int:
     """Returns the number of devices that each process simulates."""
     if num_devices % num_hosts:
-        raise SpanaxError(
+        raise DeviceCountError(
             f"{num_devices} devices do not divide by {num_hosts} processes.",
             fix=f"--devices {-(-num_devices // num_hosts) * num_hosts}",
         )

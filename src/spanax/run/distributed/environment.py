@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import GroupError
 
 WHERE = "the environment of this process"
 
@@ -48,7 +48,7 @@ class TorchGroup:
             return None
         if len(present) < len(REQUIRED):
             missing = ", ".join(name for name in REQUIRED if name not in environ)
-            raise SpanaxError(
+            raise GroupError(
                 f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, but {missing} not.",
                 where=WHERE,
                 fix="set all four for a group of processes; or SPANAX_NUM_HOSTS=1 if this process trains by itself",
@@ -75,13 +75,13 @@ def number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
-        raise SpanaxError(f"{name} is {text!r}; expected an integer.", where=WHERE)
+        raise GroupError(f"{name} is {text!r}; expected an integer.", where=WHERE)
     return int(text)
 
 
 def _check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if rank >= size:
-        raise SpanaxError(
+        raise GroupError(
             f"process {rank} is out of range for {size} processes, counted from 0.",
             where=f"{rank_name}={rank}, {size_name}={size}",
         )

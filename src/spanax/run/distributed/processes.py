@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import HostsError, SpanaxError, first_line, nearest
+from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
 from spanax.run.distributed.environment import WHERE, TorchGroup, number
 from spanax.run.distributed.supervision import exit_on_error
 
@@ -99,7 +99,7 @@ class Hosts:
         if "SPANAX_COORDINATOR" not in environ:
             num_hosts = number(environ, "SPANAX_NUM_HOSTS", 0)
             if num_hosts > 1:
-                raise SpanaxError(
+                raise GroupError(
                     f"SPANAX_NUM_HOSTS is {num_hosts}, but SPANAX_COORDINATOR is not set.",
                     where=WHERE,
                     fix=f"SPANAX_COORDINATOR=HOST:PORT of the first process, or {ALONE}",
@@ -109,7 +109,7 @@ class Hosts:
         names = ("SPANAX_HOST", "SLURM_PROCID")
         rank = number(environ, next((name for name in names if name in environ), names[0]), None)
         if not 0 <= rank < num_hosts:
-            raise SpanaxError(
+            raise GroupError(
                 f"host {rank} is out of range for {num_hosts} hosts, counted from 0.",
                 where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
             )
@@ -196,7 +196,7 @@ def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
         names = [name for _, name in socket.if_nameindex()]
         if interface not in names:
             message = f"unknown network interface '{interface}'."
-            raise SpanaxError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
+            raise GroupError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
         address = {"interface": interface}
 
     def make_cpu_client() -> Any:
@@ -340,7 +340,7 @@ def _bound_to(coordinator: str) -> str:
             raise ValueError("an empty host name stands for every interface")
         return f"{socket.gethostbyname(host)}:{int(port)}"
     except (OSError, ValueError):
-        raise SpanaxError(
+        raise GroupError(
             f"the coordinator's address '{coordinator}' is invalid.",
             where="SPANAX_COORDINATOR, or MASTER_ADDR and MASTER_PORT",
             fix="host:port, such as 10.0.0.7:9911",

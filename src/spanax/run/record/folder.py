@@ -16,7 +16,7 @@ from typing import Any
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder, Place
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
-from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
+from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
 from spanax.run.record.append_log import AppendLog
 from spanax.run.record.run_lock import holds_run
 from spanax.run.store import manifest
@@ -87,7 +87,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     missing = [] if record.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
     if missing or not record.text.endswith("\n"):
         where = f"it has no checksum and no {(missing or ['final newline'])[0]}: it was truncated, or is not of a run"
-        raise DataError(f"cannot read the configuration '{place.path / CONFIG}'.", where=where, fix=EDITED)
+        raise FileError(f"cannot read the configuration '{place.path / CONFIG}'.", where=where, fix=EDITED)
     return settings
 
 
@@ -121,7 +121,7 @@ def _is_recorded(place: Folder, name: Name) -> bool:
         return True
     if holds_run(place):
         fix = f"restore '{name}' from a copy, or start another run from these weights: --init {place} --output-dir ..."
-        raise DataError(f"the run folder '{place}' contains a run but no '{name}'.", fix=fix)
+        raise FileError(f"the run folder '{place}' contains a run but no '{name}'.", fix=fix)
     return False
 
 
@@ -137,9 +137,9 @@ def _parsed(read: Callable[[], Opened], path: Path, title: str, parse: Callable[
     except EntryError:
         raise
     except DamagedError as error:
-        raise DataError(f"cannot read the {title} '{path}'.", where=str(error), fix=EDITED) from None
+        raise FileError(f"cannot read the {title} '{path}'.", where=str(error), fix=EDITED) from None
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the {title} '{path}'.", where=str(error)) from None
+        raise FileError(f"cannot read the {title} '{path}'.", where=str(error)) from None
 
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ def check_steps(folder: Path, steps: int) -> None:
     """
     reached = max(manifest.steps(Folder.of(folder).inner(CHECKPOINTS)), default=0)
     if steps < reached:
-        raise SpanaxError(
+        raise RangeError(
             f"cannot train to step {steps}: the run has reached step {reached}.",
             where=f"'{folder}'",
             fix=f"--steps counts all steps of the run: pass more than {reached}",

@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
-from spanax.errors import DataError, EntryError
+from spanax.errors import DataError, EntryError, MissingFileError
 from spanax.run.record import heartbeat
 from spanax.run.record.folder import read_settings
 from spanax.run.record.time_account import TimeAccount, account
@@ -69,7 +69,7 @@ def run_report(folder: Path) -> RunReport:
       EntryError: an entry of the folder is a link or has another unexpected type.
     """
     if not folder.is_dir():
-        raise DataError(
+        raise MissingFileError(
             f"folder '{folder}' does not exist.", fix="the folder of a run, as spanax train --output-dir names it"
         )
     times, notes, workload = account(folder), list[str](), ""

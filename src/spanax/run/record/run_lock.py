@@ -27,7 +27,7 @@ from spanax.entries.names import (
     RANK_LOCK,
     Name,
 )
-from spanax.errors import WriteError
+from spanax.errors import InUseError, WriteError
 from spanax.run.record import heartbeat
 from spanax.run.store import manifest
 
@@ -162,7 +162,7 @@ def _check_free(folder: Path, name: Name) -> None:
 
 
 def _in_use(folder: Path, name: Name) -> WriteError:
-    return WriteError(
+    return InUseError(
         f"the run folder '{folder}' is in use.",
         where=_owner(folder, name),
         fix="another --output-dir, or end that run first",
@@ -205,7 +205,7 @@ def _check_empty(folder: Path) -> None:
     if holds_run(place):
         saved = manifest.steps(place.inner(CHECKPOINTS))
         last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
-        raise WriteError(
+        raise InUseError(
             f"the run folder '{folder}' already contains a run.", where=last, fix="--resume, or another --output-dir"
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.entries.names import EVENTS
-from spanax.errors import DataError
+from spanax.errors import MissingFileError
 from spanax.run.record import heartbeat
 from spanax.run.record.events import Begin, End, Event, Events, Spent, Stuck, read
 from spanax.run.record.time_ledger import BUCKETS
@@ -112,7 +112,7 @@ def account(folder: Path) -> TimeAccount:
     log = read(folder)
     parts = _parts(log.events)
     if not parts:
-        raise DataError(
+        raise MissingFileError(
             f"'{folder}' is not a run folder.", where=f"{EVENTS} has no `begin` event", fix="the folder of a run"
         )
     beat = heartbeat.read(folder).get(0)

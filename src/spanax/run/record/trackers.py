@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spanax.entries.names import TENSORBOARD, WANDB
-from spanax.errors import SpanaxError, first_line, nearest
+from spanax.errors import NotInstalledError, UnknownNameError, first_line, nearest
 
 NEEDS = {TENSORBOARD: "tensorboardX", WANDB: "wandb"}
 """The package of each named tracker."""
@@ -123,7 +123,7 @@ def check_trackers(names: str | None) -> list[str]:
     listed = [name.strip() for name in (names or "").split(",") if name.strip()]
     for name in listed:
         if name not in NEEDS:
-            raise SpanaxError(f"unknown tracker '{name}'.", fix=nearest(name, NEEDS))
+            raise UnknownNameError(f"unknown tracker '{name}'.", fix=nearest(name, NEEDS))
         if find_spec(NEEDS[name]) is None:
-            raise SpanaxError(f"tracker '{name}' requires {NEEDS[name]}.", fix=f'pip install "spanax[{name}]"')
+            raise NotInstalledError(f"tracker '{name}' requires {NEEDS[name]}.", fix=f'pip install "spanax[{name}]"')
     return list(dict.fromkeys(listed))

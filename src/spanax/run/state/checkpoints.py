@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from spanax.errors import DataError, SpanaxError, WriteError, first_line
+from spanax.errors import CheckpointError, ObjectsError, RangeError, WriteError, first_line
 from spanax.printable import to_stderr
 from spanax.run.distributed.processes import join_group
 from spanax.run.state.host_arrays import as_saved, like, target_of
@@ -66,7 +66,7 @@ class Checkpoints:
     ):
         join_group()
         if keep is not None and keep < 1:
-            raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
+            raise RangeError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
         self.folder = manifest.steps_of_run(folder).resolved()
         self._keep, self._warn = keep, warn or to_stderr
         self._pending: Pending | None = None
@@ -163,12 +163,12 @@ def _parted(objects: Mapping[str, Any]) -> tuple[NamedObjects, dict[str, Any]]:
       SpanaxError: a name is not an identifier, or an object has neither arrays nor a state.
     """
     if not isinstance(objects, Mapping):
-        raise SpanaxError(
+        raise ObjectsError(
             f"the objects are a {type(objects).__name__}.", fix='a dict: {"model": model, "optimizer": optimizer}'
         )
     for name in objects:
         if not isinstance(name, str) or not name.isidentifier():
-            raise SpanaxError(f"{name!r} cannot be the name of an object.", fix="letters, digits and _")
+            raise ObjectsError(f"{name!r} cannot be the name of an object.", fix="letters, digits and _")
     others = {name: value for name, value in objects.items() if not is_nnx(value)}
     for value in others.items():
         _methods(*value[::-1])
@@ -184,7 +184,7 @@ def _methods(value: Any, name: str = "") -> tuple[str, str]:
     for methods in METHODS:
         if all(callable(getattr(value, method, None)) for method in methods):
             return methods
-    raise SpanaxError(
+    raise ObjectsError(
         f"'{name}' is a {type(value).__name__}, which has neither arrays nor a state.",
         fix="an NNX object, or one with state() and restore(state), or get_state() and set_state(state)",
     )
@@ -234,4 +234,6 @@ def _check_names(names: list[str], saved: list[str], folder: os.PathLike[str]) -
     for name in names:
         if name not in saved:
             message = f"the checkpoint has no object '{name}'."
-            raise DataError(message, where=f"{folder}: {', '.join(saved)}", fix="restore only objects that were saved")
+            raise CheckpointError(
+                message, where=f"{folder}: {', '.join(saved)}", fix="restore only objects that were saved"
+            )

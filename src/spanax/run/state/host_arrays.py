@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 
 
 def as_saved(values: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -24,7 +24,7 @@ def as_saved(values: Mapping[str, Any]) -> dict[str, jax.Array]:
     """
     for path, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct):
-            raise SpanaxError(f"`{path}` has no values to save: its object is abstract.", fix="restore it first")
+            raise ObjectsError(f"`{path}` has no values to save: its object is abstract.", fix="restore it first")
     arrays = {path: value if isinstance(value, jax.Array) else jnp.asarray(value) for path, value in values.items()}
     of_process = {path: array for path, array in arrays.items() if _is_of_process(array)}
     _check_equal(of_process)
@@ -84,7 +84,7 @@ def _check_equal(arrays: Mapping[str, jax.Array]) -> None:
     of_all = multihost_utils.process_allgather(digests)
     for path, is_equal in zip(arrays, (of_all == of_all[0]).all(axis=0), strict=True):
         if not is_equal:
-            raise SpanaxError(
+            raise ObjectsError(
                 f"`{path}` differs between processes, and a checkpoint stores it once.",
                 fix="the same seed in every process, or an array that is sharded over all devices",
             )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import ObjectsError
 
 MODEL = "model"
 """The object whose arrays have no prefix: they have the paths that they have in a Program."""
@@ -53,7 +53,7 @@ class NamedObjects:
         names = tuple(sorted(objects, key=lambda name: (name != MODEL, name)))
         for name in names:
             if not is_nnx(objects[name]):
-                raise SpanaxError(
+                raise ObjectsError(
                     f"'{name}' is a {type(objects[name]).__name__}, not an NNX object.",
                     fix="an nnx.Module, nnx.Optimizer, nnx.Rngs or another nnx.Pytree",
                 )
@@ -87,7 +87,7 @@ def _check_numeric(path: str, value: Any) -> None:
     try:
         jax.typeof(value)
     except TypeError as error:
-        raise SpanaxError(
+        raise ObjectsError(
             f"`{path}` is data of {getattr(value, 'dtype', type(value).__name__)}; the state consists of numbers.",
             fix="a static attribute",
         ) from error
@@ -101,7 +101,7 @@ def _text(names: tuple[str, ...], path: tuple[Any, ...], inner: Any) -> str:
     """
     owner, keys = names[int(path[0])], [str(key) for key in path[1:]]
     if owner == MODEL and keys[0] in names:
-        raise SpanaxError(
+        raise ObjectsError(
             f"'{keys[0]}' is the name of an object and of an attribute of the model.",
             where=f"`{'.'.join(keys)}` of the model",
             fix=f"another name for the object; leave it out if it is model.{keys[0]}",

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import PlanMismatchError
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
 from spanax.run.compiler_options import check_accepted
@@ -34,7 +34,7 @@ def assert_placed(plan: Plan, state: Sequence[jax.Array], mesh: jax.sharding.Mes
     """
     for placement, array in zip(plan.leaves, state, strict=True):
         if not array.sharding.is_equivalent_to(placement.sharding(mesh), len(placement.shape)):
-            raise SpanaxError(
+            raise PlanMismatchError(
                 f"`{placement.path}` is not sharded as planned.",
                 where=f"planned {placement.partition_spec}, actual {array.sharding}",
             )

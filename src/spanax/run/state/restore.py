@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import jax
 
-from spanax.errors import DataError
+from spanax.errors import CheckpointError
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.printable import to_stderr
@@ -111,4 +111,4 @@ def _meta(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> Meta:
     try:
         return parsed(Meta, values, is_open=True, is_strict=False)
     except SchemaError as error:
-        raise DataError("the checkpoint was not saved by a run.", where=f"{directory}: {error}") from None
+        raise CheckpointError("the checkpoint was not saved by a run.", where=f"{directory}: {error}") from None

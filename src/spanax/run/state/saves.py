@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spanax.entries.folder import Folder, Place
-from spanax.errors import DiskFullError, WriteError
+from spanax.errors import DiskFullError, WriteError, first_line
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.processes import from_first
@@ -117,7 +117,7 @@ class Saves:
         self.telemetry.report({
             "event": "save_failed",
             "step": step,
-            "reason": str(error).splitlines()[0],
+            "reason": first_line(error),
             "removed": int(removed) if is_removed else None,
         })  # fmt: skip
         return is_removed

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from spanax.errors import SpanaxError
+from spanax.errors import MissingError
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
@@ -60,7 +60,7 @@ def start(
       (None, 'model')
     """
     if partial and init is None:
-        raise SpanaxError("`partial` requires `init`, the weights to load.", fix="init='runs/base', partial=True")
+        raise MissingError("`partial` requires `init`, the weights to load.", fix="init='runs/base', partial=True")
     program = as_planned(program, plan).with_seed(seed)
     mesh = build_mesh(plan, devices)
     rows = layer_order(program, plan)

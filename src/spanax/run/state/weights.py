@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
-from spanax.errors import DataError, WriteError
+from spanax.errors import WeightsError, WriteError
 from spanax.run.store import checkpoint, manifest, view
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
@@ -181,7 +181,7 @@ def load(
         checkpoint.compare(source.step, source.folder, source.saved, reads, fix=fix)
     elif not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
-        raise DataError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
+        raise WeightsError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
     for group in source.readable(groups):
         arrays = group.finish(source.read(group.reads))
         for path, array in arrays.items():
@@ -252,7 +252,7 @@ class Source:
             dtype = text.partition("[")[0]
             if dtypes.setdefault(_unnumbered(path), dtype) != dtype:
                 message = f"checkpoint step {self.step} has '{path}' in {dtype} and similar weights in another dtype."
-                raise DataError(message, where=str(self.folder), fix="import it again, with one --dtype")
+                raise WeightsError(message, where=str(self.folder), fix="import it again, with one --dtype")
         grouped: dict[str, dict[str, Any]] = {}
         for path, target in targets.items():
             key = _unnumbered(path)

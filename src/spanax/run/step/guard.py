@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from spanax.errors import DataError, NumbersError, SpanaxError, nearest
+from spanax.errors import (
+    ArgumentError,
+    ConflictError,
+    DataError,
+    NumbersError,
+    RangeError,
+    StepError,
+    UnknownNameError,
+    nearest,
+)
 
 HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
 POLICIES = (HALT, SKIP, ROLLBACK)
@@ -104,11 +113,11 @@ class Guard:
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, str) or not self.metrics:
-            raise SpanaxError(f"metrics={self.metrics!r} must be a tuple of names.", fix='metrics=("loss",)')
+            raise ArgumentError(f"metrics={self.metrics!r} must be a tuple of names.", fix='metrics=("loss",)')
         if self.policy not in POLICIES:
-            raise SpanaxError(f"unknown policy '{self.policy}'.", fix=nearest(self.policy, POLICIES))
+            raise UnknownNameError(f"unknown policy '{self.policy}'.", fix=nearest(self.policy, POLICIES))
         if self.spike is not None and not self.spike > 1:
-            raise SpanaxError(f"spike={self.spike} must be greater than 1.", fix="spike=3")
+            raise RangeError(f"spike={self.spike} must be greater than 1.", fix="spike=3")
 
     def limit(self, history: History, step: int, name: str) -> float:
         """Returns the largest good value of a metric, rounded to float32; infinity if the history is too short."""
@@ -179,7 +188,7 @@ class Watch:
         """
         values = {name: value for name in self.guard.metrics if (value := _scalar(metrics.get(name))) is not None}
         if not values:
-            raise SpanaxError(
+            raise StepError(
                 f"step {step} has no metric that the guard checks.",
                 where=f"metrics: {', '.join(map(str, metrics)) or 'none'}; checked: {', '.join(self.guard.metrics)}",
                 fix="a scalar metric 'loss', or Guard(metrics=(...))",
@@ -224,9 +233,9 @@ def check_steps_per_call(guard: Guard | None, num_steps: int) -> None:
       SpanaxError: it is below 1, or every step would need a limit that depends on the step before it.
     """
     if num_steps < 1:
-        raise SpanaxError("a call requires at least one batch.")
+        raise RangeError("a call requires at least one batch.")
     if num_steps > 1 and guard is not None and guard.policy == SKIP and guard.spike is not None:
-        raise SpanaxError(
+        raise ConflictError(
             f"{num_steps} steps per call cannot skip spikes: each limit depends on the previous steps.",
             where=f"policy {SKIP}, spike {guard.spike:g}",
             fix=f"drop spike (non-finite steps are still skipped), use policy {ROLLBACK}, or run one step per call",

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.errors import SpanaxError
+from spanax.errors import StepError
 from spanax.run.step.guard import SKIP, WATCHED, Guard
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
@@ -36,7 +36,7 @@ class GuardedStep:
             return None
         watched = _watched(program, guard.metrics)
         if missing := [name for name in guard.metrics if name not in (*watched, *WATCHED)]:
-            raise SpanaxError(f"the step returns no scalar '{missing[0]}', which the guard checks.")
+            raise StepError(f"the step returns no scalar '{missing[0]}', which the guard checks.")
         params = () if "grad_norm" in watched else _of_kind(program, "param")
         return GuardedStep(guard, watched, params, rows) if guard.policy == SKIP or params else None
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import BatchError
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed
 
@@ -20,18 +20,18 @@ def validate_batch(program: Program, shardings: Sequence[jax.sharding.NamedShard
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [array if hasattr(array, "shape") else np.asarray(array) for array in leaves]
     if treedef != program.batch_treedef:
-        raise SpanaxError(
+        raise BatchError(
             "the structure of the batch differs from the traced batch.",
             where=f"expected {program.batch_treedef}, got {treedef}",
         )
     for leaf, array in zip(program.batch, leaves, strict=True):
         if tuple(array.shape) != leaf.shape:
-            raise SpanaxError(
+            raise BatchError(
                 f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, but was traced with {leaf.shape}.",
                 fix="trace the program with a batch of this shape, or drop the incomplete batch",
             )
         if array.dtype != leaf.dtype and jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype:
-            raise SpanaxError(
+            raise BatchError(
                 f"batch leaf '{leaf.path}' is {array.dtype}, but was traced as {leaf.dtype}.",
                 fix=f"batch['{leaf.path}'].astype('{leaf.dtype}')",
             )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, final
 from spanax.entries.folder import Folder
 from spanax.entries.kind import Kind
 from spanax.entries.names import META, PLAN
-from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
+from spanax.errors import CheckpointError, DiskFullError, ObjectsError, RangeError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
 from spanax.run.distributed.processes import all_processes, from_first, is_first
 from spanax.run.store import manifest, view
@@ -194,11 +194,11 @@ def restore(
 
 def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     if isinstance(step, bool) or manifest.step_of(str(step)) is None:
-        raise SpanaxError(f"step {step!r} cannot be saved.", fix="use a non-negative integer of at most 18 digits")
+        raise ObjectsError(f"step {step!r} cannot be saved.", fix="use a non-negative integer of at most 18 digits")
     if keep is not None and keep < 1:
-        raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
+        raise RangeError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
     if not any(not _is_empty(value) for value in arrays.values()) or not all(arrays):
-        raise SpanaxError("nothing to save." if all(arrays) else "an array without a name cannot be saved.")
+        raise ObjectsError("nothing to save." if all(arrays) else "an array without a name cannot be saved.")
     return int(step)
 
 
@@ -295,7 +295,7 @@ def choose(root: Folder, step: int | None = None, warn: Callable[[str], None] | 
     Raises:
       DataError: no step is valid, or `step` is not.
     """
-    folder = root.inner(from_first(lambda: _newest_valid(root, step, warn or to_stderr).name, DataError))
+    folder = root.inner(from_first(lambda: _newest_valid(root, step, warn or to_stderr).name, CheckpointError))
     return manifest.step_of(folder) or 0, folder
 
 
@@ -318,18 +318,18 @@ def _newest_valid(root: Folder, step: int | None, warn: Callable[[str], None]) -
     message = "no valid checkpoint." if step is None else f"checkpoint step {step} is damaged."
     others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
     fix = f"other steps here: {', '.join(others)}" if others else "restore a backup, or use another folder"
-    raise DataError(message, where=f"{root}: {'; '.join(bad)}", fix=fix)
+    raise CheckpointError(message, where=f"{root}: {'; '.join(bad)}", fix=fix)
 
 
-def _nothing(root: Folder, step: int | None) -> DataError:
+def _nothing(root: Folder, step: int | None) -> CheckpointError:
     cut_short = [path.name for path in manifest.unfinished(root)]
     kind = root.kind()
     state = "" if kind is Kind.FOLDER else " does not exist" if kind is None else " is not a folder"
     state = f"{root}{state}" + (f" contains only unfinished steps: {', '.join(cut_short)}" if cut_short else "")
     if step is None:
-        return DataError("no checkpoint found.", where=state, fix="pass the folder that contains the numbered steps")
+        return CheckpointError("no checkpoint found.", where=state, fix="pass the folder that has the numbered steps")
     there = ", ".join(map(str, manifest.steps(root))) or "none"
-    return DataError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
+    return CheckpointError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
 
 
 def compare(
@@ -345,7 +345,7 @@ def compare(
         is_weights_only = {*differ} == expected.keys() - leaves.keys() and not any(
             key.startswith("optimizer.") for key in leaves
         )
-        raise DataError(
+        raise CheckpointError(
             f"checkpoint step {step} is of another model: {len(differ)} of {len(expected)} arrays differ.",
             where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
             fix=fix
@@ -353,12 +353,12 @@ def compare(
         )
     for key, target in targets.items():
         if target.sharding is None:
-            raise SpanaxError(f"{key} has no sharding.", fix="every target needs a sharding")
+            raise ObjectsError(f"{key} has no sharding.", fix="every target needs a sharding")
         try:
             target.sharding.shard_shape(target.shape)
         except ValueError as error:
             # In Orbax, the reads of the other arrays would continue and print their tracebacks later.
-            raise SpanaxError(f"the sharding of {key} does not fit its shape.", where=first_line(error)) from error
+            raise ObjectsError(f"the sharding of {key} does not fit its shape.", where=first_line(error)) from error
 
 
 def load(folder: Folder, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:

@@ -23,7 +23,7 @@ from spanax.documents import parse_json
 from spanax.entries.folder import TEMPORARY, Folder, Place
 from spanax.entries.kind import Kind
 from spanax.entries.names import CHECKPOINTS, MANIFEST, META, PLAN, UNBOUNDED, Name
-from spanax.errors import EntryError, SpanaxError, WriteError, first_line
+from spanax.errors import EntryError, ObjectsError, WriteError, first_line
 from spanax.schema import SchemaError, parsed
 
 ARRAYS = "arrays"
@@ -161,7 +161,7 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
     try:
         return (json.dumps(vars(document), indent=1, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise SpanaxError(f"meta cannot be saved: {error}.", fix="use JSON values only") from error
+        raise ObjectsError(f"meta cannot be saved: {error}.", fix="use JSON values only") from error
 
 
 def read_meta(folder: Place) -> Meta:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from spanax.entries.folder import Folder, Place
 from spanax.entries.kind import Kind
-from spanax.errors import DataError, EntryError, SpanaxError, first_line
+from spanax.errors import CheckpointError, DataError, EntryError, SpanaxError, first_line
 from spanax.run.store import manifest
 
 SAVING = "saving"
@@ -131,18 +131,18 @@ def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content 
             continue
         if before is not None and _identity(folder) == before:
             return content
-    raise DataError(f"every step in '{directory}' was removed while it was being read.", fix="retry")
+    raise CheckpointError(f"every step in '{directory}' was removed while it was being read.", fix="retry")
 
 
 def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
     """Returns the error for a step that passed verification but cannot be loaded."""
     if folder.kind() is None:
         message = f"checkpoint step {step} was removed or renamed while it was being read."
-        return DataError(
+        return CheckpointError(
             message, where=str(folder), fix="retry; a larger --keep-last of the run that saves here avoids this"
         )
     message = f"checkpoint step {step} passes verification but cannot be loaded: {first_line(error)}"
-    return DataError(message, where=str(folder))
+    return CheckpointError(message, where=str(folder))
 
 
 def list_steps(directory: Place) -> list[SavedStep]:

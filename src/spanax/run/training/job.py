@@ -9,13 +9,12 @@ import jax
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import DeviceCountError, TooFewExamplesError, WorkloadError, first_line
 from spanax.plan.pipeline.stages import check_requested_schedule
 from spanax.plan.plan import Plan
 from spanax.run.compiler_options import flagged
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
-from spanax.run.data.examples import TooFew
 from spanax.run.data.open_source import is_named
 from spanax.run.record import folder as run_folder
 from spanax.run.record.telemetry import Telemetry
@@ -68,7 +67,7 @@ class Job:
         if is_named(source):
             try:
                 return held_out(source, split="validation")
-            except TooFew as error:
+            except TooFewExamplesError as error:
                 telemetry.warn(f"no held-out loss: {first_line(error)}")
                 return None
         return None if self.workload.validation is None else held_out(self.workload.validation)
@@ -90,7 +89,7 @@ def build(load: Callable[..., Workload], config: TrainConfig, devices: Sequence[
     plan = flagged(plan, config.xla_flags, devices)
     check_requested_schedule(config.pipeline_schedule, plan)
     if workload.evaluate is not None and workload.validation is None and not is_named(source_of(config, workload)):
-        raise SpanaxError(
+        raise WorkloadError(
             f"workload '{config.workload}' has an `evaluate`, and no held-out examples.",
             fix="validation=... in your spanax.Workload",
         )
@@ -105,7 +104,7 @@ def _load_plan(path: str, num_devices: int) -> Plan:
     """
     plan = Plan.load(path)
     if plan.mesh.size != num_devices:
-        raise SpanaxError(
+        raise DeviceCountError(
             f"the plan is for {plan.mesh.size} devices, but {num_devices} are available.",
             where=f"--plan {path}, mesh {plan.mesh}",
             fix=f"--devices {plan.mesh.size}, or a plan for {num_devices}",

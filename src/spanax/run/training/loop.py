@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.errors import DataError
+from spanax.errors import TooFewExamplesError
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches
 from spanax.run.evaluation import Means, by_name, num_fewer
@@ -180,7 +180,7 @@ class Loop:
             while len(batches) < count and (batch := next(self.data, None)) is not None:
                 batches.append((self.data.last_index, batch))
         if not batches:
-            raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
+            raise TooFewExamplesError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
         return batches
 
     def _reported(self, calls: deque[Call], num_pending: int) -> bool:

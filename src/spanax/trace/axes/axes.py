@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import ConflictError, UnknownNameError, nearest
 from spanax.trace.axes.discover import Dims
 from spanax.trace.axes.frozen import frozen
 from spanax.trace.axes.naming import STRENGTH, name_classes, with_examples
@@ -65,12 +65,12 @@ class Axes:
         known = set(self.names.values())
         for old in names:
             if old in RESERVED:
-                raise SpanaxError(
+                raise ConflictError(
                     f"'{old}' cannot be renamed: layouts refer to it by name.",
                     fix=f"rename others; known: {', '.join(sorted(known))}",
                 )
             if old not in known:
-                raise SpanaxError(f"the program has no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
+                raise UnknownNameError(f"the program has no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
         renamed = {label: names.get(name, name) for label, name in self.names.items()}
         uses = {label: use for label, use in self.uses.items() if renamed[label] not in STRENGTH}
         return replace(self, names=renamed, uses=uses)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import SpanaxError, VariantError, first_line
 from spanax.frames import user_frames
 from spanax.trace.variables import Leaf
 
@@ -31,7 +31,7 @@ def dtype_error(error: Exception, dtype: str, leaves: Sequence[Leaf]) -> SpanaxE
     if uncast:
         more = f" and {len(uncast) - MOST} more" if len(uncast) > MOST else ""
         lines.append(f"state that is not trained keeps its dtype: {', '.join(uncast[:MOST])}{more}")
-    return SpanaxError(
+    return VariantError(
         f"the loss cannot be computed in {dtype}: {type(error).__name__}: {first_line(error)}",
         where="; ".join(lines),
         fix="cast the operands of this operation in the model, or compute_dtype='float32' (--dtype float32)",

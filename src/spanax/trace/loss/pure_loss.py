@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import LossError
 from spanax.trace.analysis.param_writes import param_writes
 from spanax.trace.variables import changed_variables
 
@@ -57,17 +57,17 @@ def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the result of a loss, with or without metrics, as `(scalar, dict)`."""
     scalar, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if getattr(scalar, "shape", None) != ():
-        raise SpanaxError(
+        raise LossError(
             f"`loss` returned {type(scalar).__name__} of shape {getattr(scalar, 'shape', None)}, not a scalar.",
             fix="return loss.mean(), or (loss.mean(), {'name': metric})",
         )
     if not jnp.issubdtype(scalar.dtype, jnp.floating):
-        raise SpanaxError(
+        raise LossError(
             f"`loss` returned {scalar.dtype}[]; only a floating loss has a gradient.",
             fix="a differentiable loss; report counts and accuracies as metrics: return loss, {'correct': count}",
         )
     if not isinstance(extra, Mapping):
-        raise SpanaxError(
+        raise LossError(
             f"`loss` returned {type(extra).__name__} next to its value, not a dict of metrics.",
             fix="return loss, {'name': metric}",
         )
@@ -80,7 +80,7 @@ def numbers_of(function: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in jax.tree_util.tree_flatten_with_path(dict(metrics), is_leaf=is_module)[0]:
         if not isinstance(value, NUMBERS):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise SpanaxError(
+            raise LossError(
                 f"`{function}` returned a {type(value).__name__} as its metric '{name}'.",
                 fix="a dict of numbers and arrays; a step changes model and optimizer where they are",
             )
@@ -98,7 +98,7 @@ def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], param
     """Returns, for each parameter, the value that a loss overwrites it with (as `nnx.WeightNorm` does), or None."""
     num_before, num_after = (len(jax.tree.leaves(tree)) for tree in (params, after))
     if num_before != num_after:
-        raise SpanaxError(
+        raise LossError(
             f"the loss changed how many parameters there are: {num_before} arrays before, {num_after} after.",
             fix="create every variable in the model's __init__",
         )
@@ -140,7 +140,7 @@ def check_unmoved(params: Any, moved: list[Any], count: int) -> None:
     for (path, _), new in zip(jax.tree_util.tree_leaves_with_path(params), moved, strict=True):
         if new is not None:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-            raise SpanaxError(
+            raise LossError(
                 f"the loss writes to the parameter `{name}`; {count} microbatches would each write to it.",
                 fix="microbatches=1, or parameters that only the optimizer writes to",
             )

@@ -6,7 +6,7 @@ from typing import Any
 import optax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import ConflictError, RangeError
 from spanax.trace.jaxpr.marks import marked_gradients
 from spanax.trace.loss.loss_gradient import loss_gradient
 from spanax.trace.loss.pure_loss import numbers_of, pure_loss
@@ -41,11 +41,11 @@ def chosen_step(
     known_context(variant.context)
     if loss is not None and train_step is None:
         if variant.microbatches < 1:
-            raise SpanaxError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
+            raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
         known_policy(variant.remat)
         return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions)
     if loss is not None or train_step is None:
-        raise SpanaxError(
+        raise ConflictError(
             "pass either `loss` or `train_step`" + (", not both." if loss is not None else "."),
             fix="loss=lambda model, batch: ..., and Spanax writes the step",
         )
@@ -60,7 +60,7 @@ def chosen_step(
     }
     for name, is_set in options.items():
         if is_set:
-            raise SpanaxError(
+            raise ConflictError(
                 f"`{name}` requires `loss`: a user-defined `train_step` decides that itself.",
                 fix=f"leave {name} out, or pass loss= instead of train_step=",
             )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.trace.loss.loss_gradient import loss_gradient
 from spanax.trace.loss.pure_loss import pure_function
 from spanax.trace.rewrites.attention.fuse import FusedAttention
@@ -124,7 +124,7 @@ def _check_closure(function: Callable[..., Any], arrays: list[Any]) -> None:
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     values = jax.tree.leaves(cells, is_leaf=_is_object)
     if any(isinstance(value, jax.core.Tracer) for value in values):
-        raise SpanaxError(
+        raise VariantError(
             "the loss uses an array of the enclosing function, which cannot be divided into microbatches.",
             where=getattr(function, "__name__", ""),
             fix="spanax.value_and_grad(loss)(model, batch), with the batch as an argument of the loss",

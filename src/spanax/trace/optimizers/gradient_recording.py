@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import OptimizerError
 
 PREFIX = "optimizer.opt_state.0.gradients."
 """The path prefix of a recorded gradient; the path of its parameter follows."""
@@ -52,7 +52,7 @@ def recording(optimizer: Any, updated: Any = None) -> Callable[[nnx.Module], nnx
             return nnx.Optimizer(model, optax.chain(recorder, optimizer), wrt=nnx.Param)
         user_optimizer = optimizer(model)
         if type(user_optimizer) is not nnx.Optimizer:
-            raise SpanaxError(
+            raise OptimizerError(
                 f"the gradients that a {type(user_optimizer).__name__} receives cannot be recorded.",
                 fix="an optax transformation, or a function that returns an nnx.Optimizer",
             )
@@ -99,7 +99,7 @@ def _module_of(model: nnx.Module, wrt: Any, updated: Any) -> nnx.Module:
         params = jax.tree.map(_shape, nnx.as_pure(nnx.state(module, wrt)))
         if updated is None or params == updated:
             return module
-    raise SpanaxError(
+    raise OptimizerError(
         "the gradients of this optimizer cannot be recorded: its parameters are not those of one module.",
         where=f"{len(jax.tree.leaves(updated))} arrays; the model has {len(modules)} modules",
         fix="an nnx.Optimizer of the model, or of one of its modules",

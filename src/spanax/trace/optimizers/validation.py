@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError
+from spanax.errors import OptimizerError
 from spanax.trace.variables import optimizer_of
 
 PART = "nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, nnx.PathContains('head'))) trains a part of the model"
@@ -29,7 +29,7 @@ def of_loss(optimizer: Any) -> Callable[[nnx.Module], nnx.Optimizer]:
     def make(model: nnx.Module) -> nnx.Optimizer:
         created = optimizer_of(model, optimizer)
         if not (hasattr(created, "wrt") and _takes_model(created)):
-            raise SpanaxError(
+            raise OptimizerError(
                 f"`optimizer` returned a {type(created).__name__}, which a step around a `loss` cannot update.",
                 fix=f"an nnx.Optimizer, or {STEP}",
             )
@@ -54,7 +54,7 @@ def _check_same_parameters(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     new = jax.eval_shape(lambda: nnx.state(nnx.Optimizer(model, optimizer.tx, wrt=optimizer.wrt)))
     expected, state = _shapes(new), _shapes(nnx.state(optimizer))
     if expected != state:
-        raise SpanaxError(
+        raise OptimizerError(
             "`optimizer` returned an nnx.Optimizer of other parameters than its `wrt` selects in the model.",
             where=f"{len(state)} arrays of optimizer state; for the model there are {len(expected)}",
             fix=f"{PART}; or {STEP}",

@@ -1,6 +1,6 @@
 """Whether a step may compute the layers' updates with the layers in another order, as interleaved stages store them."""
 
-from spanax.errors import SpanaxError
+from spanax.errors import PipelineError
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Op
@@ -24,7 +24,7 @@ def check_order_invariant(traced: StepAnalysis, partition: PipelinePartition) ->
             v for v in op.inputs if v in traced.graph.constants and labels.intersection(traced.axes.classes[v])
         ]
         if op.family not in ORDER_INVARIANT or constants:
-            raise SpanaxError(
+            raise PipelineError(
                 f"`{op.name}` outside of the layer loop depends on the order of the layers.",
                 where="schedule 'interleaved', whose stages have non-contiguous layers",
                 fix="use schedule '1f1b' or 'zero-bubble'",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
 
-from spanax.errors import SpanaxError
+from spanax.errors import PipelineError, SpanaxError
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
@@ -145,11 +145,11 @@ def _weight(graph: Graph, loop: Loop) -> int:
 
 def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
     if num_microbatches == 1:
-        return SpanaxError(
+        return PipelineError(
             "a pipeline needs microbatches, and the step has none.",
             fix="--microbatches 8, with a loss and no train_step",
         )
-    return SpanaxError(
+    return PipelineError(
         "the step has no loop over layers that could be divided into stages.",
         where=f"none inside of its loop over {num_microbatches} microbatches",
         fix="spanax.stack(model) for equal blocks in a list, or a mesh without 'pipe'",
@@ -277,7 +277,7 @@ class _Partitioner:
             reason = "goes from the head of one microbatch to the front of the next"
         else:
             return
-        raise SpanaxError(
+        raise PipelineError(
             f"carried value {state.index} of the step {reason}: no pipeline can overlap the two.",
             fix="a mesh without 'pipe'",
         )
@@ -295,7 +295,7 @@ class _Partitioner:
             by_place[place] = (*by_place.get(place, ()), part)
         is_rows = "layers" in by_place
         if is_rows and set(by_place) - {"layers", "always"}:
-            raise SpanaxError(
+            raise PipelineError(
                 "a gradient comes partly from the layers and partly from outside of their loop.",
                 where=f"carried value {index} of the loop over microbatches, from {', '.join(sorted(by_place))}",
                 fix="a mesh without 'pipe'",

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, rematted, with_bodies
 from spanax.trace.jaxpr.marks import LOSS_CHUNKS
@@ -49,7 +49,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
         if policy != "none" and not _has_layers(graph.body):
             if policy == "full":
-                raise SpanaxError(
+                raise VariantError(
                     "remat 'full' has no layer to rematerialize: the loss has no scan with a matmul, and no remat.",
                     fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
                 )

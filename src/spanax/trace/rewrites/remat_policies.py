@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import FormatError, UnknownNameError, VariantError, nearest
 
 POLICIES = ("none", "dots", "full", "offload")
 """`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
@@ -54,7 +54,7 @@ def known_chunks(requested: int | str) -> int:
     text = str(requested)
     if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_CHUNKS):
         what = f"loss chunks are '{text[:20]}'; expected auto, or an integer from 1 to {MAX_CHUNKS}."
-        raise SpanaxError(what, fix="auto")
+        raise FormatError(what, fix="auto")
     return 0 if text == "auto" else int(text)
 
 
@@ -102,7 +102,7 @@ def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     names = offload.split(",") if isinstance(offload, str) else offload or ()
     if "activations" in names:
-        raise SpanaxError("activations are offloaded by a remat policy.", fix="remat 'offload', with --remat offload")
+        raise VariantError("activations are offloaded by a remat policy.", fix="remat 'offload', with --remat offload")
     return tuple(dict.fromkeys(_known("kind of offloaded state", name.strip(), OFFLOADS) for name in names))
 
 
@@ -140,5 +140,5 @@ def known_accumulation(name: str) -> str:
 
 def _known(kind: str, name: str, names: Sequence[str]) -> str:
     if name not in names:
-        raise SpanaxError(f"unknown {kind} '{name}'.", fix=nearest(str(name), names))
+        raise UnknownNameError(f"unknown {kind} '{name}'.", fix=nearest(str(name), names))
     return name

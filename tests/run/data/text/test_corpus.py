@@ -13,7 +13,7 @@ def message_of(source: Path) -> str:
     with pytest.raises(DataError) as error:
         load_corpus(source)
     assert error.value.exit_code == 65
-    return str(error.value).replace(f"{source.parent}", "...")
+    return error.value.args[0].replace(f"{source.parent}", "...")
 
 
 def test_python_is_a_corpus_of_some_size() -> None:

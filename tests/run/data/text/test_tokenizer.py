@@ -154,8 +154,12 @@ def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None
 def message_of(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
     with pytest.raises(SpanaxError) as error:
         load_tokenizer(name, [Corpus("a", b"a", b"a")])
-    assert type(error.value) is kind and str(error.value).count("\n") <= 3
-    return str(error.value).replace(str(folder), "...")
+    assert (
+        isinstance(error.value, kind)
+        and error.value.exit_code == kind.exit_code
+        and error.value.args[0].count("\n") <= 3
+    )
+    return error.value.args[0].replace(str(folder), "...")
 
 
 def test_an_unknown_tokenizer() -> None:
@@ -202,7 +206,7 @@ def test_a_damaged_bin(size_bytes: int, sidecar: str | None, first: str, tmp_pat
         Path(f"{path}.json").write_text(sidecar)
     with pytest.raises(DataError) as error:
         load_tokens(path)
-    assert str(error.value).replace(str(tmp_path), "...").splitlines()[0] == first
+    assert error.value.args[0].replace(str(tmp_path), "...").splitlines()[0] == first
 
 
 def test_a_missing_bin(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError
+from spanax.errors import DataError, FileError
 
 RECORDS_AT_ONCE = 256
 TEXT = "text"
@@ -95,7 +95,7 @@ class ArrayRecordRows:
 
     def _bad(self, index: int, reason: object) -> DataError:
         detail = " ".join(str(reason).split())[:120]
-        return DataError(f"record {index:,} of '{self.path}' cannot be read.", where=detail, fix="write the file again")
+        return FileError(f"record {index:,} of '{self.path}' cannot be read.", where=detail, fix="write the file again")
 
 
 def _json_row(record: bytes) -> dict[str, Any]:

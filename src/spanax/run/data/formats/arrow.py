@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import DataError, FileError, NotInstalledError, SpanaxError
 from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import DecompressionLimit, DiskSpace
@@ -39,7 +39,7 @@ def pyarrow() -> Any:
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError:
-        raise SpanaxError("Arrow and Parquet files need pyarrow.", fix='pip install "spanax[parquet]"') from None
+        raise NotInstalledError("Arrow and Parquet files need pyarrow.", fix='pip install "spanax[parquet]"') from None
     return pyarrow
 
 
@@ -216,7 +216,7 @@ def _arrow_errors(path: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, NotImplementedError, MemoryError, LookupError, TypeError) as error:
         detail = " ".join(str(error).split())[:120]
-        raise DataError(f"cannot read '{path}'.", where=detail, fix="write the file again, or remove it") from None
+        raise FileError(f"cannot read '{path}'.", where=detail, fix="write the file again, or remove it") from None
 
 
 def _reader(path: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import DataError, UnknownNameError
 from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import DiskSpace
@@ -181,7 +181,7 @@ def default_field(table: Table, *, leaves: str) -> str:
         if name in table.fields:
             return name
     listed = ", ".join(table.fields)
-    raise SpanaxError(
+    raise UnknownNameError(
         f"'{table.name}' has no field 'text' or 'input_ids'.",
         where=f"it has {listed[:150]}; the plan expects {leaves[:150]}",
         fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",

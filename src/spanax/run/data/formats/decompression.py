@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanax.errors import DataError
+from spanax.errors import FileError
 from spanax.units import bytes_text
 
 MAX_RATIO = 200
@@ -35,7 +35,7 @@ class DecompressionLimit:
       >>> _ = path.write_bytes(bytes(1000))
       >>> DecompressionLimit(path).add(ALWAYS_BYTES + 1)
       Traceback (most recent call last):
-      spanax.errors.DataError: ... decompresses to more than 256 MiB, over 200 times its size.
+      spanax.errors.FileError: ... decompresses to more than 256 MiB, over 200 times its size. [SPX504]
         fix: decompress it yourself, if you trust it
     """
 
@@ -50,7 +50,7 @@ class DecompressionLimit:
         """
         self._num_bytes += num_bytes
         if self._num_bytes > ALWAYS_BYTES and self._num_bytes > (limit := MAX_RATIO * os.stat(self.path).st_size):
-            raise DataError(
+            raise FileError(
                 f"'{self.path}' decompresses to more than {bytes_text(max(limit, ALWAYS_BYTES))}, over {MAX_RATIO} "
                 "times its size.",
                 fix="decompress it yourself, if you trust it",

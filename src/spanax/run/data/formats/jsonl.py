@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError
+from spanax.errors import DataError, FileError
 from spanax.run.data.formats.decompression import DecompressionLimit
 
 MAX_LINE_BYTES = 1 << 26
@@ -67,7 +67,7 @@ class JsonRows:
     @cached_property
     def _starts(self) -> array:
         if self.path.suffix == ".gz":
-            raise DataError(f"rows of '{self.path}' cannot be read at random.", fix=f"gunzip '{self.path}'")
+            raise FileError(f"rows of '{self.path}' cannot be read at random.", fix=f"gunzip '{self.path}'")
         return array("q", (start for _, start, _ in self._lines()))
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
@@ -87,7 +87,7 @@ class JsonRows:
                     start += len(line)
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise DataError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
+            raise FileError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
 
     def _object(self, number: int, line: bytes) -> dict[str, Any]:
         try:
@@ -110,7 +110,7 @@ class JsonRows:
             raise self._bad(number, f"the lists in '{field}' have different lengths") from None
 
     def _bad(self, number: int, reason: str) -> DataError:
-        return DataError(
+        return FileError(
             f"row {number:,} of '{self.path}' cannot be read.",
             where=reason,
             fix="one JSON object with the same fields per line",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spanax.documents import read_json
-from spanax.errors import DataError
+from spanax.errors import DataError, FileError, MissingFileError
 from spanax.run.data.elements import digest
 from spanax.run.data.text.corpus import HELD_OUT, check_inside, check_split
 
@@ -182,7 +182,9 @@ def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str,
     if not path.is_dir():
         matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
         if not matches:
-            raise DataError(f"no file matches '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet")
+            raise MissingFileError(
+                f"no file matches '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet"
+            )
         return matches, str(source), True
     listed, name, holds_out = _files_of_folder(path, split)
     check_inside(path, listed)
@@ -254,7 +256,7 @@ def _metadata(path: Path) -> Mapping[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot read '{path}'.", where=str(error), fix="Dataset.save_to_disk again") from None
+        raise FileError(f"cannot read '{path}'.", where=str(error), fix="Dataset.save_to_disk again") from None
     return content if isinstance(content, Mapping) else {}
 
 
@@ -281,7 +283,7 @@ def _size_bytes(path: Path) -> int:
             raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
 
 
 def _is_small(paths: Sequence[Path]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import DataError, FileError, MissingFileError, UnknownNameError, nearest
 from spanax.run.data.elements import digest
 
 SPLITS = ("train", "validation")
@@ -80,7 +80,7 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
         return _python_corpus()
     path = Path(source)
     if not path.exists():
-        raise DataError(
+        raise MissingFileError(
             f"no file or folder '{path}'.",
             where=f"looked in {path.absolute().parent}",
             fix="a text file, a folder of them, a .bin of tokens, or 'python' for the built-in corpus",
@@ -99,7 +99,7 @@ def read_text(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
     if not text:
         raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
     _check_utf8(text, str(path))
@@ -115,7 +115,7 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
     root = Path(os.path.realpath(folder))
     for path in paths:
         if not (target := Path(os.path.realpath(path))).is_relative_to(root):
-            raise DataError(
+            raise FileError(
                 f"'{path}' is a link out of the data folder.",
                 where=f"to {target}",
                 fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
@@ -125,7 +125,7 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
 def check_split(split: str) -> str:
     """Returns `split`; raises SpanaxError if it is not in `SPLITS`."""
     if split not in SPLITS:
-        raise SpanaxError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
+        raise UnknownNameError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
     return split
 
 
@@ -158,7 +158,7 @@ def _folder_corpus(folder: Path) -> Corpus:
         try:
             document = (folder / name).read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read '{folder / name}': {error.strerror}.", fix="remove it") from None
+            raise FileError(f"cannot read '{folder / name}': {error.strerror}.", fix="remove it") from None
         if b"\0" in document[:8192]:  # git's test for a binary file
             skipped.append(name)
         elif document:
@@ -216,7 +216,7 @@ def _check_utf8(text: bytes, path: str) -> None:
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
+        raise FileError(
             f"'{path}' is not UTF-8 text.",
             where=f"byte {error.start:,} is 0x{text[error.start]:02x}",
             fix="convert it (iconv -f latin1 -t utf-8), or remove it from the folder",

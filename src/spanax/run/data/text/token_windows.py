@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from spanax.documents import read_json
-from spanax.errors import DataError
+from spanax.errors import DataError, FileError, TooFewExamplesError
 from spanax.run.data.cache import cache_folder, keep
 from spanax.run.data.elements import BatchLeaf, Leaves, described, digest
-from spanax.run.data.examples import Examples, TooFew
+from spanax.run.data.examples import Examples
 from spanax.run.data.text.corpus import HELD_OUT, Corpus
 from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
@@ -40,11 +40,11 @@ def bin_tokens(path: Path, split: str) -> Tokens:
     try:
         size_bytes = path.stat().st_size
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="the path of a .bin file of tokens") from None
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="the path of a .bin file of tokens") from None
     if size_bytes == 0:
         raise DataError(f"'{path}' is empty.", fix="a file of token ids")
     if size_bytes % dtype.itemsize:
-        raise DataError(
+        raise FileError(
             f"'{path}' is truncated: {size_bytes:,} bytes are not a multiple of the {dtype.itemsize} bytes of {dtype}.",
             fix=f'copy it again, or specify its dtype in {path.name}.json: {{"dtype": "uint32"}}',
         )
@@ -76,7 +76,7 @@ def windows(tokens: Tokens, placements: Sequence[BatchLeaf], least: int | None =
     (batch_size, length), ids = placements[0].shape, tokens.ids
     num_windows = max(0, len(ids) - 1) // length
     if num_windows < (batch_size if least is None else least):
-        raise TooFew(
+        raise TooFewExamplesError(
             f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
             fix="more data, a smaller batch or shorter sequences",
@@ -123,7 +123,7 @@ def _bin_dtype(path: Path) -> np.dtype:
         # NumPy also accepts lists and dicts, for structured dtypes; str() rejects them.
         dtype = np.dtype(str(name)).newbyteorder("<")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
+        raise FileError(
             f"cannot read '{sidecar}'.", where=f"{type(error).__name__}: {error}", fix='{"dtype": "uint32"}'
         ) from None
     if dtype.kind not in "iu":

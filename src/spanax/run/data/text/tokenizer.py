@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from spanax.documents import read_bytes, read_json
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import FileError, MissingError, RangeError, UnknownNameError, nearest
 from spanax.run.data.cache import cache_folder, keep
 from spanax.run.data.elements import digest
 
@@ -105,13 +105,13 @@ def load_tokenizer(
         return Tokenizer("bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts])
     if kind == "bpe":
         if (colon and not size.isdecimal()) or (colon and int(size) < 257):
-            raise SpanaxError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
+            raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
         if not texts:
-            raise SpanaxError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
+            raise MissingError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
         return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir)
     if name.endswith(".json") or os.sep in name:
         return _from_file(Path(name))
-    raise SpanaxError(
+    raise UnknownNameError(
         f"unknown tokenizer '{name}'.", fix=nearest(name, ["bytes", "bpe", f"bpe:{BPE_VOCAB_SIZE}", "tokenizer.json"])
     )
 
@@ -160,11 +160,11 @@ def _from_file(path: Path) -> Tokenizer:
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
-        raise DataError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
+        raise FileError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
     try:
         engine = Engine.from_str(content)
     except Exception as error:  # the library raises a bare Exception
-        raise DataError(
+        raise FileError(
             f"'{path}' is not a tokenizer, or is damaged.",
             where=" ".join(str(error).split())[:120],
             fix="download the file again, or use bytes or bpe",
@@ -173,7 +173,7 @@ def _from_file(path: Path) -> Tokenizer:
     engine.no_padding()
     tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, _end_id(engine, path))
     if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
-        raise DataError(
+        raise FileError(
             f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
             fix="a tokenizer with contiguous ids; a model allocates an embedding for each",
         )

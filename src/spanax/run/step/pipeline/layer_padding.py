@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import PipelineError, SpanaxError
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -142,7 +142,7 @@ class PaddedStep:
 
     def _unsupported(self, op: Op) -> SpanaxError:
         parts = self.rows.parts
-        return SpanaxError(
+        return PipelineError(
             f"`{op.name}` outside of the layer loop depends on the number or the order of the layers.",
             where=f"{parts.num_layers} layers in {parts.num_parts} parts of {parts.num_rows} rows, the last "
             f"{parts.num_short} with a row of padding",

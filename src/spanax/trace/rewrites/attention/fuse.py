@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
@@ -77,13 +77,13 @@ def fuse_attention(
 def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
     mismatches = [match for match in matches if isinstance(match, Mismatch)]
     if mismatches:
-        raise SpanaxError(
+        raise VariantError(
             f"an attention does not support a ring: it has {mismatches[0].why}.",
             where=mismatches[0].op.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
     if not matches:
-        raise SpanaxError(
+        raise VariantError(
             "the ring form requires attention: the loss has no softmax attention.",
             where="two products with a softmax over one dim between them, in the loss or its layers",
             fix="the gathered form: layout 'context'",

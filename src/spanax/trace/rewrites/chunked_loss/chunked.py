@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spanax.errors import SpanaxError
+from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, evaluate, read, run
 from spanax.trace.jaxpr.linear import PRODUCTS, linear_operands
@@ -75,13 +75,13 @@ def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph
 
 def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: int) -> list[Region]:
     if candidates is None:
-        raise SpanaxError(
+        raise VariantError(
             "the loss has no logits to compute in chunks.",
             where="a product of activations and a weight, and the operations that follow it token by token",
             fix="loss_chunks=1",
         )
     if isinstance(candidates, Mismatch):
-        raise SpanaxError(
+        raise VariantError(
             f"the logits cannot be computed in chunks: {candidates.why}.",
             where=candidates.op.where,
             fix="a loss that reads them token by token, or loss_chunks=1",
@@ -90,7 +90,7 @@ def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: in
         num_tokens = region.most_chunks(graph)
         if num_tokens % count:
             near = max(number for number in range(1, count) if num_tokens % number == 0)
-            raise SpanaxError(
+            raise VariantError(
                 f"{count} chunks do not divide the {num_tokens} tokens of a row.", fix=f"loss_chunks={near}"
             )
     return candidates

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, read, run
 from spanax.trace.rewrites.chunked_loss.chunked import is_linear, stack_chunks
@@ -177,7 +177,7 @@ def _traced(
 
 
 def _of_another_size(batch_size: int, count: int) -> SpanaxError:
-    return SpanaxError(
+    return VariantError(
         f"the loss traces to another program for {batch_size // count} examples than for the batch of {batch_size}.",
         where=f"{count} microbatches",
         fix="sizes from the shapes of the batch, fewer microbatches, or microbatches=1",
@@ -217,7 +217,7 @@ def _check_exact(outs: Sequence[Dependence]) -> None:
     cause = next((out.cause for out in outs if out.kind is Kind.MIXED), None)
     if any(out.kind is Kind.MIXED for out in outs):
         name, where = ("a constant", "") if cause is None else (f"`{cause.name}`", cause.where)
-        raise SpanaxError(
+        raise VariantError(
             f"microbatches would change the loss: {name} combines examples of the full batch.",
             where=where,
             fix='microbatches=1 and no pipeline, or accumulate="mean" for the mean over microbatches',

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import SpanaxError, VariantError, first_line
 from spanax.trace.axes.naming import with_examples
 from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
@@ -41,7 +41,9 @@ def microbatches_of(
       trace: evaluates a train step abstractly.
     """
     if loss is None:
-        error = SpanaxError("a user-defined `train_step` does not run in microbatches.", fix="loss= and no train_step=")
+        error = VariantError(
+            "a user-defined `train_step` does not run in microbatches.", fix="loss= and no train_step="
+        )
         return Microbatches(error=error)
     if accumulate == MEAN:
         return Microbatches()
@@ -64,7 +66,7 @@ def microbatches_of(
     # An equation that the analysis does not support must not prevent a plan without microbatches.
     except Exception as error:
         what = f"the loss cannot be analyzed for microbatches: {type(error).__name__}: {first_line(error)}"
-        return Microbatches(error=SpanaxError(what, fix='microbatches=1 and no pipeline, or accumulate="mean"'))
+        return Microbatches(error=VariantError(what, fix='microbatches=1 and no pipeline, or accumulate="mean"'))
     return Microbatches(passes[-1])
 
 
@@ -102,7 +104,7 @@ def check_divides(size: int, count: int) -> None:
       SpanaxError: `count` does not divide `size`.
     """
     if size % count:
-        raise SpanaxError(
+        raise VariantError(
             f"{count} microbatches do not divide the batch of {size}.",
             fix=f"microbatches={max(divisor for divisor in range(1, count) if size % divisor == 0)}",
         )

@@ -1,0 +1,42 @@
+"""A number out of range: the error suggests a usual value, which is valid and never zero."""
+
+from dataclasses import replace
+
+import pytest
+
+from spanax.commands.plan import PlanCommand
+from spanax.errors import RangeError
+from spanax.run.config import MAX, MIN, TrainConfig, check
+from spanax.usage.validation import check_positive
+
+ZERO = {"seed", "eval_every"}
+"""Settings whose default is 0."""
+
+
+def suggested(error: RangeError) -> tuple[str, float]:
+    """The flag that the `fix` names, and its value."""
+    flag, value = str(error).partition("fix: ")[2].split()
+    return flag, float(value)
+
+
+@pytest.mark.parametrize("name", MIN)
+@pytest.mark.parametrize("is_high", [False, True])
+def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> None:
+    kind = float if name in ("lr", "spike_factor") else int
+    wrong = MAX.get(name, 10**12) + 1 if is_high else MIN[name] - 1
+    with pytest.raises(RangeError, match=r"\[SPX102\]") as caught:
+        check(replace(TrainConfig(), **{name: kind(wrong)}))
+    flag, value = suggested(caught.value)
+    assert flag == f"--{name.replace('_', '-')}"
+    check(replace(TrainConfig(), **{name: kind(value)}))
+    assert value > 0 or name in ZERO
+
+
+def test_a_negative_rate_suggests_no_zero() -> None:
+    with pytest.raises(RangeError, match="fix: --lr 3e-4"):
+        check(TrainConfig(lr=-1.0))
+
+
+def test_a_suggested_number_of_a_question_is_usual() -> None:
+    with pytest.raises(RangeError, match="fix: --tokens 300e9"):
+        check_positive(PlanCommand(tokens=-1.0), tokens="300e9")
