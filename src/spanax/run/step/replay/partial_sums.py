@@ -101,7 +101,7 @@ def add_partial_sum_dims(array: Any, has: Sequence[str], axes: Sequence[str], wa
 
 
 def merged_leading(array: Any, has: Sequence[str], left: Sequence[str]) -> Any:
-    """Merges the leading dims that are to be reduced into one, in front of the other leading dims.
+    """Merges the leading dims to reduce into one, in front of the other leading dims.
 
     XLA would reduce separate dims one after the other, with a full all-reduce each.
     """
