@@ -41,6 +41,23 @@ def test_the_license_is_the_one_that_is_named() -> None:
     assert PROJECT["license"] == "Apache-2.0" and "Apache License" in text and "Version 2.0, January 2004" in text
 
 
+def test_the_changelog_has_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert f"## [{PROJECT['version']}] - {cited['date-released']}" in (ROOT / "CHANGELOG.md").read_text().splitlines()
+
+
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", [path for path in TEMPLATES if path.stem != "config"], ids=lambda path: path.stem)
+def test_an_issue_template_is_a_valid_form(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert form["name"] and form["description"] and form["body"]
+    fields = [item for item in form["body"] if item["type"] != "markdown"]
+    assert len({item["id"] for item in fields}) == len(fields) > 0
+    assert all(item["attributes"]["label"] for item in fields)
+
+
 def changelog_problems(text: str) -> list[str]:
     """What is not as Keep a Changelog has it: Unreleased first, then versions with dates, newest first; known kinds."""
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
@@ -108,10 +125,27 @@ def test_the_wheel_holds_the_package_and_true_metadata(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_what_the_tests_need(built: Path) -> None:
+def test_the_sdist_holds_every_tracked_file(built: Path) -> None:
     with tarfile.open(only(built, "*.tar.gz")) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"Makefile", "CITATION.cff", "docs/index.md", "tests/test_dist.py", "constraints/py311.txt"} <= names
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+        assert set(listed.stdout.splitlines()) - names == set()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_from_the_sdist(built: Path, tmp_path: Path) -> None:
+    for module in ("sphinx", "furo", "myst_parser"):
+        pytest.importorskip(module)
+    with tarfile.open(only(built, "*.tar.gz")) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    folder = only(tmp_path, "spanax-*")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "docs", "site"]
+    environ = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "spx101-unknown-name" in (folder / "site" / "troubleshooting.html").read_text()
 
 
 @pytest.mark.slow
