@@ -4,10 +4,13 @@ import pytest
 
 from requested import flag_names
 from spanax import cli
+from spanax.commands.launch import LAUNCHERS
 from spanax.errors import SpanaxError
+from spanax.usage.examples import EXAMPLES
 from spanax.usage.topics import MIN_FLAGS, TOPICS, by_topic, help_text
 
 COMMANDS = {name: verb.flags for name, verb in cli.COMMANDS.items() if name != "launch"}
+COMMANDS |= {f"launch {place}": flags for place, (flags, _) in LAUNCHERS.items()}
 SCREEN_LINES = 40
 
 
@@ -31,7 +34,7 @@ def test_help_fits_a_screen(name: str) -> None:
     for topic in ("", *by_topic(COMMANDS[name])):
         lines = help_text(name, COMMANDS[name], topic, width=80).splitlines()
         assert len(lines) <= SCREEN_LINES, (topic, len(lines))
-        assert max(map(len, lines)) <= 88
+        assert max(len(line) for line in lines if not line.startswith("  spanax ")) <= 88  # commands are not wrapped
 
 
 def test_help_names_real_flags_values_and_defaults() -> None:
@@ -40,6 +43,20 @@ def test_help_names_real_flags_values_and_defaults() -> None:
         assert part in text
     assert "--no-cache" in help_text("check", COMMANDS["check"], "compiler")
     assert "--solve-for batch|seq|layers|embed|devices" in help_text("plan", COMMANDS["plan"], "questions")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_the_examples_of_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*name.split(), "--help"])
+    text = capsys.readouterr().out
+    assert not stop.value.code and EXAMPLES[name] and all(example in text for example in EXAMPLES[name])
+    assert f"usage: spanax {name}" in text
+
+
+def test_help_names_required_flags() -> None:
+    assert "--image TEXT" in (text := help_text("launch kubernetes", COMMANDS["launch kubernetes"], "all"))
+    assert "(required)" in text and "(default: required)" not in text
 
 
 def test_an_unknown_topic_names_the_nearest() -> None:

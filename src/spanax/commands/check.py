@@ -35,10 +35,10 @@ class CheckCommand:
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler. Default: the highest
         available.
-      timeout: maximum seconds for a compiler.
-      codegen: continue to machine code; takes minutes, and adds no figures.
+      timeout: time limit of a compiler, in seconds.
+      codegen: generate machine code, too; takes minutes, and adds no figures.
       inputs_only: constrain only the state and the batch, as a jit with in_shardings does.
-      cache: use the cached report on the same program.
+      cache: use the cached report on the same program; --no-cache checks it again.
       collectives: list every collective: bytes, mesh axes, tensors, and source line.
       explain_collective: show the details of one collective, by its number in that list.
       profiled: a run folder with a profile; adds findings on the measured steps.

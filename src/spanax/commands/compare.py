@@ -25,13 +25,13 @@ class CompareCommand:
 
     Attributes:
       workload: a name, or file.py:name.
-      mesh: all layouts on this mesh, and no others.
-      on: predict for this cluster file, such as spanax probe writes. Default: the catalog's numbers.
+      mesh: run only the layouts on this mesh.
+      on: predict for this cluster file, such as one written by spanax probe. Default: the catalog's numbers.
       steps: number of measured steps of each layout.
       devices: number of devices; simulated on the CPU without an accelerator (8 by default).
       dtype: compute dtype. Default: as in spanax plan.
       top: number of layouts, the cheapest by prediction, instead of the default selection.
-      all: all layouts.
+      all: run all layouts.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """

@@ -1,5 +1,6 @@
 """`spanax launch`: `spanax launch PLACE [flags] -- COMMAND` runs `train ...` or a program in several processes."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
@@ -11,6 +12,7 @@ from spanax.errors import UnknownNameError, nearest
 from spanax.launch import kubernetes, local, ray, slurm, workers
 from spanax.usage.examples import described
 from spanax.usage.renamed_flags import current_arguments
+from spanax.usage.topics import help_request, help_text
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
@@ -41,6 +43,7 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
 
     Raises:
       SpanaxError: the place is unknown.
+      SystemExit: the arguments request help, or cannot be parsed.
     """
     place, flags = argv[0] if argv else "", list(argv[1:])
     if place not in LAUNCHERS:
@@ -49,6 +52,9 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"
+    if (topic := help_request(flags)) is not None:
+        print(help_text(name, kind, topic))
+        sys.exit()
     arguments = current_arguments(name, flags[:end])
     parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=arguments)
     return LaunchCommand(place, parsed, flags[end + 1 :])

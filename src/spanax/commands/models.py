@@ -15,7 +15,7 @@ class ModelsCommand:
     """List the named workloads: parameters, and the shapes of a batch.
 
     Attributes:
-      name: lists only names that contain this text.
+      name: list only names that contain this text.
       json: print one JSON object.
     """
 

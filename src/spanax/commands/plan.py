@@ -45,15 +45,15 @@ class PlanCommand:
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this file, a page with a table to sort and filter.
       explain: show one array: its sharding, the reason, and the collectives for it.
-      diff: compare two plan files; plans nothing.
+      diff: compare two plan files, without planning.
       solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.
       target_mfu: the smallest batch that reaches this MFU, in percent.
-      tokens: number of training tokens: shows hours and device-hours.
-      budget_hours: whether that many hours suffice.
+      tokens: number of training tokens; reports hours and device-hours.
+      budget_hours: with --tokens, report whether this many hours suffice.
       save_seconds: seconds per checkpoint, to choose the interval of checkpoints.
       calibrate: fit the constants of the devices to the measured steps of this run folder, or of a file of spanax
         compare --json; may be repeated.
-      out_cluster: with calibrate, write the calibrated devices to this cluster file, for --on.
+      out_cluster: with --calibrate, write the calibrated devices to this cluster file, for --on.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """

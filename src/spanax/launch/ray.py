@@ -40,11 +40,11 @@ class RayCommand:
       devices_per_host: chips of each process, or simulated devices with --device cpu.
       device: gpu, tpu, or cpu to simulate devices.
       together: allow several processes on a node; by default each gets a separate one.
-      wait_seconds: how long to wait for free resources on the cluster.
+      wait_seconds: maximum time to wait for free resources on the cluster.
       logs: folder for the logs, heartbeats and events of a program, on all nodes; by default runs/launched-DATE.
       limits: when to restart, and when to give up.
-      python: interpreter on the nodes.
-      dry_run: print what would be placed or submitted, without doing it.
+      python: interpreter on the nodes. Default: the one that runs this command.
+      dry_run: print the placement or the job without starting anything.
     """
 
     address: str = "auto"

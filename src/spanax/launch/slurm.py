@@ -45,7 +45,7 @@ class SlurmCommand:
       name: name of the job; by default that of the folder.
       logs: folder for the logs, heartbeats and events of a program, on all nodes; by default runs/launched-DATE.
       limits: when to restart within the job, and when to give up.
-      python: interpreter on the nodes; this one by default.
+      python: interpreter on the nodes. Default: the one that runs this command.
       extra: line to insert into the script, such as '#SBATCH --qos=high' or 'module load cuda'; repeatable.
       dry_run: print the script without submitting it.
     """

@@ -32,7 +32,7 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
     Attributes:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
         or a folder written by spanax import.
-      plan: a plan file to use instead of layout and mesh.
+      plan: a plan file to use instead of --layout and --mesh.
       devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
       steps: total number of steps, including those before a resume; an error if the run has taken more.
       steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of
@@ -47,13 +47,13 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
       pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
       virtual_stages: groups of layers per stage of the interleaved schedule.
-      output_dir: run folder; runs/<workload>-<time> by default.
+      output_dir: run folder. Default: runs/<workload>-<time>.
       init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
         the state is new.
-      init_partial: with init, load the weights that match by path and shape and list the others, for a model with
+      init_partial: with --init, load the weights that match by path and shape and list the others, for a model with
         additional weights, such as LoRA adapters or a new head.
       resume: continue from the newest intact checkpoint in the run folder, on any mesh.
-      accept_changed_model: with resume, continue even if the model or the loss has changed.
+      accept_changed_model: with --resume, continue even if the model or the loss has changed.
       save_every: steps between checkpoints; 0 saves at the end only.
       keep_last: number of checkpoints to keep, the newest.
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.

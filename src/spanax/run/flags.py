@@ -90,9 +90,9 @@ class LayoutRequest:
         accelerators, 1 on CPUs.
       pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes.
         Default: none.
-      offload: state to store in host memory: optimizer, its arrays, copied to the devices for the update only.
-      accumulate: how the gradients of microbatches are combined: exact, to that of the batch, or mean, to the mean of
-        theirs.
+      offload: state to store in host memory: optimizer, whose arrays are copied to the devices for the update only.
+      accumulate: how gradients of microbatches are combined: exact, to the gradient of the batch; or mean, to the mean
+        over microbatches. Default: exact.
     """
 
     layout: str | None = None

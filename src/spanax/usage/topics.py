@@ -31,12 +31,23 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "questions": ("solve_for", "target_mfu", "tokens", "budget_hours", "save_seconds", "explain", "diff"),
     "compiler": ("level", "timeout", "codegen", "inputs_only", "cache"),
     "findings": ("collectives", "explain_collective", "profiled", "parity", "fail_on"),
+    "processes": (
+        "processes", "devices_per_process", "hosts", "devices_per_host", "device", "cpus_per_host", "together", "start",
+    ),
+    "job": (
+        "image", "claim", "mount", "node_selector", "namespace", "partition", "account", "time", "address",
+        "wait_seconds", "name", "logs", "python", "extra", "dry_run",
+    ),
+    "supervisor": ("restarts", "stuck_seconds", "quiet_seconds", "stop_seconds", "backoff_seconds"),
     "output": ("top", "all", "out", "html", "log_every", "track", "profile", "json", "traceback"),
 }  # fmt: skip
 """By topic: the fields of commands whose flags belong to it."""
 
 MIN_FLAGS = 14
 """A command with fewer flags describes all of them at once."""
+
+REQUIRED = "required"
+"""The default of a flag that has none."""
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
@@ -89,13 +100,15 @@ def help_text(name: str, kind: type, topic: str, width: int | None = None) -> st
     if topic not in ("", "all", *flags):
         raise UnknownNameError(f"spanax {name} has no topic '{topic}'.", fix=nearest(topic, flags))
     positional = "".join(f" [{flag.text}]" for flag in _flags(kind) if not flag.text.startswith("--"))
-    head = [f"usage: spanax {name}{positional} [flags]", "", _summary(kind, width), ""]
+    command = " -- COMMAND" if name.startswith("launch ") else ""
+    head = [f"usage: spanax {name}{positional} [flags]{command}", "", _summary(kind, width), ""]
     head += [*(f"  {example}" for example in EXAMPLES.get(name, ())), ""]
     if topic in flags:
         return "\n".join([f"spanax {name}: {topic}", "", *_described(flags[topic], width)])
     if topic == "all" or sum(map(len, flags.values())) < MIN_FLAGS:
         return "\n".join([*head, *_described([flag for group in flags.values() for flag in group], width)])
-    listed = [f"spanax {name} --help TOPIC describes the flags of a topic; --help all describes all."]
+    note = f"spanax {name} --help TOPIC describes the flags of a topic; --help all describes all."
+    listed = textwrap.wrap(note, width)
     for title, group in flags.items():
         words = " ".join(flag.text.split()[0] for flag in group)
         listed += textwrap.wrap(
@@ -141,7 +154,8 @@ def _flag(field: "dataclasses.Field[Any]", hint: Any, summary: str) -> Flag:
     extras = getattr(hint, "__metadata__", ())
     name = next((extra.name for extra in extras if getattr(extra, "name", None)), None) or field.name
     word = "--" + name.replace("_", "-")
-    default = field.default if field.default is not dataclasses.MISSING else None
+    is_required = field.default is field.default_factory is dataclasses.MISSING and not _is_positional(hint)
+    default = field.default if field.default is not dataclasses.MISSING else REQUIRED if is_required else None
     if isinstance(default, bool):
         text = f"--no-{word[2:]}" if default else word
     elif _is_positional(hint):
@@ -167,6 +181,10 @@ def _metavar(hint: Any) -> str:
     return " ".join(map(_metavar, parts)) if parts else METAVARS.get(hint, "TEXT")
 
 
+def _default_text(flag: Flag) -> str:
+    return flag.default if flag.default == REQUIRED else f"default: {flag.default}"
+
+
 def _summary(kind: type, width: int) -> str:
     summary = (kind.__doc__ or "").partition("\n\n")[0]
     return textwrap.fill(" ".join(summary.split()), width)
@@ -176,7 +194,7 @@ def _described(flags: Sequence[Flag], width: int) -> list[str]:
     lines = list[str]()
     for flag in flags:
         lines.append(f"  {flag.text}")
-        summary = f"{flag.summary} (default: {flag.default})" if flag.default else flag.summary
+        summary = f"{flag.summary} ({_default_text(flag)})" if flag.default else flag.summary
         lines += textwrap.wrap(
             summary, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
         )
