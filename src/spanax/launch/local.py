@@ -1,6 +1,7 @@
 """Starts the processes of a run on this machine, connected over the loopback interface, under a supervisor."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
+from spanax.errors import PREEMPTED
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, Supervisor, check
+from spanax.printable import to_stderr
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,7 +52,24 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
     if command.devices_per_process is not None:
         count("devices-per-process", command.devices_per_process)
     request = request_of(argv, command.logs)
-    return Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
+    code = Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
+    if code == PREEMPTED and command.processes > 1 and not request.is_program:
+        to_stderr(f"to resume in {command.processes} processes: {resume_line(command, request)}")
+    return code
+
+
+def resume_line(command: LocalCommand, request: Request) -> str:
+    """Returns the command line that continues a run in the same number of processes.
+
+    Example:
+      >>> request = request_of(["train", "gpt-nano", "--output-dir", "runs/a"], None)
+      >>> resume_line(LocalCommand(processes=2), request)
+      'spanax launch local --processes 2 -- train gpt-nano --output-dir runs/a --resume'
+    """
+    flags = ["--processes", str(command.processes)]
+    if command.devices_per_process is not None:
+        flags += ["--devices-per-process", str(command.devices_per_process)]
+    return shlex.join(["spanax", "launch", "local", *flags, "--", *request.argv(is_again=True)])
 
 
 def start(command: LocalCommand, request: Request, attempt: int) -> list[subprocess.Popen[bytes]]:
