@@ -130,7 +130,7 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
         sum(_padded(leaf, platform) for leaf in plan.leaves if leaf.memory_kind == kind) for kind in (DEVICE, HOST)
     )
     limit = cluster.memory_bytes
-    upper = upper_bytes(program, cluster.chip, np.asarray(float(predicted.peak_bytes or 0)))
+    upper = upper_bytes(program, np.asarray(float(predicted.peak_bytes or 0)))
     return Report(
         level=level,
         target=str(cluster),

@@ -233,12 +233,12 @@ class Search:
 
     def margin(self, candidate: Candidate) -> Margin:
         """Returns by how much compilers have exceeded the predicted memory of programs like a candidate."""
-        return margin_of(self.programs[candidate.remat], self.cluster.chip, candidate.peak_bytes)
+        return margin_of(self.programs[candidate.remat], candidate.peak_bytes)
 
     def upper_bytes(self, candidate: Candidate) -> int:
         """Returns the upper estimate of a candidate's peak memory, which has to fit."""
         peak = np.asarray(float(candidate.peak_bytes))
-        return rounded_up(float(upper_bytes(self.programs[candidate.remat], self.cluster.chip, peak)))
+        return rounded_up(float(upper_bytes(self.programs[candidate.remat], peak)))
 
     def program_of(self, candidate: Candidate) -> Program:
         """Returns the program of a candidate, with its remat policy and its attention."""

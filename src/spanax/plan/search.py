@@ -340,6 +340,6 @@ class Pricer:
                         costs.append((grid, plain.select(columns).scheduled(grid)))
                 for grid, seconds in costs:
                     memory = layout.memory(grid)
-                    upper = upper_bytes(program, cluster.chip, memory.peak_bytes)
+                    upper = upper_bytes(program, memory.peak_bytes)
                     result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
         return result

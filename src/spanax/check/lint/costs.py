@@ -44,7 +44,7 @@ def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
         return
     compiled = subject.report.compiled.peak_bytes if subject.report is not None else None
     peak, source = (compiled, "the compiler") if compiled else (subject.candidate.peak_bytes, "the plan")
-    reserve = RESERVE if compiled else margin_of(subject.program, subject.cluster.chip, peak).reserve
+    reserve = RESERVE if compiled else margin_of(subject.program, peak).reserve
     if peak <= limit * (1 - reserve):
         return
     verdict = "does not fit" if peak > limit else f"leaves less than {100 * reserve:.0f} % free"

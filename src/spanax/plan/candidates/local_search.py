@@ -189,7 +189,7 @@ class _Walked:
             return None
         memory = layout_costs.memory(grid)
         candidate = Candidate.of(layout, seed.storing, seed.mesh, program, grid, costs, memory)
-        upper = float(upper_bytes(program, result.cluster.chip, memory.peak_bytes)[0])
+        upper = float(upper_bytes(program, memory.peak_bytes)[0])
         return _Point(seed, replace(candidate, assigned=layout), layout, sharded, rounded_up(upper))
 
 
