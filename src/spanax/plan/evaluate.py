@@ -174,11 +174,15 @@ class Evaluation:
 
     @property
     def matmul_flops(self) -> float:
-        """FLOPs of the matmuls of `step`."""
+        """FLOPs of the matmuls of `step`; those of attention kernels only in programs for simulated devices.
+
+        In final programs (`adds_first`) kernels are opaque calls, whose FLOPs no compiler states.
+        """
         matmuls = self.terms.matmuls
+        runs = np.where(matmuls.fused & self.adds_first, 0, matmuls.runs)
         sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes], float)
         stages = np.where(matmuls.in_layers, self._num_shares, 1)
-        return float((matmuls.flops * matmuls.runs / shard_counts(sizes)[matmuls.work, 0] / stages).sum())
+        return float((matmuls.flops * runs / shard_counts(sizes)[matmuls.work, 0] / stages).sum())
 
     @property
     def collectives(self) -> Moved:

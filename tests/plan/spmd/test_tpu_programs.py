@@ -47,6 +47,34 @@ def test_a_matmul_with_a_vector_is_not_counted(features: int, share: int) -> Non
     assert before == 2 * 2 * BATCH * 32 * features and after == share * before
 
 
+class Skipped(nnx.Module):
+    """Two layers, of which the second reads the inputs as well."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.enter = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+        self.leave = nnx.Linear(48, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.leave(jnp.concatenate([self.enter(x), x], -1))
+
+
+def test_of_the_gradient_of_a_concatenation_only_the_part_that_is_read_is_computed() -> None:
+    program = traced(Skipped, 32, squared)
+    before, after = (flops(counted(program, "data", "data=4", is_tpu_program=is_tpu)) for is_tpu in (False, True))
+    assert before - after == 2 * BATCH * 8 * (48 - 16)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_matmul_that_equals_an_earlier_one_runs_once(is_equal: bool) -> None:
+    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        other = model(x) if is_equal else model(2 * x)
+        return (model(x) ** 2).mean() + jnp.abs(jax.lax.stop_gradient(other)).mean()
+
+    program = traced(lambda rngs: nnx.Linear(32, 16, use_bias=False, rngs=rngs), 32, loss)
+    num_matmuls = 2 if is_equal else 3
+    assert flops(counted(program, "data", "data=4", is_tpu_program=False)) == num_matmuls * 2 * BATCH * 32 * 16
+
+
 class ComplexLinear(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.kernel = nnx.Param(jnp.ones((32, 16), jnp.complex64))

@@ -16,14 +16,17 @@ from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.slices import exchanges
 from spanax.plan.spmd.tiled_scatter import as_tiles
-from spanax.plan.spmd.tpu_matmuls import is_gathered_rounded, is_rounded, num_matmuls, num_parts
+from spanax.plan.spmd.tpu_matmuls import (
+    RENAMED,
+    is_gathered_rounded,
+    is_rounded,
+    num_parts,
+    tpu_matmul,
+)
 from spanax.trace.analysis.gradient_accumulation import GradientSum
 from spanax.trace.analysis.op_groups import OpGroup, Phase, executed_flops, num_groups, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Op
 from spanax.trace.rewrites.attention.operation import RING
-
-RENAMED = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "transpose"})
-"""Operations on each element of a sum, which commute with its reduction over devices up to rounding."""
 
 
 def count_terms(
@@ -122,9 +125,11 @@ class _TermCounter:
                 is_expanded = self._expands_ragged and _sums_rows(op)
                 partition = _expanded(sharded, op, division.partition) if is_expanded else division.partition
                 known[division] = _matmul(sharded, op, partition)
-            row, runs = known[division], group.runs
+            row = known[division]
+            runs = group.runs - sum(times for each, times in group.ops if each in self.traced.repeated)
             if self._is_tpu_program:
-                runs *= num_matmuls(sharded, op, row)
+                row, factor = tpu_matmul(sharded, op, row)
+                runs *= factor
             self._add_matmul(row, group, _of_experts(sharded, op, division.partition), runs)
 
     def _add_matmul(

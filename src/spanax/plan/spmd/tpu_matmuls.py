@@ -12,7 +12,10 @@ import numpy as np
 
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import WORD_BYTES
+from spanax.plan.spmd.tpu_convolutions import convolution_share
 from spanax.trace.jaxpr.graph import Graph, Op
+
+CONVOLUTION = "conv_general_dilated"
 
 REAL_PRODUCTS = 3
 """Real matmuls of a complex one: (a + b i)(c + d i) is computed from ac, bd and (a + b)(c + d)."""
@@ -26,6 +29,16 @@ DEFAULT_PRECISION = (None, jax.lax.Precision.DEFAULT, (jax.lax.Precision.DEFAULT
 
 VIEWS = frozenset({"copy", "reshape", "squeeze", "transpose"})
 """Operations whose result has the elements of their operand."""
+
+RENAMED = VIEWS | {"convert_element_type"}
+"""Operations on each element of a sum, which commute with its reduction over devices up to rounding."""
+
+
+def tpu_matmul(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+    """Returns the row of `Matmuls` of an operation as a TPU runs it, and the number of matmuls that it runs."""
+    share = convolution_share(sharded, op) if op.name == CONVOLUTION else computed_share(sharded.traced.graph, op)
+    flops = row[0] * share
+    return (flops, *row[1:]), num_matmuls(sharded, op, row)
 
 
 def num_matmuls(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> int:
@@ -47,6 +60,24 @@ def num_matmuls(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> int:
         if size <= mesh.ways([axis for bit, axis in enumerate(mesh.names) if mask >> bit & 1]):
             return 0
     return REAL_PRODUCTS if _is_complex(sharded.traced.graph, op.outputs[0]) else 1
+
+
+def computed_share(graph: Graph, op: Op) -> float:
+    """Returns the share of a matmul's result that is computed: where only a slice of it is read, that slice.
+
+    Example: the gradient of a concatenation of activations and inputs, of which the activations' part is used.
+    Source: openxla/xla xla/hlo/transforms/simplifiers/algebraic_simplifier.cc (`HandleSlice`); tests/byo/nerf.py.
+    """
+    (value,) = op.outputs
+    while op.name == "dot_general" and len(readers := graph.readers[value]) == 1 and value not in graph.body.outputs:
+        (reader,) = readers
+        parts = [part for part in reader.outputs if graph.readers[part] or part in graph.body.outputs]
+        if reader.name in ("slice", "split") and len(parts) == 1:
+            return math.prod(graph.shape(parts[0])) / math.prod(graph.shape(value))
+        if reader.name not in RENAMED:
+            break
+        (value,) = reader.outputs
+    return 1.0
 
 
 def num_parts(graph: Graph, value: int) -> float:

@@ -193,11 +193,18 @@ def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequen
     numbers, params, pairs = op.params["dimension_numbers"], op.params, 1
     for index, dims in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
         size, window, num_positions = lhs[dims[0]], rhs[dims[1]], out[dims[2]]
-        dilation = params["lhs_dilation"][index]
-        starts = np.arange(num_positions) * params["window_strides"][index] - params["padding"][index][0]
-        positions = starts[:, None] + np.arange(window) * params["rhs_dilation"][index]
-        pairs *= int(((positions >= 0) & (positions <= (size - 1) * dilation) & (positions % dilation == 0)).sum())
+        dilations = params["lhs_dilation"][index], params["rhs_dilation"][index]
+        stride, low = params["window_strides"][index], params["padding"][index][0]
+        pairs *= num_valid_positions(size, window, num_positions, stride, low, *dilations)
     return pairs
+
+
+def num_valid_positions(
+    size: int, window: int, num_positions: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """Returns the number of (result, window) positions of a spatial dim that read an input element."""
+    positions = np.arange(num_positions)[:, None] * stride - low + np.arange(window) * rhs_dilation
+    return int(((positions >= 0) & (positions <= (size - 1) * lhs_dilation) & (positions % lhs_dilation == 0)).sum())
 
 
 def _visit(

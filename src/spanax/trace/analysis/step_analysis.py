@@ -26,6 +26,7 @@ from spanax.trace.analysis.order import order
 from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
+from spanax.trace.jaxpr.repeated import repeated_ops
 from spanax.trace.traced import Traced
 
 
@@ -178,6 +179,11 @@ class StepAnalysis:
     def inert(self) -> frozenset[Op]:
         """Returns elementwise operations whose values have equal shardings in any layout, so that none is resharded."""
         return inert_ops(self.graph, self.sharding_keys)
+
+    @cached_property
+    def repeated(self) -> frozenset[Op]:
+        """Returns the operations that compute what an earlier one has computed."""
+        return repeated_ops(self.graph)
 
     @cached_property
     def uniform(self) -> frozenset[int]:
