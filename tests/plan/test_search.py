@@ -17,7 +17,6 @@ from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
 from spanax.plan.candidates.grids import SCHEDULES
-from spanax.plan.cost.memory.margins import MARGINS, Kind
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
@@ -230,13 +229,12 @@ def test_the_nearest_layouts_are_returned_where_nothing_fits() -> None:
 
 def test_what_does_not_fit_is_counted() -> None:
     everything = searched("gpt-nano", "cpu:8")
-    peaks = sorted(each.peak_bytes for each in everything.candidates)
-    reserve = MARGINS[Kind.MATMULS].reserve
-    limit = int(peaks[len(peaks) // 2] / (1 - reserve))
+    uppers = [everything.upper_bytes(each) for each in everything.candidates]
+    limit = sorted(uppers)[len(uppers) // 2]
     result = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING, assign=False)
     assert 0 < result.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(result.candidates)
     assert list(result.candidates) == [
-        each for each in everything.candidates if each.peak_bytes <= limit * (1 - reserve)
+        each for each, upper in zip(everything.candidates, uppers, strict=True) if upper <= limit
     ]
 
 
