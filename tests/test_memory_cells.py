@@ -39,7 +39,7 @@ def of_size(rows: list[dict[str, Any]], size: str, chips: tuple[str, ...] = TPUS
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
-    """Arguments to 2 %, and no compiled step above the upper estimate of its prediction, which is below four times it."""
+    """Arguments to 2 %, and the compiled peak below its upper estimate, but not four times below."""
     assert rows
     for row in rows:
         assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row

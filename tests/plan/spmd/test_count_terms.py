@@ -107,6 +107,27 @@ def test_a_compiler_that_adds_first_reduces_a_shared_gradient_once() -> None:
     assert twice["all-reduce", "data"] - once["all-reduce", "data"] == 4 * WIDTH**2
 
 
+@pytest.mark.parametrize("narrows_first, num_bytes", [(False, 4), (True, 2 * 2)])
+def test_sums_that_are_converted_before_they_are_added_are_reduced_one_by_one(
+    narrows_first: bool, num_bytes: int
+) -> None:
+    """Weights in bfloat16 are converted where they are used: their gradients are float32 sums, added in bfloat16."""
+
+    class Converted(Shared):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            first, second = (self.kernel[...].astype("float32") for _ in range(2))
+            return jnp.tanh(x.astype("float32") @ first) @ second
+
+    batch = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+    program = spanax.trace(
+        build=Converted, optimizer=optax.sgd(0.1), batch=batch, loss=lambda model, x: (model(x) ** 2).mean(),
+        compute_dtype="bfloat16",
+    )  # fmt: skip
+    terms = counted(program, "data", "data=4", adds_first=True, narrows_first=narrows_first)
+    moved = terms.moved_bytes(MeshShape.of("data=4"))["all-reduce", "data"]
+    assert moved == num_bytes * WIDTH**2 + 4  # and the loss
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"), [("all-gather", 512), ("all-reduce", 512), ("reduce-scatter", 128), ("all-to-all", 128)]
 )
