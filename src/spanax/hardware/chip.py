@@ -61,10 +61,11 @@ class Link:
 class Chip:
     """The compute, memory and links of one JAX device. None means unknown.
 
-    `peak_flops` is in FLOP/s by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for a float32 matmul at JAX's default
-    precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the fastest
-    measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a matmul are
-    distributed over `num_cores`; None means a single core, whose tiles have `tile` rows and columns. `usable_bytes` of
+    `peak_flops` is in FLOP/s by dtype: `bf16`, `fp16`, `fp8`, `fp4`, `int8`, and `fp32` for a float32 matmul at JAX's
+    default precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the
+    fastest measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a
+    matmul are distributed over `num_cores`; None means a single core, whose tiles have `tile` rows and columns.
+    `vector_flops_per_second` is the peak of the units that multiply no matrices, in float32. `usable_bytes` of
     `memory_bytes` are available to a program, which achieves the fraction `memory_share` of `memory_bytes_per_second`;
     `on_chip_bytes` are on the chip and allocated by the compiler (None: by no compiler). If `shared`, all devices are
     simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
@@ -89,6 +90,7 @@ class Chip:
     kernel_start_seconds: float = 0.0
     num_cores: int | None = None
     tile: int = 128
+    vector_flops_per_second: float | None = None
     sustained_share: float = 1.0
     devices_per_chip: int = 1
     devices_per_host: int | None = None

@@ -30,6 +30,7 @@ CHIP_KEYS = {
     "sustained": ("sustained_share", "share"),
     "cores": ("num_cores", "count"),
     "tile": ("tile", "count"),
+    "vector_rate": ("vector_flops_per_second", "operations per second"),
     "kernel_start": ("kernel_start_seconds", "seconds"),
     "host_rate": ("host_bytes_per_second", "bytes per second"),
     "devices_per_host_link": ("devices_per_host_link", "count"),
@@ -57,7 +58,7 @@ LINK_KEYS = {
     "on_chip": ("on_chip_bytes_per_second", "bytes per second"),
 }
 LINKS = ("inside", "between")
-DTYPES = ("bf16", "fp16", "fp32", "fp8", "int8")
+DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4", "int8")
 LINK_KINDS = ("switch", "direct", "torus")
 NUMBERLESS = ("text", "texts", "flag")
 

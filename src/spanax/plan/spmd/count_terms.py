@@ -387,6 +387,6 @@ def _host_copies(sharded: ShardedProgram) -> HostCopies:
 def _dtype_name(dtype: Any) -> str:
     """Returns the hardware's name for the dtype of a matmul; integers and wider dtypes count as float32."""
     name = str(dtype)
-    if name.startswith("float8"):
-        return "fp8"
+    if name.startswith(("float8", "float4")):
+        return "fp8" if name.startswith("float8") else "fp4"
     return {"bfloat16": "bf16", "float16": "fp16", "int8": "int8", "uint8": "int8"}.get(name, "fp32")
