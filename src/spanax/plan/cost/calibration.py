@@ -24,6 +24,8 @@ class Assumptions:
       gathers_again: whether the repeated pass gathers the weights once more.
       fused_attention: whether attention scores stay on the chip.
       causal_share: the share of the scores that a fused kernel computes.
+      cast: the time of a cast of activations or gradients to eight or four bits, as the bytes it moves over the
+        operand's 16-bit bytes: 0 where the program itself casts.
       overlap: what the runtime hides behind computation; None for that of the program that Spanax compiles.
       grouped_matmul: whether a kernel multiplies each row of a ragged matmul by the matrix of its own group only; XLA
         multiplies every row by all of them.
@@ -49,6 +51,7 @@ class Assumptions:
     gathers_again: bool = False
     fused_attention: bool = False
     causal_share: float = 1.0
+    cast: float = 0.0
     overlap: Overlap | None = None
     grouped_matmul: bool = False
     imbalance: float = 1.0

@@ -1,6 +1,6 @@
-"""The rate of attention kernels, by kernel and chip generation, from published tables."""
+"""The rates of attention kernels and of vector units, from published tables, or the estimates that replace them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,34 @@ CUDNN, SPLASH, FLASH, FLASH2, FLASH3 = "cudnn", "splash", "flash", "flash2", "fl
 class Rate:
     """FLOP/s over the chip's 16-bit peak for long sequences and heads of 128, forward and backward pass.
 
-    Masked scores are not counted. Backward passes were measured without a mask, which is worth
-    a few percent. `source` states where it was measured, or which estimate replaces a measurement.
+    Masked scores are not counted. Causal sequences of `half_length` run at half the rate: blocks on the diagonal are
+    masked in part, and on Blackwell a block has twice as many queries. `source` states where it was measured, or which
+    estimate replaces a measurement.
+
+    Source of the half lengths: arXiv 2407.08608, figure 5 (cuDNN on an H100 has 315, 410, 484, 518 and 539 TFLOP/s for
+    512, 1k, 2k, 4k and 16k keys); NVIDIA/cudnn-frontend, as the rates of the GB200 (1,022, 1,297, 1,563, 1,646 and
+    1,686 TFLOP/s for 2k to 32k keys) and of the H200 (484, 591, 644, 673 and 688).
     """
 
     forward: float
     backward: float
     source: str
+    half_length: float = 330.0
 
     @property
     def both(self) -> float:
         """The rate of a forward and a backward pass, which has five matmuls to its two."""
         return 7.0 / (2.0 / self.forward + 5.0 / self.backward)
 
+
+CUDNN_TABLES = "NVIDIA/cudnn-frontend, sdpa_benchmark_training"
+"""Tables in `benchmark/`, in `results/*_only_cudnn`: causal attention of 64 heads of 128, 32,768 keys in 8 groups."""
+
+SPLASH_ESTIMATE = "an estimate: no public table; the backward pass runs 7 matmuls where 5 suffice"
+"""JAX's kernel computes scores and their gradient twice unless `use_fused_bwd_kernel`, whose default is False.
+
+Source: jax-ml/jax, jax/experimental/pallas/ops/tpu/splash_attention/splash_attention_kernel.py, `BlockSizes`.
+"""
 
 RATES: dict[tuple[str, str], Rate] = {
     (FLASH, "a100"): Rate(
@@ -39,20 +54,18 @@ RATES: dict[tuple[str, str], Rate] = {
     (FLASH3, "h100"): Rate(0.62, 0.52, "arXiv 2407.08608, figures 5 and 6: 616 of 989 TFLOP/s forward, 561 backward"),
     (CUDNN, "a100"): Rate(0.64, 0.55, "an estimate: FlashAttention-2's, whose algorithm it has"),
     (CUDNN, "h100"): Rate(0.55, 0.48, "arXiv 2407.08608, figures 5 and 6: 539 of 989 TFLOP/s forward, 516 backward"),
-    (CUDNN, "b200"): Rate(0.55, 0.48, "an estimate: the H100's share of the peak"),
-    (SPLASH, "tpu"): Rate(0.55, 0.45, "an estimate: no public table"),
+    (CUDNN, "h200"): Rate(0.70, 0.59, f"{CUDNN_TABLES}/h200_919: 688 and 581 of 989 TFLOP/s", 720.0),
+    (CUDNN, "b200"): Rate(0.63, 0.49, f"{CUDNN_TABLES}/artifacts B200: 1,419 and 1,109 of 2,250 TFLOP/s", 800.0),
+    (CUDNN, "gb200"): Rate(0.67, 0.58, f"{CUDNN_TABLES}/gb200_918: 1,686 and 1,441 of 2,500 TFLOP/s", 800.0),
+    (CUDNN, "gb300"): Rate(0.81, 0.62, f"{CUDNN_TABLES}/gb300_918: 2,031 and 1,552 of 2,500 TFLOP/s", 800.0),
+    (SPLASH, "tpu"): Rate(0.55, 0.39, SPLASH_ESTIMATE),
 }
 
 GENERATIONS = {
-    "v100": "a100", "l4": "a100", "h200": "h100", "gb200": "b200", "b300": "b200", "gb300": "b200", "mi300x": "a100"
+    "v100": ("a100",), "l4": ("a100",), "mi300x": ("a100",), "h200": ("h100",), "b200": ("h100",),
+    "gb200": ("b200", "h100"), "b300": ("gb300", "b200", "h100"), "gb300": ("b200", "h100"),
 }  # fmt: skip
-"""The generation whose rates replace those of a chip that has none. Source: an estimate, the nearest architecture."""
-
-HALF_LENGTH = 330.0
-"""Causal sequences of this length run at half the rate: blocks on the diagonal are masked in part.
-
-Source: arXiv 2407.08608, figure 5: cuDNN has 315, 410, 484, 518 and 539 TFLOP/s for 512, 1k, 2k, 4k and 16k keys.
-"""
+"""The chips whose rates replace those of a chip that has none, the nearest architecture first. Source: an estimate."""
 
 HEAD, HEAD_POWER = 128.0, 0.3
 """Narrower heads have more exponentials per FLOP. Source: arXiv 2407.08608, figure 5: 77 % with 64."""
@@ -74,18 +87,17 @@ def rate_of(kernel: str, chip: Chip) -> Rate:
 
     Example:
       >>> from spanax.hardware.chips import chip_named
-      >>> rate_of("cudnn", chip_named("h100")).forward, rate_of("cudnn", chip_named("h200")).source
-      (0.55, "an estimate: the h100's")
+      >>> rate_of("cudnn", chip_named("h100")).forward, rate_of("cudnn", chip_named("b300")).source
+      (0.55, "an estimate: the gb300's")
     """
     family = chip.name.split("-")[0]
     if kernel == SPLASH:
         return RATES[SPLASH, "tpu"]
     if (kernel, family) in RATES:
         return RATES[kernel, family]
-    like = GENERATIONS.get(family, family)
-    like = like if (kernel, like) in RATES else next(other for name, other in RATES if name == kernel)
-    known = RATES[kernel, like]
-    return Rate(known.forward, known.backward, f"an estimate: the {like}'s")
+    others = (*GENERATIONS.get(family, ()), *(other for name, other in RATES if name == kernel))
+    like = next(other for other in others if (kernel, other) in RATES)
+    return replace(RATES[kernel, like], source=f"an estimate: the {like}'s")
 
 
 def attention_flops_per_second(kernel: str, chip: Chip, head_dim: Any, length: Any) -> Any:
@@ -101,5 +113,27 @@ def attention_flops_per_second(kernel: str, chip: Chip, head_dim: Any, length: A
     """
     peak = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", max(chip.peak_flops.values())))
     narrow = head_dim / chip.tile if kernel == SPLASH else (head_dim / HEAD) ** HEAD_POWER
-    rate = peak * rate_of(kernel, chip).both * length / (length + HALF_LENGTH)
-    return rate * np.minimum(narrow, 1.0)
+    rate = rate_of(kernel, chip)
+    return peak * rate.both * length / (length + rate.half_length) * np.minimum(narrow, 1.0)
+
+
+VECTOR_SHARE = 0.5
+"""The share of the vector units' peak that a depthwise convolution achieves. Source: an estimate: no public table."""
+
+VECTOR_OVER_MATRIX = 1 / 16
+"""Peak of the vector units over that of 16-bit matmuls where a chip's is unknown. Source: the A100's, 19.5 of 312."""
+
+
+def vector_rate_of(chip: Chip) -> tuple[float, str]:
+    """Returns the FLOP/s of products without tensor cores, and its source.
+
+    Example:
+      >>> from spanax.hardware.chips import chip_named
+      >>> rate, source = vector_rate_of(chip_named("a100"))
+      >>> round(rate / 1e12, 2), vector_rate_of(chip_named("mi300x"))[1]
+      (9.75, "an estimate: the a100's share of the peak of matmuls")
+    """
+    if chip.vector_flops_per_second is not None:
+        return VECTOR_SHARE * chip.vector_flops_per_second, chip.sources.get("vector_flops_per_second", "")
+    peak = chip.peak_flops.get("bf16", max(chip.peak_flops.values()))
+    return VECTOR_SHARE * VECTOR_OVER_MATRIX * peak, "an estimate: the a100's share of the peak of matmuls"

@@ -5,7 +5,7 @@ import numpy as np
 from spanax.hardware.chip import Chip
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.expert_load import matmul_loads
-from spanax.plan.cost.kernel_rates import attention_flops_per_second, kernel_on
+from spanax.plan.cost.kernel_rates import attention_flops_per_second, kernel_on, vector_rate_of
 from spanax.plan.cost.terms import Matmuls, MemoryTraffic
 from spanax.trace.analysis.op_groups import Phase
 
@@ -17,8 +17,8 @@ TILE = 128
 NARROWEST = 8
 """The fewest rows or columns of a tensor core's tile. Source: NVIDIA's matmul guide, 16-bit numbers."""
 
-CAST = 1.5
-"""Bytes of a cast of operands to eight bits, over their 16-bit bytes: two bytes read, one written."""
+NARROW = ("fp8", "fp4")
+"""Dtypes to which a runtime casts activations and gradients before a matmul."""
 
 
 def shard_counts(sizes: Array) -> Array:
@@ -34,9 +34,14 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     """Returns seconds of one run of each matmul: a roofline over full tiles. One row per matmul, one column per mesh.
 
     Each core computes one tile of the result at a time, and the last wave of tiles leaves cores idle (`_tiled`). Memory
-    traffic may take longer than the arithmetic. The kernel's start is added, and for eight bits the casts.
+    traffic may take longer than the arithmetic. The kernel's start is added, and for narrow dtypes the casts.
 
-    Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
+    Many products that are narrower than a tile of a tensor core, such as depthwise convolutions, run on vector units.
+    Other convolutions are matmuls over the channels and the window.
+
+    Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide";
+    convolutions as implicit matmuls, Chetlur et al., "cuDNN" (arXiv 1410.0759), which 16-bit ones run for their
+    tensor cores (NVIDIA "Convolutional layers user's guide").
     """
     sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
     grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
@@ -48,23 +53,33 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     in_memory = np.where(matmuls.scores & assumptions.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
     operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_axes]
     operand_bytes = np.where(matmuls.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
-    is_cast = np.asarray([dtype == "fp8" for dtype in matmuls.dtypes])[:, None]
-    num_bytes = (in_memory * operand_bytes).sum(1)
     rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(matmuls.dtypes)}
     rate = np.asarray([rates[dtype] for dtype in matmuls.dtypes])[:, None]
     first = np.where(of_scores, assumptions.score_products, assumptions.first_products)
     count = np.maximum(count, 1.0)
     done, partial_bytes = _tiled(m, n, k, count, first, chip, assumptions.idle_rounds)
-    arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
+    on_vectors = (count > 1) & (np.minimum(m, n) < NARROWEST) & ~of_scores & (chip.num_cores is not None)
+    arithmetic = np.where(on_vectors, 2 * m * n * k * count / vector_rate_of(chip)[0], done / rate)
+    num_bytes = (in_memory * operand_bytes).sum(1) + np.where(on_vectors, 0.0, partial_bytes)
     causal_share = np.where(in_kernel, 1.0, assumptions.causal_share)  # its FLOPs already exclude masked scores
     # Of queries, keys and channels the channels are the fewest, and queries of grouped heads are counted together.
     head_dim, length, _ = np.sort(matmuls.sizes[:, :3], 1).T[:, :, None]
     kernel_rate = attention_flops_per_second(assumptions.attention or kernel_on(chip), chip, head_dim, length)
     fused = executed_flops(matmuls, num_shards, scale) * causal_share / kernel_rate
     start = assumptions.start * chip.kernel_start_seconds
-    rate_of_memory = memory_rate(chip)
-    longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / rate_of_memory)
-    return start + longer + is_cast * CAST * operand_bytes[:, :2].sum(1) / rate_of_memory
+    longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate(chip))
+    return start + longer + assumptions.cast * _cast_bytes(matmuls, operand_bytes) / memory_rate(chip)
+
+
+def _cast_bytes(matmuls: Matmuls, operand_bytes: Array) -> Array:
+    """Returns the bytes of operands that are cast to a narrow dtype before each matmul.
+
+    Weights are cast once per step. The gradient of a weight, both of whose operands have the batch, reads what earlier
+    matmuls cast.
+    """
+    batched = matmuls.bytes_batched[:, :2]
+    is_cast = np.asarray([dtype in NARROW for dtype in matmuls.dtypes], bool) & (batched.sum(1) == 1)
+    return np.where(batched[:, :, None] & is_cast[:, None, None], operand_bytes[:, :2], 0.0).sum(1)
 
 
 def _tiled(

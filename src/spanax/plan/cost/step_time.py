@@ -42,10 +42,10 @@ COMPUTING = ("matmuls", "memory", "kernel starts")
 WEIGHTED = "matmuls with weights"
 """The matmuls outside of attention; a part of the term `matmuls`."""
 
-COLLECTIVE_DISPATCH = 2.4
+COLLECTIVE_DISPATCH = 2.1
 """The time in which a host dispatches a collective, in fused kernels.
 
-Source: `python benchmarks/eager_dispatch.py`, PyTorch 2.13.0: 2.2 to 2.7, with and without checkpoints.
+Source: `python benchmarks/eager_dispatch.py`, PyTorch 2.13.0: 1.6 to 2.8, with and without checkpoints.
 """
 
 SHARPNESS = 5.5
