@@ -12,8 +12,9 @@ import pytest
 
 from published.alternatives import measurements, nearest
 from published.cases import cases
+from published.launches import CHECKPOINTED, EXPERT
 from published.machine import cluster_of
-from published.prediction import Prices
+from published.prediction import Prices, cast_of
 from published.rows import Row, Skipped, read
 from published.runtime import runtime_of
 from published.shapes import completed
@@ -194,6 +195,37 @@ def test_a_token_is_sent_once_to_each_node() -> None:
     # Of 4 nodes, 1 - (3/4)**4 have one of 4 experts: 2.73 copies instead of 4.
     ratio = bytes_of(over_nodes).sum() / bytes_of(in_one_domain).sum()
     assert ratio == pytest.approx(4 * (1 - 0.75**4) / 4)
+
+
+def test_a_host_also_launches_checkpoints_routers_and_a_matmul_per_local_expert() -> None:
+    sizes = {"num_experts": "32", "top_k": "4", "expert_d_ff": "256", "zero_stage": "1", "global_batch_seqs": "64"}
+    on = {"framework": "Megatron-Core", "n_devices": "8"}
+
+    def kernels(**cells: str) -> float:
+        (case,), _ = cases([row(**on, **cells)])
+        return case.terms.memory_traffic.kernels[:, 1].sum() / case.shape.num_layers
+
+    few, many = (kernels(**sizes, ep=experts) for experts in ("8", "2"))
+    assert many - few == pytest.approx(6 * EXPERT * (32 / 2 - 32 / 8), rel=0.01)
+    narrow = kernels(**sizes, ep="8", precision="fp8 delayed")
+    assert narrow - few == pytest.approx(6 * EXPERT * 4 * 2 / 3, rel=0.01)
+    dense = {"zero_stage": "1", "global_batch_seqs": "64"}
+    # The repeated forward pass is priced, not counted here.
+    assert kernels(**dense, remat="full") - kernels(**dense) == pytest.approx(CHECKPOINTED, rel=0.01)
+    compiled = [cases([row(n_devices="8", remat=remat)])[0][0].terms for remat in ("full", "none")]
+    assert compiled[0].memory_traffic.kernels.tolist() == compiled[1].memory_traffic.kernels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "moved"),
+    [("bf16", "H100", 0), ("fp8 delayed scaling", "H100", 2.0), ("fp8 delayed scaling", "B200", 1.5),
+     ("fp8", "H100", 3.2), ("mxfp8", "B200", 2.8), ("nvfp4", "GB200", 4.1), ("float8 rowwise", "H100", 3.2)],
+)  # fmt: skip
+def test_casts_move_what_the_recipe_moves(precision: str, device: str, moved: float) -> None:
+    (case,), _ = cases([row(n_devices="8", precision=precision, device=device)])
+    assert cast_of(case) == moved
+    narrow = "fp4" if "fp4" in precision else "fp8"
+    assert (narrow in case.terms.matmuls.dtypes) == (moved > 0)
 
 
 def test_the_measured_layer_has_as_many_fused_kernels_as_a_layer_of_gpt() -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from published.decoder import Shape, padded, program_of, shape_of
+from published.launches import launched
 from published.machine import cluster_of
 from published.rows import Row, Skipped, step_seconds
 from published.runtime import Runtime, runtime_of
 from spanax.errors import SpanaxError
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster
+from spanax.plan.cost.roofline import NARROW
 from spanax.plan.cost.terms import KINDS, Terms
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
@@ -213,15 +215,30 @@ def case_of(setting: Setting, traced: int, known: dict[tuple[object, ...], Terms
     key = (resolved, storing, sequence)
     if key not in known:
         known[key] = terms_of(setting, traced, *key)
-    copies = sent_copies(setting, sizes)
-    if (*key, dtype, copies) not in known:
-        known[*key, dtype, copies] = in_dtype(with_copies(known[key], copies), dtype)
+    copies, local_experts = sent_copies(setting, sizes), setting.shape.num_experts / row.expert
+    variant = (*key, dtype, copies, local_experts)
+    if variant not in known:
+        known[variant] = launched_by(setting, in_dtype(with_copies(known[key], copies), dtype), local_experts, dtype)
     return Case(
-        row=row, shape=setting.shape, cluster=machine, terms=known[*key, dtype, copies], sizes=sizes,
+        row=row, shape=setting.shape, cluster=machine, terms=known[variant], sizes=sizes,
         num_microbatches=count,
         scale=batch / count / traced, runtime=setting.runtime, redone=setting.redone,
         gathers_again=storing == "fsdp" and setting.runtime.family == "zero", measured_seconds=seconds,
     )  # fmt: skip
+
+
+def launched_by(setting: Setting, terms: Terms, local_experts: float, dtype: str) -> Terms:
+    """Returns the terms with what the host of an eager runtime launches in addition."""
+    if setting.runtime.compiler != "eager":
+        return terms
+    layers = setting.shape.num_layers
+    return launched(
+        terms,
+        routed_layers=layers * setting.shape.is_mixture,
+        local_experts=local_experts,
+        checkpointed_layers=layers * (setting.redone == "all"),
+        is_cast=dtype in NARROW,
+    )
 
 
 def chunks_of(row: Row, runtime: Runtime, count: int) -> int:

@@ -1,5 +1,6 @@
 """The planner's prices of published runs, as the search computes them: `spanax.plan.cost.step_time.price`."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,19 @@ Source: 10 us for PyTorch to dispatch a copy, and 4.7 us a step of NCCL's ring w
 
 REPEATED = {"": 0.0, "half": 0.5, "all": 1.0}
 """The share of the forward pass that the backward pass repeats."""
+
+CASTS = (
+    (r"fp4", 4.1, 4.1), (r"mxfp8|fp8-mx", 2.8, 2.8), (r"delayed|\bte fp8", 2.0, 1.5), (r"fp8|float8", 3.2, 3.5),
+)  # fmt: skip
+"""Casts of activations and gradients by recipe, as bytes moved over 16-bit bytes: on Hopper, and on Blackwell.
+
+Current scaling, unless the precision states delayed or block scaling; Transformer Engine's own default is delayed.
+
+Source: NVIDIA/TransformerEngine @8f2e635, docs/examples/gemm_profiling: the matmuls of a layer of width 4096 with and
+without casts of both operands (2.48 G elements), on a B300 in eight bits 9.15 and 6.81 ms (current), 7.80 (delayed),
+8.98 and 7.16 (MXFP8), in four 6.45 and 3.76 ms; on an H200 20.3 and 16.8 ms (current), 19.0 (delayed); over the rate of
+the memory. A delayed scale moves 4 bytes for 2 on Hopper, which also transposes, and 3 on Blackwell.
+"""
 
 PERSISTENT_BYTES = 1e6
 """DeepSpeed gathers no smaller arrays. Source: its documentation, stage3_param_persistence_threshold."""
@@ -82,7 +96,15 @@ def assumptions_of(case: Case, values: Mapping[str, float]) -> Assumptions:
         causal_share=0.5 if case.runtime.fused_attention else 1.0,
         overlap=case.runtime.overlap,
         attention=case.runtime.attention or None,
+        cast=cast_of(case),
     )
+
+
+def cast_of(case: Case) -> float:
+    """Returns the bytes that a cast of activations or gradients moves over their 16-bit bytes; 0 without casts."""
+    stated = case.row.text.get("precision", "").lower()
+    is_blackwell = "fp4" in case.cluster.chip.peak_flops
+    return next((casts[is_blackwell] for words, *casts in CASTS if re.search(words, stated)), 0.0)
 
 
 def listed_seconds(case: Case) -> float:
