@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spanax.errors import ClusterFileError
+from spanax.errors import FormatError
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -85,25 +85,23 @@ def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
       (50000000000.0, 80000000000.0)
       >>> quantity("80", "bytes", key="memory")
       Traceback (most recent call last):
-      spanax.errors.ClusterFileError: memory = '80' has no unit. [SPX202]
+      spanax.errors.FormatError: memory = '80' has no unit. [SPX103]
         fix: memory = "80 GiB"
     """
     measure = MEASURES[kind]
     match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]\S*)?\s*", str(text))
     fix = " or ".join(f'{key} = "{example}"' for example in measure.example.split(" or "))
     if isinstance(text, bool | list | dict) or match is None:
-        raise ClusterFileError(f"{key} = {text!r} is not a number with a unit.", where=where, fix=fix)
+        raise FormatError(f"{key} = {text!r} is not a number with a unit.", where=where, fix=fix)
     number, unit = match.groups()
     if unit is None:
-        raise ClusterFileError(f"{key} = {text!r} has no unit.", where=where, fix=fix)
+        raise FormatError(f"{key} = {text!r} has no unit.", where=where, fix=fix)
     if unit not in measure.units:
-        raise ClusterFileError(f"{key} = {text!r}: '{unit}' is not a unit of {kind}.", where=where, fix=fix)
+        raise FormatError(f"{key} = {text!r}: '{unit}' is not a unit of {kind}.", where=where, fix=fix)
     value = float(number) * measure.units[unit]
     low, high = (_plain(limit, measure) for limit in (measure.low, measure.high))
     if not low <= value <= high:
-        raise ClusterFileError(
-            f"{key} = {text!r} is not plausible: {measure.low} to {measure.high}.", where=where, fix=fix
-        )
+        raise FormatError(f"{key} = {text!r} is not plausible: {measure.low} to {measure.high}.", where=where, fix=fix)
     return value
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spanax.run.record.report import RunReport
     from spanax.show.page.document import Page
 
-EXPECTED = "the folder of a run, or what spanax plan --out or spanax check --out wrote"
+EXPECTED = "a run folder, or a file written by spanax plan --out or spanax check --out"
 
 
 @dataclass(frozen=True)

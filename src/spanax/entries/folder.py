@@ -55,7 +55,7 @@ class Folder:
       Traceback (most recent call last):
       spanax.errors.EntryError: 'plan.json' is a symbolic link, and has to be a regular file. [SPX505]
         where: in '...'; it leads to /etc/passwd
-        fix: put what it leads to in its place, or remove it
+        fix: replace the link with its target, or remove it
     """
 
     root: Path

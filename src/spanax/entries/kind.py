@@ -77,5 +77,5 @@ def refused(root: Path, name: str, kind: Kind, expected: Kind, link: str = "") -
     return EntryError(
         f"'{name}' is {kind.value}, and has to be {expected.value}.",
         where=f"in '{root}'" + (f"; it leads to {link}" if link else ""),
-        fix="put what it leads to in its place, or remove it" if link else "remove it",
+        fix="replace the link with its target, or remove it" if link else "remove it",
     )

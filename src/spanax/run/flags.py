@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from spanax.errors import RangeError
+
 if TYPE_CHECKING:
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
 
 Load = Callable[..., Any]
 """Builds a workload, given `batch_size`, `seq_len`, `num_layers` and `embed_dim`."""
+
+USUAL = {"global_batch_size": 32, "seq_len": 128, "layers": 12, "embed": 768}
+"""Usual sizes by flag, for the `fix` of an error."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,15 @@ class BatchSizes:
     seq_len: int | None = None
 
     def load(self, load: Load, **more: Any) -> Any:
-        """Returns the workload at the requested sizes; `more` are further arguments of `load`."""
+        """Returns the workload at the requested sizes; `more` are further arguments of `load`.
+
+        Raises:
+          RangeError: a size is below 1.
+        """
+        for name, usual in USUAL.items():
+            size, flag = getattr(self, name, None), f"--{name.replace('_', '-')}"
+            if size is not None and size < 1:
+                raise RangeError(f"{flag} is {size}; expected an integer >= 1.", fix=f"{flag} {usual}")
         return load(**self._arguments(), **more)
 
     def _arguments(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from spanax.schema import Count, parsed
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
-EXPECTED = "the folder of a run, or what spanax compare --json printed"
+EXPECTED = "a run folder, or a file with the output of spanax compare --json"
 
 Load = Callable[..., Workload]
 """Returns a workload, given its name and sizes; raises if its code should not run."""

@@ -70,7 +70,7 @@ def run_report(folder: Path) -> RunReport:
     """
     if not folder.is_dir():
         raise MissingFileError(
-            f"folder '{folder}' does not exist.", fix="the folder of a run, as spanax train --output-dir names it"
+            f"folder '{folder}' does not exist.", fix="a run folder: the --output-dir of spanax train"
         )
     times, notes, workload = account(folder), list[str](), ""
     try:

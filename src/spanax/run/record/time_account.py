@@ -113,7 +113,9 @@ def account(folder: Path) -> TimeAccount:
     parts = _parts(log.events)
     if not parts:
         raise MissingFileError(
-            f"'{folder}' is not a run folder.", where=f"{EVENTS} has no `begin` event", fix="the folder of a run"
+            f"'{folder}' is not a run folder.",
+            where=f"{EVENTS} has no `begin` event",
+            fix="a run folder: the --output-dir of spanax train",
         )
     beat = heartbeat.read(folder).get(0)
     last = _spent(beat)
