@@ -54,16 +54,20 @@ class LayoutCosts:
       state: its state, sharded.
       cluster: the devices.
       assumptions: constants that are not in data sheets.
+      equal: a layout of the same program with the same signature, if known: only its state may differ.
     """
 
     sharded: ShardedProgram
     state: State
     cluster: Cluster
     assumptions: Assumptions
+    equal: "LayoutCosts | None" = None
 
     @cached_property
     def terms(self) -> Terms:
         """The cost terms."""
+        if self.equal is not None:
+            return self.equal.terms
         late = deferred_reductions(self.sharded)
         cluster = self.cluster
         return count_terms(
@@ -77,6 +81,8 @@ class LayoutCosts:
     @cached_property
     def level(self) -> Level:
         """The moments at which memory may peak."""
+        if self.equal is not None:
+            return self.equal.level
         return walk(self.sharded, is_tpu=self.cluster.is_torus, has_host=not self.cluster.chip.shared)
 
     def memory(self, grid: Grid) -> MemoryUse:

@@ -323,13 +323,14 @@ class Pricer:
         """Prices every mesh of every family under every policy and schedule."""
         result, cluster = list[Priced](), self.cluster
         for program in programs:
-            cache = ShardingCache()
+            cache, known = ShardingCache(), dict[object, LayoutCosts]()
             rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
             for family, state, grids, table in rows:
                 if grids is None:
                     continue
                 sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
-                layout = LayoutCosts(sharded, state, cluster, self.assumptions)
+                layout = LayoutCosts(sharded, state, cluster, self.assumptions, known.get(sharded.signature))
+                known.setdefault(sharded.signature, layout)
                 repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded, AXES))
                 plain = layout.costs(grids.plain, table)
                 costs = [(grids.plain, plain)]

@@ -198,23 +198,22 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     largest = live.num_bytes.max(initial=0.0) * LARGE_SHARE if is_tpu else math.inf
     on_host = {value for value in live.values if sharded.traced.graph.is_on_host(value)} if has_host else set()
     on_host.difference_update(body.inputs)  # copied to the device
-    of_group = [
-        columns.setdefault(
-            _column(sharded, value, is_tiled=num_bytes >= largest)._replace(is_on_host=value in on_host), len(columns)
-        )
-        for value, num_bytes in zip(live.values, live.num_bytes, strict=True)
-    ]
-    stored = sharded.traced.memory_plans[body].kept
-    spans = [*_gathered(sharded, ops, stored), *_summed(sharded, ops), *_worked(sharded, ops)]
-    spans += _row_major(sharded, ops) if is_tpu else ()
+    of_group = []
+    for value, is_tiled in zip(live.values, (live.num_bytes >= largest).tolist(), strict=True):
+        column = _column(sharded, value, is_tiled=is_tiled)
+        column = column._replace(is_on_host=True) if value in on_host else column
+        of_group.append(columns.setdefault(column, len(columns)))
+    stored, divided = sharded.traced.memory_plans[body].kept, sharded.traced.divided[body]
+    spans = [*_gathered(sharded, ops, stored), *_summed(sharded, body, divided), *_worked(sharded, divided)]
+    spans += _row_major(sharded, divided) if is_tpu else ()
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
-    column = np.concatenate([np.asarray(of_group, int)[live.group], np.asarray(of_span, int)])
+    rows = np.concatenate([np.asarray(of_group, int)[live.group], np.asarray(of_span, int)])
     num_bytes = np.concatenate([live.num_bytes[live.group], np.asarray([span.num_bytes for span in spans])])
     num_columns = len(columns)
-    changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
-    changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
+    changes = np.bincount(first * num_columns + rows, num_bytes, (num_ops + 2) * num_columns)
+    changes -= np.bincount((last + 1) * num_columns + rows, num_bytes, (num_ops + 2) * num_columns)
     live_bytes = changes.reshape(num_ops + 2, num_columns).cumsum(0)
     inside = {
         index: tuple(_level(sharded, liveness, inner_body, has_host) for inner_body in op.bodies)
@@ -256,9 +255,14 @@ def _gathered(sharded: ShardedProgram, ops: Sequence[Op], stored: Collection[int
             span[1] = index
         if op.bodies or op in sharded.traced.inert:
             continue
-        division, used = sharded.division(op), dict[int, Masks]()
+        division = sharded.division(op)
+        if division.operands is None and not (division.partition and division.partition.shifts):
+            if passed:
+                fused |= {value: passed for value in op.outputs if value not in stored}
+            continue
         if division.operands is not None and division.operands.attention:
             continue
+        used = dict[int, Masks]()
         group = sharded.traced.alike[op]
         for shift in division.partition.shifts if division.partition else ():
             if shift.kind == "all-gather" and shift.is_operand and shift.value in group.inputs:
@@ -278,13 +282,13 @@ def _gathered(sharded: ShardedProgram, ops: Sequence[Op], stored: Collection[int
         yield Span(first, last, column._replace(axes=union(masks), group=group_of), sharded.num_bytes(value))
 
 
-def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _summed(sharded: ShardedProgram, body: Body, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
     """Yields sums that are replicated before they are scattered: gradients of stored weights.
 
     They are exchanged after the loops that follow, which do not need them.
     """
-    last_loop = max((index for index, op in enumerate(ops) if op.bodies), default=0)
-    for index, op in enumerate(ops):
+    last_loop = max((index for index, op in enumerate(sharded.traced.order[body]) if op.bodies), default=0)
+    for index, op in divided:
         partitioned = sharded.division(op).partition if op.name in CONTRACTIONS else None
         for shift in partitioned.shifts if partitioned else ():
             if shift.kind == "reduce-scatter":
@@ -293,13 +297,13 @@ def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
                 yield Span(index, max(index, last_loop), column, sharded.num_bytes(value))
 
 
-def _row_major(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
     """Yields tables with narrow rows in the layout in which they are indexed, which is copied to or from their own.
 
     The sum of a scatter over a sharded batch has all rows on every device until it is scattered. Source: the copies
     before gathers and after scatters in the programs of tests/data/memory_cells.json.
     """
-    for index, op in enumerate(ops):
+    for index, op in divided:
         if op.name not in (*SCATTERS, "gather"):
             continue
         numbers, table = op.params["dimension_numbers"], op.outputs[0] if op.name in SCATTERS else op.inputs[0]
@@ -316,9 +320,9 @@ def _row_major(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
         yield Span(index, index, column._replace(axes=union(axes), tiled=tiled), sharded.num_bytes(table))
 
 
-def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _worked(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
     """Yields the temporaries of ring attention."""
-    for index, op in enumerate(ops):
+    for index, op in divided:
         use = sharded.division(op).operands if op.name in RING else None
         if use is None or use.attention is None:
             continue
@@ -329,6 +333,15 @@ def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
 
 def _column(sharded: ShardedProgram, value: int, *, is_tiled: bool = False) -> Column:
     """Returns the column of a value in its own sharding."""
+    known, key = sharded.cache.columns, sharded.traced.sharding_keys[value]
+    of = value, is_tiled, sharded.numbers[key.number]
+    column = known.get(of)
+    if column is None:
+        column = known[of] = _new_column(sharded, value, is_tiled=is_tiled)
+    return column
+
+
+def _new_column(sharded: ShardedProgram, value: int, *, is_tiled: bool) -> Column:
     traced, labels = sharded.traced, sharded.traced.sharding_keys[value].labels
     is_batched = sharded.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)

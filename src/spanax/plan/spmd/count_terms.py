@@ -1,18 +1,18 @@
 """Counts the cost terms of one layout in one walk over a program's groups of operations."""
 
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spanax.plan.cost.ring_attention import matmul_rows
 from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
+from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, matmul_row, of_experts, sums_rows
+from spanax.plan.spmd.partition import Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.slices import exchanges
 from spanax.plan.spmd.tiled_scatter import as_tiles
@@ -24,8 +24,8 @@ from spanax.plan.spmd.tpu_matmuls import (
     tpu_matmul,
 )
 from spanax.trace.analysis.gradient_accumulation import GradientSum
-from spanax.trace.analysis.op_groups import OpGroup, Phase, executed_flops, num_groups, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Op
+from spanax.trace.analysis.op_groups import OpGroup, Phase, trips
+from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -77,6 +77,30 @@ SUMS = ("all-reduce", "reduce-scatter")
 """Collectives that reduce. A compiler that fuses an all-reduce with a slice late adds the operands of both first."""
 
 
+class Move(NamedTuple):
+    """A collective of a group of operations.
+
+    Attributes:
+      key: its row of `Collectives`, without the number of runs; None for a value that needs no communication.
+      runs: how often it runs, in addition to `uses`.
+      uses: the operands that it moves, with their shardings, each with a number of runs. Operations of the same body
+        share a resharded operand: only the first group that uses it so moves it.
+      times: how often each run repeats.
+    """
+
+    key: tuple[Any, ...] | None
+    runs: int
+    uses: tuple[tuple[tuple[int, str, int, int], int], ...] = ()
+    times: int = 1
+
+
+class Counted(NamedTuple):
+    """What a group of operations, or a boundary of the step, adds to the terms: rows of `Matmuls`, and collectives."""
+
+    matmuls: tuple[tuple[Any, ...], ...]
+    moves: tuple[Move, ...]
+
+
 class _TermCounter:
     """Accumulates the rows of the terms; equal collectives are counted together."""
 
@@ -95,72 +119,113 @@ class _TermCounter:
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
+        # Programs for TPUs depend on the sizes of the mesh, and `only` on the values.
+        is_shared = only is None and not is_tpu_program
+        self._known: dict[tuple[object, ...], Counted] = sharded.cache.counted if is_shared else {}
 
     def add(self, group: OpGroup) -> None:
         """Counts one group of operations."""
         op, sharded = group.op, self.sharded
         if op.bodies:
-            self._add_wires(group)
-            return
-        division = sharded.division(op)
+            self._count((op, *[sharded.numbers[key] for key in self.traced.wire_keys[op]]), self._wires, group)
+        else:
+            self._count((op, sharded.division(op)), self._group, group)
+
+    def add_ends(self) -> None:
+        """Counts reshards of state leaves that the step returns with another sharding than their stored one."""
+        keys, numbers = self.traced.sharding_keys, self.sharded.numbers
+        self._count(
+            (None, *[numbers[keys[value].number] for pair in self.traced.updated for value in pair]), self._ends
+        )
+
+    def _count(self, key: tuple[object, ...], count: Callable[..., Counted], *of: Any) -> None:
+        """Adds what `count` returns for `of`, from the cache where the layout of the key is known."""
+        key = (*key, self._narrows_first, self._expands_ragged)
+        counted = self._known.get(key)
+        if counted is None:
+            counted = self._known[key] = count(*of)
+        self.matmul_rows += counted.matmuls
+        gathered, moves = self._gathered, self._moves
+        for row, runs, uses, times in counted.moves:
+            for use, number in uses:
+                if use not in gathered:
+                    gathered.add(use)
+                    runs += number
+            if runs and row is not None:
+                moves[row] += runs * times
+
+    def _group(self, group: OpGroup) -> Counted:
+        op, sharded = group.op, self.sharded
+        division, moves = sharded.division(op), list[Move]()
         exchanged = tuple(exchanges(sharded, op)) if self._is_tpu_program else ()
         for exchange in exchanged:
             moved = Reshard(exchange.kind, exchange.value, exchange.over, exchange.sharding, False)
             factor = exchange.factor * (0.5 if is_rounded(self.traced.graph, op.outputs[exchange.output]) else 1.0)
-            self._move(self._of(exchange.value, group.runs), group.phase, group.in_layers, [moved], factor)
+            key = self._key(moved, group.phase, group.in_layers, factor)
+            moves.append(Move(key, self._of(exchange.value, group.runs)))
         for shift in division.partition.shifts if division.partition else ():
-            if exchanged and shift.kind == "all-gather" and shift.is_operand:
-                continue
-            is_counted = shift.is_operand or self._only is not None
-            self._move(self._runs(group, shift) if is_counted else group.runs, group.phase, group.in_layers, [shift])
+            if not (exchanged and shift.kind == "all-gather" and shift.is_operand):
+                moves.append(self._moved(group, shift))
+        rows = list[tuple[Any, ...]]()
         if op.name in RING and division.operands and division.operands.attention and division.partition:
-            of_q = op.inputs[0]
-            properties = sharded.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
-            rows = matmul_rows(self.traced.graph, op, division.operands.attention, sharded.resolver.mesh, *properties)
-            for row in rows:
-                self._add_matmul(row, group, (-1, 1, 0))
+            use, graph, of_q = division.operands.attention, self.traced.graph, op.inputs[0]
+            properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
+            products = matmul_rows(graph, op, use, sharded.resolver.mesh, *properties)
+            rows += [in_group(row, group, (-1, 1, 0), group.runs) for row in products]
         if op.name in CONTRACTIONS and division.partition:
-            known = sharded.cache.matmuls
-            if division not in known:
-                is_expanded = self._expands_ragged and _sums_rows(op)
-                partition = _expanded(sharded, op, division.partition) if is_expanded else division.partition
-                known[division] = _matmul(sharded, op, partition)
-            row = known[division]
+            is_expanded = self._expands_ragged and sums_rows(op)
+            partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
+            row = matmul_row(sharded, op, partition)
             runs = group.runs - sum(times for each, times in group.ops if each in self.traced.repeated)
             if self._is_tpu_program:
                 row, factor = tpu_matmul(sharded, op, row)
                 runs *= factor
-            self._add_matmul(row, group, _of_experts(sharded, op, division.partition), runs)
+            rows.append(in_group(row, group, of_experts(sharded, op, division.partition), runs))
+        return Counted(tuple(rows), tuple(moves))
 
-    def _add_matmul(
-        self, row: Sequence[Any], group: OpGroup, of_experts: tuple[int, int, int], runs: int | None = None
-    ) -> None:
-        *first, scores, is_fused = row
-        runs = group.runs if runs is None else runs
-        self.matmul_rows.append((*first, runs, int(group.phase), group.in_layers, scores, is_fused, *of_experts))
+    def _moved(self, group: OpGroup, shift: Reshard) -> Move:
+        """Returns the collective of a group.
 
-    def _add_wires(self, group: OpGroup) -> None:
+        A value that depends on no input is equal in every iteration of a loop, and is moved once before it.
+        """
+        key = self._key(shift, group.phase, group.in_layers)
+        if not shift.is_operand and self._only is None:
+            return Move(key, group.runs, times=shift.times)
+        index = (*group.op.inputs, *group.op.outputs).index(shift.value)
+        values = [((*op.inputs, *op.outputs)[index], times) for op, times in group.ops]
+        if not shift.is_operand:
+            return Move(key, sum(self._of(value, times) for value, times in values), times=shift.times)
+        origins = self.traced.axes.origins
+        uses = [
+            ((value, shift.kind, shift.over, shift.unchanged), self._of(value, times if origins[value] else 1))
+            for value, times in values
+        ]
+        return Move(key, 0, tuple(uses), shift.times)
+
+    def _wires(self, group: OpGroup) -> Counted:
         """Counts reshards between the outside and the inside of a loop, and between its iterations."""
-        wires = self.traced.graph.wires(group.op)
+        wires, moves = self.traced.graph.wires(group.op), list[Move]()
         num_trips = trips(group.op)
         for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
             for outer, inner in pairs:
                 outside, inside = self.sharded.masks(outer), self.sharded.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
-                runs = group.runs * (num_trips if extra else 1)
+                runs = self._of(inner, group.runs * (num_trips if extra else 1))
                 shifts = transition(inner, before, after, is_operand=False)
-                self._move(self._of(inner, runs), group.phase, group.in_layers, shifts)
+                moves += [Move(self._key(shift, group.phase, group.in_layers), runs) for shift in shifts]
         for first, last in wires.carried:
             shifts = transition(last, self.sharded.masks(last), self.sharded.masks(first), is_operand=False)
-            self._move(self._of(last, group.runs * num_trips), group.phase, group.in_layers, shifts)
+            runs = self._of(last, group.runs * num_trips)
+            moves += [Move(self._key(shift, group.phase, group.in_layers), runs) for shift in shifts]
+        return Counted((), tuple(moves))
 
-    def add_ends(self) -> None:
-        """Counts reshards of state leaves that the step returns with another sharding than their stored one."""
-        body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
-        for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
+    def _ends(self) -> Counted:
+        moves = list[Move]()
+        for old, new in self.traced.updated:
             shifts = transition(new, self.sharded.masks(new), self.sharded.masks(old), is_operand=False)
-            self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
+            moves += [Move(self._key(shift, Phase.UPDATE, False), self._of(new, 1)) for shift in shifts]
+        return Counted((), tuple(moves))
 
     def defer(self) -> None:
         """Removes the reductions that loops defer, and counts those after the loops."""
@@ -172,15 +237,15 @@ class _TermCounter:
                 runs = self._of(op.outputs[0], runs)
                 for shift in partitioned.shifts if partitioned else ():
                     if shift.kind == "all-reduce":
-                        self._move(-runs, group.phase, group.in_layers, [shift])
+                        self._move(-runs, group.phase, group.in_layers, shift)
                         remaining = replace(shift, over=shift.over & ~mask)
                         remaining = scattered(remaining, union(sharded.masks(shift.value)))
-                        self._move(runs if remaining.over else 0, group.phase, group.in_layers, [remaining])
+                        self._move(runs if remaining.over else 0, group.phase, group.in_layers, remaining)
             for value in set(group.op.outputs).intersection(late.ends) if group.op.bodies else ():
                 axes = union(sharded.masks(value))
                 shift = scattered(Reshard("all-reduce", value, sharded.mask(late.ends[value]), axes, False), axes)
                 in_layers = not self.traced.layer_labels.isdisjoint(self.traced.sharding_keys[value].labels)
-                self._move(self._of(value, group.runs), group.phase, in_layers, [shift])
+                self._move(self._of(value, group.runs), group.phase, in_layers, shift)
 
     def join(self, gradient_sum: GradientSum) -> None:
         """Removes all-reduces of results that are only added to results with an equal all-reduce."""
@@ -195,12 +260,11 @@ class _TermCounter:
             needed.append(left if is_equal else None)
             if right and is_equal:
                 runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.occurrences)
-                self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
+                self._move(-runs, right[1].phase, right[1].in_layers, right[2])
 
     def _summed(self, group: OpGroup, index: int) -> tuple[int, OpGroup, Reshard] | None:
-        partitioned = (
-            None if any(op in self._late.sums for op, _ in group.ops) else self.sharded.division(group.op).partition
-        )
+        is_late = bool(self._late.sums) and any(op in self._late.sums for op, _ in group.ops)
+        partitioned = None if is_late else self.sharded.division(group.op).partition
         sums = [shift for shift in partitioned.shifts if self._is_joined(shift)] if partitioned else []
         return (index, group, sums[0]) if len(sums) == 1 else None
 
@@ -210,47 +274,27 @@ class _TermCounter:
         Sums that a TPU's compiler converts before it reduces them are reduced one by one. Source: the gradients of the
         shared block of `tied` in tests/zoo.py, libtpu 0.0.52 for v5e:2x4.
         """
-        is_converted = self._num_bytes(replace(shift, kind="all-reduce")) != self.sharded.num_bytes(shift.value)
         is_reduced = shift.kind == "all-reduce" or (self._is_tpu_program and shift.kind == "reduce-scatter")
-        return is_reduced and not is_converted
+        return is_reduced and self._num_bytes(replace(shift, kind="all-reduce")) == self.sharded.num_bytes(shift.value)
 
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0
 
-    def _runs(self, group: OpGroup, shift: Reshard) -> int:
-        """Returns how often a value is moved; operations of the same body share a resharded operand.
+    def _key(self, shift: Reshard, phase: Phase, in_layers: bool, of_bytes: float = 1.0) -> tuple[Any, ...] | None:
+        """Returns the row of a collective, without its number of runs; None for a uniform value."""
+        if shift.value in self.traced.uniform:
+            return None
+        if self._is_tpu_program:
+            shift, change = self._on_tpu(shift)
+            of_bytes *= change
+        is_batched = self.sharded.is_batched(shift.value)
+        num_bytes, unchanged = self._num_bytes(shift) * of_bytes, shift.unchanged & ~shift.over
+        place = int(phase), in_layers, not is_batched
+        return KINDS.index(shift.kind), num_bytes, shift.over, unchanged, is_batched, *place
 
-        A value that depends on no input is equal in every iteration of a loop, and is moved once before it.
-        """
-        values, runs = (*group.op.inputs, *group.op.outputs), 0
-        index = values.index(shift.value)
-        for op, times in group.ops:
-            value = (*op.inputs, *op.outputs)[index]
-            if shift.is_operand:
-                key = (value, shift.kind, shift.over, shift.unchanged)
-                times = 0 if key in self._gathered else times if self.traced.axes.origins[value] else 1
-                self._gathered.add(key)
-            runs += self._of(value, times)
-        return runs
-
-    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Reshard], of_bytes: float = 1.0) -> None:
-        for shift in shifts:
-            if not runs or shift.value in self.traced.uniform:
-                continue
-            factor = of_bytes
-            if self._is_tpu_program:
-                shift, change = self._on_tpu(shift)
-                factor *= change
-            key = (
-                KINDS.index(shift.kind),
-                self._num_bytes(shift) * factor,
-                shift.over,
-                shift.unchanged & ~shift.over,
-                self.sharded.is_batched(shift.value),
-                int(phase),
-                in_layers,
-                not self.sharded.is_batched(shift.value),
-            )
+    def _move(self, runs: int, phase: Phase, in_layers: bool, shift: Reshard) -> None:
+        key = self._key(shift, phase, in_layers)
+        if runs and key is not None:
             self._moves[key] += runs * shift.times
 
     def _on_tpu(self, shift: Reshard) -> tuple[Reshard, float]:
@@ -282,111 +326,19 @@ class _TermCounter:
         return table(Collectives, rows)
 
 
-def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
-    """Returns a row of `Matmuls`, without its phase and number of runs."""
-    traced, graph = sharded.traced, sharded.traced.graph
-    summed, passed = op.dim_map.contraction
-    lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
-    shape, labels = graph.shape(out), traced.axes.classes[out]
-    groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
-    batch_labels = traced.batch_labels
-    for a, b, index in passed:
-        group_index = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
-        groups[group_index].append((shape[index], partitioned.result[index], labels[index] in batch_labels))
-    for a, _ in summed:
-        label = traced.axes.classes[lhs][a]
-        groups[2].append((graph.shape(lhs)[a], partitioned.operands[0][a], label in batch_labels))
-    flops = executed_flops(graph, op)
-    if op.name == RAGGED:
-        groups[3].append((num_groups(graph, op), 0, False))
-    if op.name == "conv_general_dilated":
-        _as_matmul(op, groups, shape, partitioned, flops)
-    values = (lhs, rhs, out)
-    return (
-        flops,
-        partitioned.work,
-        [math.prod(size for size, _, _ in group) for group in groups],
-        [union([mask for _, mask, _ in group]) for group in groups],
-        next((index for index, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
-        [sharded.num_bytes(value) for value in values],
-        [union(masks) for masks in (*partitioned.operands[:2], partitioned.result)],
-        [sharded.is_batched(value) for value in values],
-        _dtype_name(graph.avals[lhs].dtype),
-        [traced.sharding_keys[value].labels in traced.score_labels for value in values],
-        False,
-    )
-
-
-def _sums_rows(op: Op) -> bool:
-    """Returns whether an operation is a ragged matmul that contracts its rows: the gradient of its weights."""
-    if op.name != RAGGED:
-        return False
-    rows = op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    return any(lhs in rows for lhs, _ in op.dim_map.contraction[0])
-
-
-def _expanded(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> PartitionedOp:
-    """Returns the partition of a matmul that computes its result as it is sharded afterwards."""
-    masks = sharded.masks(op.outputs[0])
-    return replace(partitioned, work=partitioned.work | union(masks), result=masks)
-
-
-def _of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[int, int, int]:
-    """Returns the last columns of a row of `Matmuls`: the ragged size, the number of groups, the axes of experts."""
-    traced, graph, experts = sharded.traced, sharded.traced.graph, sharded.traced.routings
-    labels = [traced.axes.classes[value] for value in (*op.inputs[:2], op.outputs[0])]
-    masks = (*partitioned.operands[:2], partitioned.result)
-    pairs = [pair for dims in zip(labels, masks, strict=True) for pair in zip(*dims, strict=True)]
-    axes = union([mask for label, mask in pairs if label in experts])
-    if op.name != RAGGED:
-        return -1, 1, axes
-    return 2 if _sums_rows(op) else 0, num_groups(graph, op), axes
-
-
-def _as_matmul(
-    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], partitioned: PartitionedOp, flops: int
-) -> None:
-    """Completes m, n, k and the number of products of a convolution; output positions are rows, its window contracted.
-
-    The channels of a group are contracted only with those of the same group. Zeros of dilated inputs are not counted.
-    """
-    batch, _, *places = op.params["dimension_numbers"].out_spec
-    rows = [batch, *places] if op.params["batch_group_count"] > 1 else places
-    groups[0] += [(shape[dim], partitioned.result[dim], False) for dim in rows]
-    num_groups = max(op.params["feature_group_count"], op.params["batch_group_count"])
-    if num_groups > 1:
-        ((channels, mask, grows),) = groups[3]
-        groups[3] = [(num_groups, mask, grows)]
-        groups[1].append((channels / num_groups, 0, False))
-    num_summed = math.prod(size for size, _, _ in groups[2])
-    groups[2].append((flops / (2 * math.prod(shape) * num_summed), 0, False))
-
-
 def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
     rows: dict[tuple[Any, ...], float] = defaultdict(float)
     traced = sharded.traced
-    for value, phase, in_layers, times in traced.memory_traffic.touched:
-        is_score = traced.sharding_keys[value].labels in traced.score_labels
-        key = (union(sharded.masks(value)), sharded.is_batched(value), phase, in_layers, is_score)
-        rows[key] += times * sharded.num_bytes(value)
+    for number, place, num_bytes in traced.touched_bytes:
+        rows[sharded.axes_of(number), *place] += num_bytes
     kernels = np.asarray(traced.memory_traffic.kernels, float)
     return table(MemoryTraffic, [(num_bytes, *key) for key, num_bytes in rows.items()], kernels=kernels)
 
 
 def _host_copies(sharded: ShardedProgram) -> HostCopies:
     graph, rows = sharded.traced.graph, list[tuple[Any, ...]]()
-    for group in sharded.traced.op_groups:
-        for op, runs in group.ops if group.op.name == "device_put" else ():
-            (value,), (copy,) = op.inputs, op.outputs
-            if graph.is_on_host(value) != graph.is_on_host(copy):
-                mask, is_batched = union(sharded.masks(value)), sharded.is_batched(value)
-                rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))
+    for op, runs in sharded.traced.host_copies:
+        (value,), (copy,) = op.inputs, op.outputs
+        mask, is_batched = union(sharded.masks(value)), sharded.is_batched(value)
+        rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))
     return table(HostCopies, rows)
-
-
-def _dtype_name(dtype: Any) -> str:
-    """Returns the hardware's name for the dtype of a matmul; integers and wider dtypes count as float32."""
-    name = str(dtype)
-    if name.startswith(("float8", "float4")):
-        return "fp8" if name.startswith("float8") else "fp4"
-    return {"bfloat16": "bf16", "float16": "fp16", "int8": "int8", "uint8": "int8"}.get(name, "fp32")

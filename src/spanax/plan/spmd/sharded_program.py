@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from spanax.plan.cost.ring_attention import ring_partition
@@ -10,8 +11,11 @@ from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.graph import Op
+from spanax.trace.jaxpr.graph import RAGGED, Op
 from spanax.trace.rewrites.attention.operation import RING
+
+SIZED = LOOKUPS | RING
+"""Operations whose division also depends on the sizes of the mesh."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,12 +34,15 @@ class ShardingCache:
     """A cache shared by the layouts of one function over the same mesh axes.
 
     `numbers` enumerates the shardings of values; `divisions` are keyed by the operation and its values' shardings,
-    `matmuls` by division: a row of `Matmuls` without its phase and number of runs. `kernel_labels` has one entry.
+    `equal` by the operation and its division: equal divisions are one object. `counted` has what `count_terms` counts
+    for a group of operations, `columns` those of `peak_memory`. `kernel_labels` has one entry.
     """
 
     numbers: dict[Constraint | None, int] = field(default_factory=dict)
     divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
-    matmuls: dict[Division, tuple[Any, ...]] = field(default_factory=dict)
+    equal: dict[tuple[object, ...], Division] = field(default_factory=dict)
+    counted: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    columns: dict[tuple[object, ...], Any] = field(default_factory=dict)
     kernel_labels: list[frozenset[Labels]] = field(default_factory=list)
 
 
@@ -54,8 +61,19 @@ class ShardedProgram:
         self.cache = cache or ShardingCache()
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
         self._masks: dict[int, Masks] = {}
-        self._numbers: dict[int, int] = {}
         self._divisions: dict[Op, Division] = {}
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """Returns the number of the sharding of every sharding key in the cache; equal shardings have equal numbers."""
+        known, constraints = self.cache.numbers, self.constraints
+        shardings = [constraints[value] for value in self.traced.first_values]
+        return [known.setdefault(each, len(known)) for each in shardings]
+
+    @cached_property
+    def signature(self) -> tuple[object, ...]:
+        """Returns what the costs depend on: equal for layouts with equal shardings and equal divisions."""
+        return (*self.numbers, *(self.division(op) for op in self.traced.keys_of if op.name in SIZED))
 
     def masks(self, value: int) -> Masks:
         """Returns the sharding of a value."""
@@ -63,6 +81,10 @@ class ShardedProgram:
         if number not in self._masks:
             self._masks[number] = self.masks_of(value, self.constraints[value])
         return self._masks[number]
+
+    def axes_of(self, number: int) -> int:
+        """Returns the mesh axes that shard any dim of the values with a sharding key, by the number of the key."""
+        return union(self.masks(self.traced.first_values[number]))
 
     def masks_of(self, value: int, constraint: Constraint | None) -> Masks:
         """Returns the sharding of a value under a constraint; replicated without one."""
@@ -97,25 +119,21 @@ class ShardedProgram:
         op = self.traced.alike[op]
         known = self._divisions.get(op)
         if known is None:
-            keys, numbers = self.traced.keys_of[op], self._numbers
-            if not numbers.keys() >= {*keys}:
-                self._number(op)
-            key = (
-                op,
-                tuple([numbers[each] for each in keys]),
-                self.resolver.mesh if op.name in LOOKUPS | RING else None,
-            )
+            numbers, mesh = self.numbers, self.resolver.mesh if op.name in SIZED else None
+            key = (op, mesh, *[numbers[each] for each in self.traced.keys_of[op]])
             known = self.cache.divisions.get(key)
             if known is None:
-                known = self.cache.divisions[key] = self._divide(op)
+                known = self._divide(op)
+                known = self.cache.equal.setdefault((op, self._sized(op), known.operands, known.partition), known)
+                self.cache.divisions[key] = known
             self._divisions[op] = known
         return known
 
-    def _number(self, op: Op) -> None:
-        """Numbers the shardings of an operation's values, equal ones alike."""
-        for value, key in zip((*op.inputs, *op.outputs), self.traced.keys_of[op], strict=True):
-            if key not in self._numbers:
-                self._numbers[key] = self.cache.numbers.setdefault(self.constraints[value], len(self.cache.numbers))
+    def _sized(self, op: Op) -> object:
+        """Returns what the costs of an operation depend on in addition to its division."""
+        if op.name in RING:  # blocks of a ring depend on the mesh, those of a kernel do not
+            return self.resolver.mesh if op.params["kernel"] is None else None
+        return self.masks(op.outputs[0]) if op.name == RAGGED else None
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]

@@ -114,6 +114,14 @@ class StepAnalysis:
         return sharding_keys(self.graph, self.axes, self.routed)
 
     @cached_property
+    def first_values(self) -> list[int]:
+        """Returns the first value with each sharding key, by the number of the key."""
+        firsts = dict[int, int]()
+        for value, key in enumerate(self.sharding_keys):
+            firsts.setdefault(key.number, value)
+        return [*firsts.values()]
+
+    @cached_property
     def op_groups(self) -> list[OpGroup]:
         """Returns the groups of equal operations, each with its number of runs."""
         return op_groups(self.traced, self.sharding_keys, self.layer_labels)
@@ -136,6 +144,32 @@ class StepAnalysis:
         return {op: tuple(keys[value].number for value in (*op.inputs, *op.outputs)) for op in ops}
 
     @cached_property
+    def wire_keys(self) -> dict[Op, tuple[int, ...]]:
+        """Returns, for the first loop of every group, the sharding keys of the values outside and inside of it."""
+        keys, wires = (
+            self.sharding_keys,
+            {group.op: self.graph.wires(group.op) for group in self.op_groups if group.op.bodies},
+        )
+        return {
+            op: tuple(keys[value].number for pair in (*each.inputs, *each.outputs, *each.carried) for value in pair)
+            for op, each in wires.items()
+        }
+
+    @cached_property
+    def updated(self) -> list[tuple[int, int]]:
+        """Returns the value of every leaf of the state before and after the step."""
+        body = self.graph.body
+        num_leaves = len(body.outputs) - self.num_results
+        return list(zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True))
+
+    @cached_property
+    def host_copies(self) -> list[tuple[Op, int]]:
+        """Returns the copies between the memory of the devices and of the host, each with its number of runs."""
+        copies = [pair for group in self.op_groups if group.op.name == "device_put" for pair in group.ops]
+        is_on_host = self.graph.is_on_host
+        return [(op, runs) for op, runs in copies if is_on_host(op.inputs[0]) != is_on_host(op.outputs[0])]
+
+    @cached_property
     def gradient_sums(self) -> list[GradientSum]:
         """Returns the sums of results that have no other consumer."""
         return gradient_sums(self.graph, self.memory_plans, self.op_groups)
@@ -144,6 +178,21 @@ class StepAnalysis:
     def memory_traffic(self) -> Traffic:
         """Returns the reads and writes of fused kernels."""
         return traffic(self.traced, self.sharding_keys, self.op_groups, self.batch_labels, self.layer_labels)
+
+    @cached_property
+    def touched_bytes(self) -> list[tuple[int, tuple[bool, int, bool, bool], float]]:
+        """Returns the bytes that fused kernels read and write, by the number of the sharding key and by place.
+
+        A place is whether the values grow with the batch, the phase, whether it is in the layers, and whether the
+        values are attention scores.
+        """
+        result = list[tuple[int, tuple[bool, int, bool, bool], float]]()
+        for value, phase, in_layers, times in self.memory_traffic.touched:
+            key = self.sharding_keys[value]
+            is_batched, is_score = not self.batch_labels.isdisjoint(key.labels), key.labels in self.score_labels
+            place = is_batched, phase, in_layers, is_score
+            result.append((key.number, place, times * self.graph.num_bytes(value)))
+        return result
 
     @cached_property
     def score_keys(self) -> frozenset[Key]:
@@ -164,6 +213,13 @@ class StepAnalysis:
     def order(self) -> dict[Body, tuple[Op, ...]]:
         """Returns, for every body, its operations in execution order."""
         return order(self.graph, self.memory_plans, self.sharding_keys, self.batch_labels)
+
+    @cached_property
+    def divided(self) -> dict[Body, list[tuple[int, Op]]]:
+        """Returns, for every body, its operations without bodies, each with its index in execution order."""
+        return {
+            body: [(index, op) for index, op in enumerate(ops) if not op.bodies] for body, ops in self.order.items()
+        }
 
     @cached_property
     def liveness(self) -> dict[Body, Liveness]:
