@@ -10,6 +10,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
+from spanax.trace.variant import Variant
 
 
 def kernel_on(cluster: Cluster) -> str | None:
@@ -31,7 +32,7 @@ def kernel_on(cluster: Cluster) -> str | None:
     return CUDNN if any(kind.startswith("NVIDIA") for kind in kinds) else None
 
 
-def with_attention(program: Program, cluster: Cluster, requested: str | None) -> Program:
+def with_attention(program: Program, cluster: Cluster, requested: str | None, form: Variant | None = None) -> Program:
     """Returns the program with its attention computed as requested; its `attention` records the kernel or the reason.
 
     Args:
@@ -39,12 +40,14 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
       cluster: the devices.
       requested: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
         supported. None leaves the program unchanged.
+      form: the other options of the program, untraced; by default its own.
 
     Raises:
       SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
     """
-    if requested is None or known_attention(requested) == "plain" or program.context != GATHERED:
-        return program
+    form = program.form if form is None else form
+    if requested is None or known_attention(requested) == "plain" or form.context != GATHERED:
+        return program.variant(form)
     kernel = kernel_on(cluster)
     attention: tuple[FusedAttention, ...] = (
         FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
@@ -52,7 +55,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
     if not program.rewrites_loss:
         attention = (FusedAttention(None, ": the program has a custom train step"),)
     elif kernel is not None:
-        fused = program.variant(replace(program.form, context=kernel))
+        fused = program.variant(replace(form, context=kernel))
         if any(each.kernel == kernel for each in fused.attention):
             return fused
         attention = fused.attention
@@ -60,7 +63,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
-    return replace(program, attention=attention)
+    return replace(program.variant(form), attention=attention)
 
 
 def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:

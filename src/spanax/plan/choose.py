@@ -24,6 +24,7 @@ from spanax.plan.defaults import (
     default_chunks,
     default_dtype,
     defaults,
+    form_in,
     prices_stages,
 )
 from spanax.plan.layout import Layout
@@ -40,6 +41,7 @@ from spanax.plan.space import AXES, is_standard
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
+from spanax.trace.variant import Variant
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
@@ -184,16 +186,16 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     count = default_chunks(program, cluster, request.chunks)
 
     def make(program: Program) -> Plan:
-        return _placed(in_attention(program, cluster, request), cluster, request, program.loss_chunks)
+        return _placed(in_attention(program, cluster, request, program.form), cluster, request, program.loss_chunks)
 
     program = program.variant(replace(program.form, loss_chunks=count or 1))
     return make(program) if count else in_chunks(program, cluster, make)
 
 
-def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
-    """Returns the program with the attention of a request; the layout handles ring attention."""
+def in_attention(program: Program, cluster: Cluster, request: Request, form: Variant) -> Program:
+    """Returns the program in a form, with the attention of a request; the layout handles ring attention."""
     attention = request.attention or defaults(cluster).attention
-    return program if request.is_ring else with_attention(program, cluster, attention)
+    return program.variant(form) if request.is_ring else with_attention(program, cluster, attention, form)
 
 
 def searched(
@@ -223,7 +225,7 @@ def searched(
     """
     schedule, usual = request.schedule, defaults(cluster)
     dtype = None if schedule is None else schedule.compute_dtype
-    program = computed_in(program, dtype or default_dtype(program, cluster))
+    dtype = dtype or default_dtype(program, cluster)
     reason, layout, mesh = _named(cluster, request)
     as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
@@ -243,7 +245,7 @@ def searched(
     )  # fmt: skip
 
     def fastest(program: Program) -> Search:
-        program = in_attention(program, cluster, request)
+        program = in_attention(program, cluster, request, form_in(program, dtype))
         policies = REMAT if remat is None else (remat,)
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, cluster)

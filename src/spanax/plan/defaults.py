@@ -7,6 +7,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import known_chunks
+from spanax.trace.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,24 @@ def computed_in(program: Program, compute_dtype: str | None) -> Program:
     Raises:
       SpanaxError: the program was traced with a different dtype.
     """
+    return program.variant(form_in(program, compute_dtype))
+
+
+def form_in(program: Program, compute_dtype: str | None) -> Variant:
+    """Returns the form of a program with the compute dtype of a plan, untraced: other fields may change first.
+
+    Raises:
+      SpanaxError: the program was traced with a different dtype.
+    """
     if program.compute_dtype == "float32" and compute_dtype is None:
-        return program  # plans of float32 models omit the dtype
+        return program.form  # plans of float32 models omit the dtype
     if program.compute_dtype is not None and program.compute_dtype != compute_dtype:
         raise PlanMismatchError(
             f"the plan computes in {compute_dtype or 'the dtypes of the model'}, and the program was traced with "
             f"compute_dtype '{program.compute_dtype}'.",
             fix="trace the program without compute_dtype, or plan it again",
         )
-    return program.variant(replace(program.form, compute_dtype=compute_dtype))
+    return replace(program.form, compute_dtype=compute_dtype)
 
 
 def default_dtype(program: Program, cluster: Cluster) -> str | None:

@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -85,11 +85,11 @@ class LayoutCosts:
             return self.equal.level
         return walk(self.sharded, is_tpu=self.cluster.is_torus, has_host=not self.cluster.chip.shared)
 
-    def memory(self, grid: Grid) -> MemoryUse:
-        """Returns the peak memory per device on every mesh of a grid."""
+    def memory(self, grids: Sequence[Grid]) -> list[MemoryUse]:
+        """Returns the peak memory per device on every mesh of some grids."""
         on_chip = OnChip.of(self.cluster.chip)
         fused = self.assumptions.fused_attention
-        return memory_per_device(self.state, self.level, grid, fused_attention=fused, on_chip=on_chip)
+        return memory_per_device(self.state, self.level, grids, fused_attention=fused, on_chip=on_chip)
 
     def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
@@ -122,9 +122,9 @@ class Evaluation:
     @cached_property
     def layout(self) -> LayoutCosts:
         """The costs of one microbatch."""
-        variant, remat = in_forms(self.program, self.plan), self.plan.schedule.remat
-        policy = variant.form.remat if remat in (None, variant.remat) else remat
-        variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
+        remat = self.plan.schedule.remat
+        policy = self.program.form.remat if remat in (None, self.program.remat) else remat
+        variant = in_forms(self.program, self.plan, remat=policy, microbatches=1)
         sharded = ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(variant), variant.step)
         offload = priced_offload(self.cluster, self.plan.schedule.offload)
         return LayoutCosts(sharded, state_of(sharded.resolver, offload), self.cluster, self.assumptions)
@@ -141,7 +141,7 @@ class Evaluation:
     @cached_property
     def memory(self) -> MemoryUse:
         """The peak memory per device, by group; arrays of shape (1,)."""
-        return self.layout.memory(self.grid)
+        return self.layout.memory([self.grid])[0]
 
     @property
     def peak_bytes(self) -> float:

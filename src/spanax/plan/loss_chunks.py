@@ -66,15 +66,15 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     def peak_bytes(count: int) -> float:
         return evaluated(count).peak_bytes
 
-    divided = _divided(program, peak_bytes)
-    if isinstance(divided, Reason):
-        return 1, divided
-    tried, before = divided.loss_chunks, peak_bytes(1)
+    tried = _divided(peak_bytes)
+    if isinstance(tried, Reason):
+        return 1, tried
+    before = peak_bytes(1)
     logits = (before - peak_bytes(tried)) * tried / (tried - 1)
     if logits < LARGE * before:
         return 1, Reason(Code.LOGITS_SMALL, detail=f"{max(0.0, logits / before):.0%}")
     count, peak, slower, seconds = 1, before, 0.0, _step_seconds(evaluated(1))
-    while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), Reason):
+    while count < MOST and not isinstance(_divided(peak_bytes, [2 * count]), Reason):
         chunked_peak = peak_bytes(2 * count)
         slower = _step_seconds(evaluated(2 * count)) / seconds - 1
         fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
@@ -117,11 +117,10 @@ def _with_chunks(plan: Plan, count: int) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
 
 
-def _divided(program: Program, check: Callable[[int], Any], counts: Sequence[int] = TRIED) -> Program | Reason:
-    """Returns the program with the first supported number of chunks, or why it supports none.
+def _divided(check: Callable[[int], Any], counts: Sequence[int] = TRIED) -> int | Reason:
+    """Returns the first supported number of chunks, or why the program supports none.
 
     Args:
-      program: with its logits in one chunk.
       check: raises where the plan does not support `count` chunks.
       counts: the numbers to try.
     """
@@ -129,7 +128,7 @@ def _divided(program: Program, check: Callable[[int], Any], counts: Sequence[int
     for count in counts:
         try:
             check(count)
-            return program.variant(replace(program.form, loss_chunks=count))
+            return count
         except SpanaxError as error:
             message = first_line(error)  # the plan reports it
     return Reason(Code.LOGITS_UNSUPPORTED, detail=message)

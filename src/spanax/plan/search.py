@@ -339,8 +339,8 @@ class Pricer:
                         rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
                     else:
                         costs.append((grid, plain.select(columns).scheduled(grid)))
-                for grid, seconds in costs:
-                    memory = layout.memory(grid)
+                uses = layout.memory([grid for grid, _ in costs])
+                for (grid, seconds), memory in zip(costs, uses, strict=True):
                     upper = upper_bytes(program, memory.peak_bytes)
                     result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
         return result

@@ -187,7 +187,7 @@ class _Walked:
         costs = layout_costs.costs(grid)
         if point.fits(result.cluster.memory_bytes) and costs.step_seconds[0] >= point.candidate.step_seconds:
             return None
-        memory = layout_costs.memory(grid)
+        memory = layout_costs.memory([grid])[0]
         candidate = Candidate.of(layout, seed.storing, seed.mesh, program, grid, costs, memory)
         upper = float(upper_bytes(program, memory.peak_bytes)[0])
         return _Point(seed, replace(candidate, assigned=layout), layout, sharded, rounded_up(upper))

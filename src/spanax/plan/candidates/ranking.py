@@ -44,11 +44,7 @@ class Priced:
     def select(self, columns: np.ndarray) -> "Priced":
         """Returns the priced meshes of some columns."""
         grid = self.grid.select(columns)
-        memory = MemoryUse(
-            {name: values[columns] for name, values in self.memory.groups.items()},
-            self.memory.peak_bytes[columns],
-            self.memory.host_bytes[columns],
-        )
+        memory = self.memory.select(columns)
         upper_bytes, costs = self.upper_bytes[columns], self.costs.select(columns)
         return replace(self, grid=grid, memory=memory, upper_bytes=upper_bytes, costs=costs)
 

@@ -5,6 +5,7 @@ it. A value inside a fused kernel takes no memory. Sizes are global bytes and th
 walk serves all meshes on which a layout resolves equally.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ class MemoryUse:
     peak_bytes: Array
     host_bytes: Array
 
+    def select(self, columns: Array | slice) -> "MemoryUse":
+        """Returns the bytes of some candidates."""
+        groups = {name: values[columns] for name, values in self.groups.items()}
+        return MemoryUse(groups, self.peak_bytes[columns], self.host_bytes[columns])
+
 
 def walk(sharded: ShardedProgram, *, is_tpu: bool = False, has_host: bool = True) -> Level:
     """Returns the peak moments of a program under a layout, with the live ranges of a TPU's compiler or of others.
@@ -127,26 +133,40 @@ def memory_use(
 
 
 def memory_per_device(
-    state: State, level: Level, grid: Grid, *, fused_attention: bool = False, on_chip: OnChip | None = None
-) -> MemoryUse:
-    """Returns the bytes per device on every mesh of a grid, under its pipeline schedule.
+    state: State,
+    level: Level,
+    grids: Sequence[Grid],
+    *,
+    fused_attention: bool = False,
+    on_chip: OnChip | None = None,
+) -> list[MemoryUse]:
+    """Returns the bytes per device on every mesh of some grids, each under its pipeline schedule.
 
     The operands of a pending weight gradient count as much as the activations of a microbatch: each matmul needs the
     gradient of its output along with its input.
     """
-    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
-    flying = flying + num_pending(grid.schedule, grid.num_stages, grid.num_microbatches)
-    return memory_use(
+    columns = [(*grid.sizes, grid.shares, grid.num_microbatches, _num_in_flight(grid), grid.scale) for grid in grids]
+    *sizes, num_stages, num_microbatches, in_flight, scale = map(np.concatenate, zip(*columns, strict=True))
+    memory = memory_use(
         state,
         level,
-        grid.sizes,
-        num_stages=grid.shares,
-        num_microbatches=grid.num_microbatches,
-        in_flight=np.where(grid.num_stages > 1, flying, 1),
-        scale=grid.scale,
+        np.stack(sizes),
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        in_flight=in_flight,
+        scale=scale,
         fused_attention=fused_attention,
         on_chip=on_chip,
     )
+    ends = np.cumsum([grid.scale.size for grid in grids]).tolist()
+    return [memory.select(slice(start, end)) for start, end in itertools.pairwise([0, *ends])]
+
+
+def _num_in_flight(grid: Grid) -> Array:
+    """Returns the microbatches whose activations a stage stores at once."""
+    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    flying = flying + num_pending(grid.schedule, grid.num_stages, grid.num_microbatches)
+    return np.where(grid.num_stages > 1, flying, 1)
 
 
 def _peak(level: Level, columns: Columns) -> Array:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from spanax.errors import IdleAxisError, PlanMismatchError, VariantError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.defaults import computed_in
+from spanax.plan.defaults import form_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
@@ -41,7 +42,7 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    program = _in_forms(program, schedule)
+    program = program.variant(replace(program.form, **_forms(schedule)))
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -108,20 +109,24 @@ def as_planned(program: Program, plan: Plan) -> Program:
     return program.variant(replace(program.form, remat=policy, microbatches=microbatches))
 
 
-def in_forms(program: Program, plan: Plan) -> Program:
+def in_forms(program: Program, plan: Plan, **form: Any) -> Program:
     """Returns the program in the compute dtype of a plan, with its attention, chunks of the logits and padded axes.
+
+    Args:
+      program: the program of the plan.
+      plan: the plan.
+      **form: other fields of the variant.
 
     Raises:
       SpanaxError: the plan was made for another program, or the program was traced with another compute dtype.
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    return _in_forms(computed_in(program, schedule.compute_dtype), schedule)
+    return program.variant(replace(form_in(program, schedule.compute_dtype), **_forms(schedule), **form))
 
 
-def _in_forms(program: Program, schedule: Schedule) -> Program:
-    chunks, padded = schedule.loss_chunks, schedule.padded
-    return program.variant(replace(program.form, context=schedule.context, loss_chunks=chunks, padded=padded))
+def _forms(schedule: Schedule) -> dict[str, Any]:
+    return {"context": schedule.context, "loss_chunks": schedule.loss_chunks, "padded": schedule.padded}
 
 
 def _place(resolver: Resolver, leaf: Leaf, value: int, offload: Sequence[str]) -> Placement:

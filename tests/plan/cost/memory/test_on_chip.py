@@ -38,7 +38,7 @@ def test_predicted_memory_grows_with_the_batch_where_values_do_not_fit_on_the_ch
     for factor in (4096, 16384, 65536):
         cost = evaluate(program, plan, machine)
         grid = dataclasses.replace(cost.grid, scale=np.asarray([float(factor)]))
-        peaks.append(float(cost.layout.memory(grid).peak_bytes[0]))
+        peaks.append(float(cost.layout.memory([grid])[0].peak_bytes[0]))
     assert peaks == sorted(peaks) and peaks[-1] > 3 * peaks[0]
 
 
