@@ -11,8 +11,15 @@ project = "Spanax"
 author = copyright = "the Spanax authors"
 release = version = installed("spanax")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
+
+nb_execution_mode = "force"  # notebooks have no stored outputs: every picture is of this build
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_in_temp = True
+nb_merge_streams = True
+nb_output_stderr = "remove"  # the plugins of absent accelerators report there that they are absent
 
 html_theme = "furo"  # all that it needs is in the site: nothing is loaded from elsewhere
 html_title = f"Spanax {release}"

@@ -18,7 +18,7 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.errors import SpanaxError
-from written import Block, blocks, commands, looks_like_python, pages, read
+from written import CELL, Block, blocks, commands, looks_like_python, pages, read
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
@@ -82,7 +82,8 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
 
 
 PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
-QUICK = [page for page in PAGES_OF_PYTHON if page not in ("docs/checkpoints.md", "docs/monitoring.md")]
+LONG = ("docs/checkpoints.md", "docs/monitoring.md", "docs/notebook.md")
+QUICK = [page for page in PAGES_OF_PYTHON if page not in LONG]
 
 
 @pytest.mark.parametrize("page", sampled(PAGES_OF_PYTHON, QUICK))
@@ -160,7 +161,7 @@ def test_wrong_python_is_found(text: str) -> None:
 
 def unmarked(text: str) -> list[int]:
     """The lines at which Python begins that is not fenced as such, and so would not run."""
-    return [block.line for block in blocks(text) if block.kind == "python" and block.info != "python"] + [
+    return [block.line for block in blocks(text) if block.kind == "python" and block.info not in ("python", CELL)] + [
         block.line for block in blocks(text) if block.info in ("text", "console") and looks_like_python(block.text)
     ]
 
