@@ -27,7 +27,8 @@ from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.summary import summarize
-from spanax.plan.choose import Request, searched
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.plan.defaults import STAGE_MARGIN
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.search import search

@@ -18,7 +18,8 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Search
 from spanax.plan.candidates import local_search
 from spanax.plan.candidates.moves import assignment_text
-from spanax.plan.choose import Request, chosen, decided, searched
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import chosen, decided, searched
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Code, Reason

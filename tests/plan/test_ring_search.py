@@ -2,7 +2,8 @@
 
 import spanax
 from spanax.models.workloads import load
-from spanax.plan.choose import Request, searched
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.plan.reason import Code, Reason
 
 

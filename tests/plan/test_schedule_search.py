@@ -13,7 +13,8 @@ import spanax
 from pipelines import ranked_layers
 from spanax.models.workloads import load
 from spanax.plan.candidates.grids import grids_of
-from spanax.plan.choose import Request, searched
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.evaluate import LayoutCosts

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spanax.plan.advice.summary import Summary
     from spanax.plan.calibration.calibrate import Calibration
     from spanax.plan.candidate import Search
-    from spanax.plan.choose import Request
+    from spanax.plan.candidates.request import Request
     from spanax.plan.plan import Plan
     from spanax.trace.program import Program
 
@@ -159,7 +159,7 @@ def _search(
 
 
 def _request(command: PlanCommand) -> "Request":
-    from spanax.plan.choose import Request
+    from spanax.plan.candidates.request import Request
     from spanax.trace.rewrites.remat_policies import known_offload
 
     request = command.request
@@ -168,9 +168,9 @@ def _request(command: PlanCommand) -> "Request":
         request.mesh,
         attention=request.attention,
         loss_chunks=request.loss_chunks,
-        pad=request.pad,
+        pad=request.pad or ("none" if command.solve_for else None),
         pipeline=True if command.pipeline else False if command.no_pipeline else None,
-        offload=known_offload(request.offload),
+        offload=None if request.offload is None and not command.solve_for else known_offload(request.offload),
     )
 
 

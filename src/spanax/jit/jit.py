@@ -10,7 +10,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.placement import LossOptions, SharedPlacement
 from spanax.jit.sharded_function import ShardedFunction
-from spanax.plan.choose import Request
+from spanax.plan.candidates.request import Request
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.assign import Pins
@@ -83,7 +83,7 @@ def jit(
             attention=attention, loss_chunks=loss_chunks, pad=pad, like=like, donate=donate,
             static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
-    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}), pad=pad)
+    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}), pad=pad, offload=())
     others = {
         "layout": layout, "mesh": mesh, "on": on, "pin": pin, "pad": pad, "plan": plan if like is not None else None,
     }  # fmt: skip

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from spanax.errors import IdleAxisError, IndivisibleError, ObjectsError, PipelineError, VariantError, first_line
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.choose import Request, decided
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import decided
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import check_made_for
@@ -100,7 +101,7 @@ class SharedPlacement:
 
 def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions, *, is_like: bool) -> Plan:
     """Returns the plan of a program on the mesh of another plan; mesh axes may have nothing to shard in it."""
-    request = Request(mesh=plan.mesh, attention=losses.attention, loss_chunks=losses.loss_chunks)
+    request = Request(mesh=plan.mesh, attention=losses.attention, loss_chunks=losses.loss_chunks, offload=())
     layout = plan.layout
     known = {*program.step.axes.names.values()}
     pins = {axis: pin for axis, pin in plan.pins if axis in known}

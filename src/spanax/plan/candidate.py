@@ -145,6 +145,7 @@ class Search:
       requested: why these layouts were searched; None where all were.
       logits: the best number of chunks of the logits, and why.
       assignment: why the best layout is not a preset; None where it is.
+      alternative: why axes are padded, or state is offloaded, without a request; None where none is.
       offload: the kinds of state in host memory, for every candidate.
 
     Example:
@@ -178,6 +179,7 @@ class Search:
     requested: Reason | None = None
     logits: Reason | None = None
     assignment: Reason | None = None
+    alternative: Reason | None = None
     offload: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str | None:

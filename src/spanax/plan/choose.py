@@ -1,8 +1,9 @@
 """Returns a Plan for a program, a cluster and a request: validates the request, searches open choices, resolves."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError
 from spanax.hardware.cluster import Cluster, cluster_of
@@ -12,11 +13,13 @@ from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.refused_stages import refused_stages
+from spanax.plan.candidates.request import Request
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
     STAGE_MARGIN,
@@ -87,9 +90,11 @@ def plan(
         where that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
       pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
-      offload: the state to store in host memory: `optimizer`, its arrays. Default: that of `schedule`, or none.
+      offload: the state to store in host memory: `optimizer`, its arrays, or `none`. Default: that of `schedule`; an
+        open search offloads it, and activations as the last resort, where nothing fits otherwise.
       pad: names of axes that are padded where they are computed if a mesh axis that shards them does not divide them:
-        `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. Default: none.
+        `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. `none` pads none.
+        Default: in an open search, where a step is at least 10 % faster (`ASSIGNMENT_MARGIN`).
 
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
     `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.
@@ -110,53 +115,10 @@ def plan(
       ((), ('fsdp',))
     """
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    offload = schedule.offload if offload is None and schedule is not None else known_offload(offload)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad, offload)
+    scheduled = None if schedule is None else schedule.offload or None
+    kinds = scheduled if offload is None else known_offload(offload)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad, kinds)
     return decided(program, cluster_of(cluster), request)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Requirements of a plan; None leaves a choice to the defaults of the cluster and to the search.
-
-    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid`, and `pipeline` is whether layers
-    may be partitioned into stages.
-    """
-
-    layout: str | Layout | None = None
-    mesh: Mapping[str, int] | str | MeshShape | None = None
-    sequence_parallel: bool = False
-    schedule: Schedule | None = None
-    attention: str | None = None
-    loss_chunks: int | str | None = None
-    pins: Pins = field(default_factory=dict)
-    pipeline: bool | None = None
-    pad: str | Sequence[str] | None = None
-    offload: tuple[str, ...] = ()
-
-    @property
-    def padded(self) -> tuple[str, ...]:
-        """The names of the axes to pad."""
-        names = self.pad.split(",") if isinstance(self.pad, str) else self.pad or ()
-        return tuple(dict.fromkeys(name.strip() for name in names))
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether a layout, or a mesh that implies one, is requested."""
-        return self.layout is not None or self.mesh is not None
-
-    @property
-    def chunks(self) -> int | str | None:
-        """The requested number of chunks of the logits, from the schedule by default."""
-        if self.loss_chunks is None and self.schedule is not None and self.schedule.loss_chunks > 1:
-            return self.schedule.loss_chunks
-        return self.loss_chunks
-
-    @property
-    def is_ring(self) -> bool:
-        """Whether ring attention is requested."""
-        named = isinstance(self.layout, str) and RING in self.layout.split("+")
-        return named or (self.schedule is not None and self.schedule.context == RING)
 
 
 def decided(program: Program, cluster: Cluster, request: Request, priced: Search | None = None) -> Plan:
@@ -237,40 +199,60 @@ def searched(
         remat = program.remat
     attention = request.attention or usual.attention
     stage_margin = STAGE_MARGIN if request.pipeline is None else 0.0
-    find = partial(
+    unplaced = partial(
         search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
         pins=request.pins, top=top if request.is_placed else max(top, POOL), each=each, assign=False,
         attention="plain", ring=request.layout is None and can_ring(program, cluster, attention),
-        distinct=True, stage_margin=stage_margin, offload=request.offload,
+        distinct=True, stage_margin=stage_margin,
     )  # fmt: skip
 
-    def fastest(program: Program) -> Search:
-        program = in_attention(program, cluster, request, form_in(program, dtype))
-        policies = REMAT if remat is None else (remat,)
-        is_open = request.pipeline is None and usual.pipeline and not request.is_placed
-        in_stages = is_open and prices_stages(program, cluster)
-        spare = partial(find, program, remat=policies, fits_first=True, counts_stages=not in_stages)
-        result = spare(pipeline=in_stages or bool(request.pipeline))
-        if result.best is None and is_open and program.evaluation is not None:
-            result = find(program, remat=policies, pipeline=True)
-        refused = refused_stages(result)
-        if refused is None or (refused.code is Code.NO_STAGES and not is_open):
-            return result
-        again = spare(pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
-        return replace(again, rejected={**again.rejected, refused: result.layouts_priced - again.layouts_priced})
+    fastest = partial(_fastest, find=unplaced, cluster=cluster, request=request, dtype=dtype, policy=remat)
 
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
 
-    def padded(program: Program) -> Search:
-        return search_in_padding(fastest, program, cluster, request.padded, mesh)
+    def padded(program: Program, **options: Any) -> Search:
+        return search_in_padding(partial(fastest, **options), program, cluster, request.padded, mesh)
 
-    result = padded(program) if count else search_in_chunks(padded, program, cluster)
+    def chunked(**options: Any) -> Search:
+        find: Callable[[Program], Search] = partial(padded, **options)
+        return find(program) if count else search_in_chunks(find, program, cluster)
+
+    result, limit = chunked(), None if each else top
     if not (request.is_placed or request.offload or request.padded):
-        result = with_assignments(result, Assumptions(), None if each else top, stage_margin)
+        result = with_assignments(result, Assumptions(), limit, stage_margin)
+    if not request.is_placed:
+        if request.pad is None:
+            result = with_padding(result, fastest, program, stage_margin)
+        if request.offload is None:
+            result = with_host_memory(result, chunked, has_policy=remat is not None)
+        result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
     is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not count and (request.chunks is not None or is_chunked)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
+
+
+def _fastest(
+    program: Program, *, find: Callable[..., Search], cluster: Cluster, request: Request, dtype: str | None,
+    policy: str | None,
+    offload: Sequence[str] | None = None, **options: Any,
+) -> Search:  # fmt: skip
+    """Returns the search of a program under a remat policy, or any, in stages where they may be faster or fit."""
+    offload = offload or request.offload or ()
+    program = in_attention(program, cluster, request, form_in(program, dtype))
+    find = partial(find, offload=offload, **options)
+    policies, has_stages = REMAT if policy is None else (policy,), defaults(cluster).pipeline
+    is_open = request.pipeline is None and has_stages and not request.is_placed
+    in_stages = is_open and prices_stages(program, cluster)
+    spare = partial(find, program, remat=policies, fits_first=True, counts_stages=not in_stages)
+    result: Search = spare(pipeline=in_stages or bool(request.pipeline))
+    if result.best is None and is_open and program.evaluation is not None:
+        result = find(program, remat=policies, pipeline=True)
+    refused = refused_stages(result)
+    if refused is None or (refused.code is Code.NO_STAGES and not is_open):
+        return result
+    again = spare(pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
+    return replace(again, rejected={**again.rejected, refused: result.layouts_priced - again.layouts_priced})
 
 
 def chosen(result: Search) -> Plan:
@@ -286,7 +268,15 @@ def chosen(result: Search) -> Plan:
     plan = plan_of(result, result.best)
     attention = [f"attention {outcome}" for outcome in result.attention]
     padding = padding_text(result.program_of(result.best), plan.mesh, plan.layout)
-    reasons = (result.requested, result.assignment, rule(result, result.best), padding, *attention, result.logits)
+    reasons = (
+        result.requested,
+        result.assignment,
+        result.alternative,
+        rule(result, result.best),
+        padding,
+        *attention,
+        result.logits,
+    )
     return replace(plan, why="; ".join(str(reason) for reason in reasons if reason))
 
 
@@ -347,7 +337,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)
-    schedule = replace(schedule, offload=request.offload)
+    schedule = replace(schedule, offload=request.offload or ())
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)

@@ -38,6 +38,9 @@ class Code(Enum):
     NOT_PLACED = "{name}: {detail}"
     ASSIGNED = "{name}, by local search: a step takes {detail} less than with the fastest preset"
     ASSIGNED_FITS = "{name}, by local search: no preset fits"
+    PADDED = "{name} padded: a step takes {detail} less than with the fastest layout without padding"
+    PADDED_FITS = "{name} padded: no layout fits without padding"
+    IN_HOST_MEMORY = "{name} in host memory: no layout fits into the memory of the devices"
     NOT_COMPARED = "priced, not compared"
 
     LAYOUT_REQUESTED = "as requested"

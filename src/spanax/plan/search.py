@@ -55,6 +55,7 @@ def search(
     counts_stages: bool = True,
     assign: bool = True,
     offload: Sequence[str] = (),
+    model: int | None = None,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no device.
 
@@ -82,6 +83,7 @@ def search(
       counts_stages: whether layouts with stages count for this.
       assign: whether a local search changes the assignments of the best presets, where neither layout nor mesh is set.
       offload: as in `spanax.plan`.
+      model: prices only meshes with this size of `model`.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -119,7 +121,7 @@ def search(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=max(top, POOL) if assigns else top,
         each=each, layout=layout, mesh=mesh, assumptions=assumptions, pins=pins, ring=ring,
         distinct=distinct, stage_margin=stage_margin, schedules=schedules,
-        fits_first=fits_first, counts_stages=counts_stages, offload=known_offload(offload),
+        fits_first=fits_first, counts_stages=counts_stages, offload=known_offload(offload), model=model,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is None and _is_inexact(program, result):
@@ -133,7 +135,7 @@ def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
     layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
-    fits_first: bool, counts_stages: bool, offload: tuple[str, ...],
+    fits_first: bool, counts_stages: bool, offload: tuple[str, ...], model: int | None,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
@@ -143,7 +145,7 @@ def _search(
     programs = programs_of(program, policies[:1] if fits_first else remat, rejected)
     trace_seconds = time.perf_counter() - tracing_start
     first = next(iter(programs.values()))
-    space = families(first, cluster, batch_size, rejected, pins)
+    space = families(first, cluster, batch_size, rejected, pins, model)
     if not space:
         raise _no_layout(batch_size, cluster.num_devices, rejected)
     space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]

@@ -50,8 +50,9 @@ class Family:
 
 
 def families(
-    program: Program, cluster: Cluster, batch_size: int, rejected: Rejections, pins: Pins | None = None
-) -> list[Family]:
+    program: Program, cluster: Cluster, batch_size: int, rejected: Rejections, pins: Pins | None = None,
+    model: int | None = None,
+) -> list[Family]:  # fmt: skip
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
     Args:
@@ -60,8 +61,9 @@ def families(
       batch_size: examples per step; every mesh must divide it.
       rejected: counts rejected layouts by reason.
       pins: the mesh axes requested for single axes, in every layout.
+      model: the size of `model` in every mesh; by default, any.
     """
-    meshes = list(_meshes(program, cluster.num_devices, pins or {}))
+    meshes = [row for row in _meshes(program, cluster.num_devices, pins or {}) if model in (None, row[-1])]
     keys: dict[tuple[object, ...], Key | Reason] = {}
     result = []
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)

@@ -101,9 +101,10 @@ class LayoutRequest:
         Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
         accelerators, 1 on CPUs.
-      pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes.
-        Default: none.
-      offload: state to store in host memory: optimizer, whose arrays are copied to the devices for the update only.
+      pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes;
+        none pads none. Default: without layout and mesh, where a step is 10 % faster; otherwise none.
+      offload: state to store in host memory: optimizer, whose arrays are copied to the devices for the update only; or
+        none. Default: none, but without layout and mesh, what makes a layout fit if nothing fits otherwise.
       accumulate: how gradients of microbatches are combined: exact, to the gradient of the batch; or mean, to the mean
         over microbatches. Default: exact.
     """

@@ -17,7 +17,8 @@ from spanax.errors import CapacityError, ConflictError, NoLayoutError, RangeErro
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
-from spanax.plan.choose import Request, searched
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.plan.evaluate import collectives_of
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
@@ -156,7 +157,7 @@ def layouts(
       SpanaxError: no layout can run, the mesh is invalid, or both `top` and `every` are requested.
     """
     check_pruning(top, every)
-    planner_search = searched(program, machine, Request(pipeline=False))
+    planner_search = searched(program, machine, Request(pipeline=False, pad="none", offload=()))
     planned = next(iter(planner_search.programs.values()))
     remat = remat or (planned.remat if planner_search.best is None else planner_search.best.remat)
     searched_layouts = search(

@@ -41,11 +41,9 @@ def search_in_padding(
         return find(program)
     check_padded(program, names)
     results = []
-    for padded in _forms(program, cluster, names, mesh):
+    for padded in padded_forms(program, cluster, names, mesh):
         result = find(program.variant(replace(program.form, padded=padded)))
-        best = result.best
-        is_used = best is not None and all(_ways(best.mesh, name) == number for name, number in padded)
-        if best is not None and is_used:
+        if is_used(result, padded):
             results.append(result)
     if not results:
         axes, shape = ", ".join(names), f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"
@@ -53,6 +51,12 @@ def search_in_padding(
             f"the fastest layout shards no padded axis of {axes}.", where=shape, fix="a layout and a mesh with `model`"
         )
     return min(results, key=_step_seconds)
+
+
+def is_used(result: Search, padded: Multiples) -> bool:
+    """Returns whether the best candidate of a search shards each padded axis over the number that it is padded for."""
+    best = result.best
+    return best is not None and all(_ways(best.mesh, name) == number for name, number in padded)
 
 
 def _step_seconds(result: Search) -> float:
@@ -64,7 +68,9 @@ def _ways(mesh: MeshShape, name: str) -> int:
     return mesh.ways([axis for axis, names in MEANING.items() if name in names])
 
 
-def _forms(program: Program, cluster: Cluster, names: Sequence[str], mesh: MeshShape | None) -> Iterator[Multiples]:
+def padded_forms(
+    program: Program, cluster: Cluster, names: Sequence[str], mesh: MeshShape | None
+) -> Iterator[Multiples]:
     """Yields the uneven axes for each number of devices that may shard them, the largest first."""
     numbers = [size for size in divisors(cluster.num_devices) if 1 < size <= MOST][::-1]
     for number in numbers if mesh is None else [1]:

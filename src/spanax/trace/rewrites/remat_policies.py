@@ -8,6 +8,9 @@ POLICIES = ("none", "dots", "full", "offload")
 """`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
 only the inputs of a layer; `offload` is `dots` with the saved values in host memory."""
 
+OFFLOADED_ACTIVATIONS = "offload"
+"""The policy that stores activations in host memory."""
+
 AS_WRITTEN = "as written"
 """Label of a program whose model chooses its own rematerialization."""
 
@@ -93,6 +96,8 @@ OFFLOADS = (OPTIMIZER_STATE,)
 def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns the kinds of state to store in host memory, from a sequence or a list separated by commas.
 
+    `none` offloads nothing, even where nothing fits otherwise.
+
     Raises:
       SpanaxError: a kind is unknown.
 
@@ -101,6 +106,7 @@ def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
       (('optimizer',), ('optimizer',), ())
     """
     names = offload.split(",") if isinstance(offload, str) else offload or ()
+    names = () if offload == "none" else names
     if "activations" in names:
         raise VariantError("activations are offloaded by a remat policy.", fix="remat 'offload', with --remat offload")
     return tuple(dict.fromkeys(_known("kind of offloaded state", name.strip(), OFFLOADS) for name in names))

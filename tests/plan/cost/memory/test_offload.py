@@ -15,7 +15,9 @@ import zoo
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import plan_of
-from spanax.plan.choose import Request, searched
+from spanax.plan.candidates import alternatives
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Schedule
 from spanax.trace.program import Program
@@ -74,7 +76,7 @@ def test_a_chip_without_a_known_host_link_is_refused() -> None:
     assert 'host_rate = "64 GB/s"' in str(caught.value)
 
 
-def test_offload_is_suggested_where_it_makes_a_layout_fit() -> None:
+def test_an_open_search_offloads_where_nothing_fits_otherwise() -> None:
     deep = spanax.trace(
         build=lambda rngs: nnx.Sequential(*(nnx.Linear(256, 256, rngs=rngs) for _ in range(8))),
         optimizer=optax.adamw(1e-2),
@@ -87,9 +89,38 @@ def test_offload_is_suggested_where_it_makes_a_layout_fit() -> None:
     assert leanest[0] < 0.8 * leanest[1]
     small = replace(machine, memory_bytes=sum(leanest) // 2)
     with pytest.raises(spanax.SpanaxError, match="no layout fits into the memory") as caught:
-        spanax.plan(deep, small)
+        spanax.plan(deep, small, offload="none")
     assert "--offload optimizer" in str(caught.value)
-    assert spanax.plan(deep, small, offload="optimizer").host_bytes > 0
+    plan = spanax.plan(deep, small)
+    assert plan.schedule.offload == ("optimizer",) and plan.host_bytes > 0
+    assert "the optimizer's state in host memory: no layout fits into the memory of the devices" in plan.why
+    assert spanax.plan(deep, machine).schedule.offload == ()
+    unlinked = replace(small, chip=replace(small.chip, host_bytes_per_second=None))
+    with pytest.raises(spanax.SpanaxError, match="no layout fits into the memory"):
+        spanax.plan(deep, unlinked)
+
+
+def test_activations_are_offloaded_as_the_last_resort() -> None:
+    gpt = programs.workload("gpt-nano", batch_size=64)
+    machine = spanax.cluster("h100:8")
+    nothing = spanax.search(gpt, replace(machine, memory_bytes=1), layout="fsdp", mesh="fsdp=8", microbatches=1)
+    calls: list[dict[str, Any]] = []
+
+    def find(**options: Any) -> Any:
+        calls.append(options)
+        policy = options.get("policy")
+        if policy is None:
+            return nothing
+        return spanax.search(gpt, machine, remat=(policy,), layout="fsdp", mesh="fsdp=8", microbatches=1)
+
+    result = alternatives.with_host_memory(nothing, find, has_policy=False)
+    assert calls == [{"offload": ("optimizer",)}, {"offload": (), "policy": "offload"}]
+    assert str(result.alternative) == "activations in host memory: no layout fits into the memory of the devices"
+    assert result.best is not None and result.best.remat == "offload" and result.best.host_bytes > 0
+    assert alternatives.with_host_memory(nothing, find, has_policy=True).alternative is None
+    simulated = replace(nothing, cluster=spanax.cluster("cpu:8"))
+    assert alternatives.with_host_memory(simulated, find, has_policy=False) is simulated
+    assert alternatives.with_host_memory(result, find, has_policy=False) is result
 
 
 def test_host_links_have_sources() -> None:

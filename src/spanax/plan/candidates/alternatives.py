@@ -1,0 +1,119 @@
+"""Forms that a search prices without a request: uneven axes padded, and state or activations in host memory."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from spanax.errors import SpanaxError, first_line
+from spanax.plan.candidate import Search
+from spanax.plan.candidates.padding import is_used, padded_forms
+from spanax.plan.cost.overlap import TERMS
+from spanax.plan.defaults import ASSIGNMENT_MARGIN
+from spanax.plan.reason import Code, Reason
+from spanax.trace.program import Program
+from spanax.trace.rewrites.padding.padded_step import Multiples
+from spanax.trace.rewrites.remat_policies import OFFLOADED_ACTIVATIONS, OPTIMIZER_STATE
+
+UNREQUESTED = ("heads", "vocab")
+"""The axes that are padded without a request: model authors choose their sizes for reasons other than sharding."""
+
+MOST_GROUPS = 6_000
+"""The most groups of operations, over all padded forms, that a search walks without a request."""
+
+BETWEEN_DEVICES = (*dict.fromkeys(TERMS.values()), "weights between devices", "pipeline")
+"""The terms of the step time that another sharding of the same matmuls may save."""
+
+IN_HOST_MEMORY: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+    ("the optimizer's state", (OPTIMIZER_STATE,), None),
+    ("activations", (), OFFLOADED_ACTIVATIONS),
+    ("the optimizer's state and activations", (OPTIMIZER_STATE,), OFFLOADED_ACTIVATIONS),
+)
+"""What host memory may have: its name, kinds of state, and a remat policy. The first that fits is the fastest."""
+
+
+def with_padding(result: Search, find: Callable[..., Search], program: Program, stage_margin: float) -> Search:
+    """Returns a search with uneven axes padded, if its best candidate is faster by `ASSIGNMENT_MARGIN`.
+
+    Without padding, XLA runs an uneven axis replicated over the mesh axis that does not divide it; its cost is that of
+    `result`. Padded forms are priced only where they may gain so much: where nothing fits, or where the best candidate
+    shards more than the batch, and replicates an uneven axis over `model` or spends the margin in communication.
+
+    Args:
+      result: a search without padded axes.
+      find: searches the layouts of a padded program on the meshes with a size of `model`.
+      program: without padded axes.
+      stage_margin: as in `search`.
+    """
+    best = result
+    for padded in _forms(result):
+        chunks = next(iter(result.programs.values())).loss_chunks
+        form = replace(program.form, padded=padded, loss_chunks=chunks)
+        other = find(program.variant(form), model=padded[0][1])
+        if is_used(other, padded) and _seconds(other, stage_margin) < _seconds(best, stage_margin):
+            best = other
+    if best is result or _seconds(best, stage_margin) * (1 + ASSIGNMENT_MARGIN) > _seconds(result, stage_margin):
+        return result
+    assert best.best is not None
+    names = ", ".join(name for name, _ in next(iter(best.programs.values())).form.padded)
+    reason = Reason(Code.PADDED_FITS, names)
+    if result.best is not None:
+        reason = Reason(Code.PADDED, names, detail=f"{1 - best.best.step_seconds / result.best.step_seconds:.0%}")
+    return replace(
+        best,
+        alternative=reason,
+        layouts_priced=result.layouts_priced + best.layouts_priced,
+        search_seconds=result.search_seconds + best.search_seconds,
+        trace_seconds=result.trace_seconds + best.trace_seconds,
+    )
+
+
+def _forms(result: Search) -> list[Multiples]:
+    """Returns the padded forms that can be faster than a search without padding; none beyond a budget."""
+    program = next(iter(result.programs.values()))
+    known = {*program.step.axes.names.values()}.difference(result.pins)
+    names = [name for name in UNREQUESTED if name in known]
+    forms = list(padded_forms(program, result.cluster, names, None))
+    best = result.best
+    if best is not None:
+        seconds = sum(best.seconds.get(name, 0.0) for name in BETWEEN_DEVICES)
+        is_repeated = any(best.mesh.ways(["model"]) == padded[0][1] for padded in forms)
+        is_only_batch = best.num_stages == 1 and best.mesh.ways(["data", "fsdp", "expert"]) == best.mesh.size
+        is_short = seconds * (1 + ASSIGNMENT_MARGIN) < ASSIGNMENT_MARGIN * best.step_seconds
+        if is_only_batch or (is_short and not is_repeated):
+            return []
+    return forms[: MOST_GROUPS // max(1, len(program.step.op_groups))]
+
+
+def _seconds(result: Search, stage_margin: float) -> float:
+    """Returns the step time of the best candidate, with the margin of stages; infinity where nothing fits."""
+    if result.best is None:
+        return float("inf")
+    return result.best.step_seconds * (1 + stage_margin * (result.best.num_stages > 1))
+
+
+def with_host_memory(result: Search, find: Callable[..., Search], *, has_policy: bool) -> Search:
+    """Returns a search with state, or activations as the last resort, in host memory, if nothing fits without.
+
+    Simulated devices, and those whose link to host memory has no known bandwidth, have none.
+
+    Args:
+      result: a search without offload.
+      find: searches with the kinds of offloaded state, `offload`, and a remat `policy`.
+      has_policy: whether the remat policy is requested, so that activations stay where they are.
+    """
+    chip, rejected = result.cluster.chip, Counter(result.rejected)
+    leaves = next(iter(result.programs.values())).leaves
+    has_optimizer = any(leaf.kind == OPTIMIZER_STATE and leaf.shape for leaf in leaves)
+    if result.best is not None or not result.nearest or chip.shared or chip.host_bytes_per_second is None:
+        return result
+    for name, offload, policy in IN_HOST_MEMORY:
+        if (offload and not has_optimizer) or (policy and has_policy):
+            continue
+        try:
+            other = find(offload=offload) if policy is None else find(offload=offload, policy=policy)
+        except SpanaxError as error:
+            rejected[Reason(Code.NO_REMAT, policy or "", detail=first_line(error))] += 1
+            continue
+        if other.best is not None:
+            return replace(other, alternative=Reason(Code.IN_HOST_MEMORY, name))
+    return replace(result, rejected=dict(rejected))

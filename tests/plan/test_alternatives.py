@@ -1,0 +1,69 @@
+"""Padding that a search chooses without a request, and where it does not price it."""
+
+from dataclasses import replace
+
+import jax
+import optax
+import pytest
+
+import spanax
+from spanax.models import gpt
+from spanax.plan.candidates import alternatives
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import chosen, searched
+from spanax.plan.plan import Plan
+from spanax.plan.reason import Code
+from spanax.trace.program import Program
+
+MACHINE = spanax.cluster("h100:8")
+
+
+def wide(num_heads: int = 25) -> Program:
+    """Two examples on eight devices, which only tensor or context parallelism shards."""
+    config = gpt.GPTConfig(1024, seq_len=256, num_layers=4, num_heads=num_heads, embed_dim=num_heads * 128)
+    tokens = {name: jax.ShapeDtypeStruct((2, 256), "int32") for name in ("inputs", "targets")}
+    return spanax.trace(
+        build=lambda rngs: gpt.GPT(config, rngs), optimizer=optax.adamw(1e-3), batch=tokens, loss=gpt.loss
+    )
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Program:
+    return wide()
+
+
+FORBIDDEN = {"seq": None, "head_dim": None}
+
+
+def test_uneven_heads_are_padded_where_that_is_faster(uneven: Program) -> None:
+    plain = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN))
+    assert result.alternative is not None and result.alternative.code is Code.PADDED
+    assert result.best.step_seconds * (1 + alternatives.ASSIGNMENT_MARGIN) <= plain.best.step_seconds
+    plan = chosen(result)
+    assert plan.schedule.padded and "heads padded: a step takes" in plan.why and "25 heads padded to" in plan.why
+    assert Plan.from_json(plan.to_json()) == plan == spanax.plan(uneven, MACHINE, forbid=[*FORBIDDEN])
+    assert chosen(plain).schedule.padded == ()
+
+
+def test_a_small_gain_pads_nothing(uneven: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alternatives, "ASSIGNMENT_MARGIN", 10.0)
+    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN))
+    assert result.alternative is None and chosen(result).schedule.padded == ()
+
+
+@pytest.mark.parametrize("request_", [Request(layout="tensor"), Request(mesh="model=8")])
+def test_requested_layouts_are_not_padded(uneven: Program, request_: Request) -> None:
+    assert searched(uneven, MACHINE, request_).alternative is None
+
+
+def test_only_forms_that_can_gain_are_priced(uneven: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on simulated devices, not even axes, and not where the best layout hardly communicates."""
+    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+    assert alternatives._forms(result)
+    quiet = replace(result.best, mesh=spanax.MeshShape.of("data=8"), seconds={"matmuls": result.best.step_seconds})
+    assert alternatives._forms(replace(result, candidates=(quiet,))) == []
+    even = searched(wide(24), MACHINE, Request(pins=FORBIDDEN))
+    assert alternatives._forms(even) == []
+    simulated = searched(uneven, spanax.cluster("cpu:8"), Request(pins=FORBIDDEN))
+    assert simulated.alternative is None
