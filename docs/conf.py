@@ -26,6 +26,7 @@ html_title = f"Spanax {release}"
 html_copy_source = html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 
 autodoc_typehints = "description"
 napoleon_use_ivar = True
@@ -60,7 +61,14 @@ def written_in(text: str) -> str:
     return "python"
 
 
+def with_levels(app: Any, name: str, template: str, context: dict[str, Any], page: Any) -> None:
+    """Adds the level to the headings of the navigation, which ARIA requires and Sphinx omits."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app: Any) -> None:
     """What Sphinx is to do besides."""
     app.connect("autodoc-process-docstring", from_markdown, priority=400)  # before napoleon, at 500
     app.connect("doctree-read", coloured)
+    app.connect("html-page-context", with_levels, priority=900)  # after furo, at 500
