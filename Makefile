@@ -24,7 +24,7 @@ help:
 	@echo 'make frozen  compare programs, plans, prices and texts with the golden digests; make freeze writes them'
 	@echo 'make slow    every case of the large matrices, and the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
-	@echo 'make browser the tests of pages in a browser'
+	@echo 'make browser the tests of pages and of the site in a browser'
 	@echo 'make lint    format, rules of ruff, spelling, vocabulary'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
 	@echo 'make docs    build the site into build/docs; every warning is an error'
@@ -74,10 +74,10 @@ bench-peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --disable-pip-version-check -r benchmarks/peers/requirements.txt
 
-browser: $(STAMP)
+browser: docs
 	@command -v chromium >/dev/null || echo 'there is no Chromium: apt-get install chromium, and these tests run instead of being left out'
-	@$(INSTALL) 'playwright>=1.49'
-	$(PYTEST) tests/show/test_browser.py $(ARGS)
+	@$(INSTALL) -e '.[$@]' $(PINNED)
+	$(PYTEST) tests/show/test_browser.py tests/show/test_accessibility.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

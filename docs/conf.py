@@ -62,9 +62,11 @@ def written_in(text: str) -> str:
 
 
 def with_levels(app: Any, name: str, template: str, context: dict[str, Any], page: Any) -> None:
-    """Adds the level to the headings of the navigation, which ARIA requires and Sphinx omits."""
-    tree = context.get("furo_navigation_tree", "")
-    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    """Adds the level to the headings of tables of contents, which ARIA requires and Sphinx omits."""
+    for part in ("furo_navigation_tree", "body"):
+        context[part] = context.get(part, "").replace(
+            'class="caption" role="heading"', 'class="caption" role="heading" aria-level="2"'
+        )
 
 
 def setup(app: Any) -> None:

@@ -46,8 +46,8 @@ def state(candidate: Candidate) -> float:
 
 
 def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]], *, microbatches: int = 1) -> str:
-    """Layouts of one workload on one machine: what a device holds and moves, and how long a step takes."""
-    lines: list[tuple[object, ...]] = [("layout", "mesh", "state", "at most held", "moved in a step", "step")]
+    """Layouts of one workload on one machine: memory and communication per device, and the time of a step."""
+    lines: list[tuple[object, ...]] = [("layout", "mesh", "state", "peak memory", "communication per step", "step")]
     for layout, mesh in rows:
         search_result = spanax.search(
             traced(workload, batch_size), spanax.cluster(on), layout=layout, mesh=mesh, remat=("full",),
@@ -64,8 +64,8 @@ def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]]
 
 
 def data_parallel() -> str:
-    """GPT-2 on one, two and eight devices; with one of them nothing is split, and nothing moves."""
-    lines: list[tuple[object, ...]] = [("devices", "state", "at most held", "moved in a step", "step")]
+    """GPT-2 on one, two and eight devices; on one device nothing is sharded, and nothing is communicated."""
+    lines: list[tuple[object, ...]] = [("devices", "state", "peak memory", "communication per step", "step")]
     for count in (2, 4, 8):
         program, machine = traced("gpt2", 64), spanax.cluster(f"h100:{count}")
         search_result = spanax.search(
@@ -113,7 +113,7 @@ def stages() -> str:
     """GPT-3 on 512 A100s: the fastest layout by how many stages it has."""
     search_result = searched("gpt3-175b", 1536, "a100-80gb:64x8")
     lines: list[tuple[object, ...]] = [
-        ("stages", "layout", "mesh of one", "schedule", "microbatches", "remat", "held", "step")
+        ("stages", "layout", "mesh of a stage", "schedule", "microbatches", "remat", "peak memory", "step")
     ]
     for count in (1, 4, 8, 16, 32):
         item = next(candidate for candidate in search_result.candidates if candidate.num_stages == count)

@@ -30,6 +30,7 @@ from spanax.show.page.parts.curves import Curve, chart
 from spanax.show.page.parts.markup import html
 from spanax.show.page.parts.mesh import mesh_grid
 from spanax.show.page.parts.schedule_grid import schedule_grid
+from spanax.show.page.plan import seconds_text
 from spanax.units import bytes_text
 
 
@@ -115,6 +116,21 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
     assert "spanax train --output-dir" in text
 
 
+def test_the_speed_of_a_run_is_that_of_its_median_step(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", a_plan())
+    steps = [(9.0, 100), (0.1, 9000), (0.1, 9000), (0.2, 4500)]
+    lines = [
+        {"event": "step", "step": step, "loss": 1.0, "step_seconds": seconds, "tokens_per_second": rate}
+        for step, (seconds, rate) in enumerate(steps, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"event": "start", "step": 0}, *lines])))
+    assert "step time 100 ms 9 k tokens/s, medians" in Read(document(page_of(run_report(folder)))).text
+
+
+def test_short_times_are_in_microseconds() -> None:
+    assert seconds_text(5e-6) == "5 µs" and seconds_text(0.005) == "5 ms"
+
+
 def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
     rates = '"tokens_per_second": 512.0, "examples_per_second": {}'
@@ -127,7 +143,7 @@ def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> Non
 
 def test_the_numbers_on_the_page_are_those_of_the_check(written: dict[str, str]) -> None:
     text = Read(written["check"]).text
-    assert "findings 3 1 errors, 1 warnings" in text and "SPX001" in text and "Fix: layout fsdp" in text
+    assert "findings 3 1 error, 1 warning" in text and "SPX001" in text and "Fix: layout fsdp" in text
     assert "peak memory 39 MiB 41 MiB -4.9 %" in text and "model.py:63" in text
     assert "no findings" in Read(written["bare check"]).text.lower()
 
@@ -219,8 +235,8 @@ def test_odd_curves_are_drawn(points: list[tuple[float, float]]) -> None:
 def test_bars_of_nothing_and_beside_a_limit() -> None:
     assert "nothing" in html(stacked("of", [Bar("plan", {"a": 0})], bytes_text))
     near, far = (html(stacked("of", [Bar("plan", {"a": 6})], bytes_text, limit)) for limit in (8, 800))
-    assert 'class="limit"' in near and "width:75.000%" in near and "the dashed line" in near
-    assert 'class="limit"' not in far and "width:100.000%" in far and "of which this is 0.8 %" in far
+    assert 'class="limit"' in near and "width:75.000%" in near and "dashed line" in near
+    assert 'class="limit"' not in far and "width:100.000%" in far and "the peak is 0.8 % of it" in far
 
 
 # ---- what is recognised
@@ -237,7 +253,11 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
         text = capsys.readouterr().out
         assert f"written to {out}" in text and words in text
         assert Read(out.read_text()).text.startswith(
-            {"a": "fsdp+tensor on", "b": "fsdp+tensor on h100", "c": "gpt-nano"}[name]
+            {
+                "a": "fsdp+tensor on fsdp=4,model=2: 114 k parameters, batch size 32",
+                "b": "fsdp+tensor on h100",
+                "c": "gpt-nano",
+            }[name]
         )
         cli.main(["report", str(tmp_path / name), "--json"])
         json.loads(capsys.readouterr().out)

@@ -71,6 +71,7 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 class MetricCurves:
     """Logged metrics over steps.
 
+    `seconds` and `rates` are the time and the speed of the last steps, without the first step of each attempt.
     `held_out` is the held-out loss, `evaluated` are the other held-out metrics by name. `counted` is the unit of
     `speed`: tokens or examples per second.
     """
@@ -81,6 +82,13 @@ class MetricCurves:
     speed: Points = field(default_factory=Points)
     counted: str = "tokens"
     seconds: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
+
+    rates: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
+
+    @property
+    def median_speed(self) -> float | None:
+        """Median tokens or examples per second of the steps of `median_step_seconds`; None without a speed."""
+        return statistics.median(self.rates) if self.rates else None
 
     @property
     def median_step_seconds(self) -> float | None:
@@ -111,6 +119,8 @@ def metric_curves(folder: Path) -> MetricCurves:
             seconds = _number(event, "step_seconds")
             if seconds is not None and not is_first:
                 curves.seconds.append(seconds)
+                if (speed := _number(event, "tokens_per_second")) is not None:
+                    curves.rates.append(speed)
             is_first = False
     return curves if is_tokens else replace(curves, counted="examples")
 

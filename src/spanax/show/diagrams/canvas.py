@@ -14,8 +14,8 @@ from spanax.show.page.parts.markup import Node, el
 WIDTH, EDGE, LINE = 380, 10, 15
 """Units of a diagram: its width, the margin, and the height of a line of text."""
 
-SCALE = 1.5
-"""Pixels per unit where there is room; a phone shows a diagram at about 0.9."""
+SCALE = 1.2
+"""Pixels per unit where there is room: two diagrams fit side by side; a phone shows one at about 0.9."""
 
 LETTER = 6.1
 """Units per letter in the 10-unit monospace font."""

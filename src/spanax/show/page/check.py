@@ -29,7 +29,7 @@ def check_page(certificate: Certificate) -> Page:
 def _figures(certificate: Certificate) -> list[Figure]:
     report = certificate.report
     counts = [
-        f"{sum(finding.severity.value == name for finding in certificate.findings)} {name}s"
+        _counted(sum(finding.severity.value == name for finding in certificate.findings), name)
         for name in ("error", "warning")
     ]
     peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
@@ -41,9 +41,13 @@ def _figures(certificate: Certificate) -> list[Figure]:
         ),
         Figure("peak memory", bytes_text(peak), limit, report.fits is False),
         Figure("state per device", bytes_text(report.compiled.state_bytes or report.predicted.state_bytes or 0)),
-        Figure("moved per step", bytes_text(sum(moved)) if moved else "unknown", "as compiled"),
+        Figure("communication per step", bytes_text(sum(moved)) if moved else "unknown", "as compiled"),
         Figure("checked by", f"level {report.level}", report.by),
     ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
 
 
 def _is_error(finding: Finding) -> bool:
@@ -60,12 +64,14 @@ def _blocks(certificate: Certificate) -> list[Block]:
     blocks.append(Block("Memory per device", [_memory(certificate)]))
     sides = {"predicted": report.predicted.collectives, "compiled": report.compiled.collectives}
     known = {side: moved for side, moved in sides.items() if moved is not None}
-    blocks.append(Block("Traffic by mesh axis", [traffic(known)], of_plan.TRAFFIC_NOTE))
+    blocks.append(Block("Communication by mesh axis", [traffic(known)], of_plan.TRAFFIC_NOTE))
     if report.collectives:
         blocks.append(Block("Collectives", [_collectives(report)], "The largest first; click a header to sort."))
     if report.buffers:
         rows = [[buffer.shapes, bytes_text(buffer.num_bytes), ", ".join(buffer.paths[:3])] for buffer in report.buffers]
-        blocks.append(Block("The largest arrays", [table("the largest arrays", ("shape", "bytes", "like"), rows, {1})]))
+        blocks.append(
+            Block("The largest arrays", [table("the largest arrays", ("shape", "bytes", "shaped like"), rows, {1})])
+        )
     if certificate.plan is not None:
         blocks += of_plan.blocks(certificate.plan, is_priced=False)
     return blocks
@@ -89,7 +95,7 @@ def _parts(state_bytes: int | None, peak_bytes: int | None) -> dict[str, int]:
 
 
 def _collectives(report: Report) -> Node:
-    heads = ("kind", "over", "bytes", "runs", "result", "for", "line")
+    heads = ("kind", "mesh axes", "bytes", "runs per step", "result", "arrays", "line")
     rows = [_row(collective) for collective in report.collectives[:MAX_COLLECTIVES]]
     return table(f"{len(rows)} of {len(report.collectives)} collectives", heads, rows, {2, 3}, is_sorted=True)
 

@@ -57,7 +57,7 @@ def _placement(leaf: Placement) -> list[Node]:
     local = f"{list(leaf.local_shape)}, {leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)})"
     shape = " ".join(f"{name or '?'} {size:,}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
     details = facts(
-        [("spec", el("code", spec_text(leaf))), ("dims", shape), ("per device", local), ("why", leaf.reason)]
+        [("spec", el("code", spec_text(leaf))), ("dims", shape), ("per device", local), ("reason", leaf.reason)]
     )  # fmt: skip
     return [el("p", el("code", leaf.path), f" {leaf.dtype}, {leaf.kind}", class_="title"), details]
 

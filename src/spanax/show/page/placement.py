@@ -71,9 +71,12 @@ def array_facts(leaf: Placement, plan: Plan, alike: Sequence[Placement] = ()) ->
             ("array", f"{leaf.dtype}{list(leaf.shape)}, {bytes_text(num_bytes)}"),
             ("per device", local),
             ("copies", _copies_text(parts, times)),
-            ("why", leaf.reason or "as the layout computes with it"),
-            ("moves", _moves(leaf, plan)),
-            ("alike", f"{len(alike)} arrays, from {alike[0].path} to {alike[-1].path}" if len(alike) > 1 else None),
+            ("reason", leaf.reason or "sharded as it is used"),
+            ("communication", _moves(leaf, plan)),
+            (
+                "applies to",
+                f"{len(alike)} arrays, from {alike[0].path} to {alike[-1].path}" if len(alike) > 1 else None,
+            ),
         ]
     )
 
@@ -128,10 +131,10 @@ def _row(alike: Sequence[Placement], plan: Plan, largest: int) -> Node:
 def _moves(leaf: Placement, plan: Plan) -> str:
     """Returns the collectives of an array per step; for equal blocks, those of the first."""
     if leaf.kind == "batch":
-        return "each device reads its own rows"
+        return "none: each device reads its rows"
     if leaf.kind != "param":
-        return "with its parameter" if leaf.kind == "optimizer" else ""
+        return "see its parameter" if leaf.kind == "optimizer" else ""
     if plan.price is None:
         return "unknown: the plan has no predicted cost"
     moved = plan.price.moved_of.get(leaf.path)
-    return "too small to be counted" if moved is None else moved_text(moved) or "nothing"
+    return "negligible" if moved is None else moved_text(moved) or "none"

@@ -1,5 +1,6 @@
 """Builds the page of a plan: predicted time, memory and traffic, placement of arrays, and pipeline schedule."""
 
+import math
 from collections.abc import Sequence
 
 from spanax.plan.cost.prediction import Prediction
@@ -12,9 +13,9 @@ from spanax.show.page.parts.markup import Node, el
 from spanax.show.page.parts.schedule_grid import schedule_grid
 from spanax.show.page.parts.traffic import traffic
 from spanax.show.page.placement import KINDS, placement
-from spanax.units import bytes_text, quantity_text
+from spanax.units import bytes_text, count_text, quantity_text
 
-POINT = "Hover over an array, or focus it with the keyboard, to see which device holds which shard."
+POINT = "Hover over an array, or select it with the keyboard, to see the shard of each device."
 
 MOST_TASKS = 1 << 14
 """Largest schedule that is drawn: a screen shows a hundredth of it, and its table takes seconds."""
@@ -26,8 +27,11 @@ def plan_page(plan: Plan) -> Page:
 
 
 def plan_title(plan: Plan) -> str:
-    """Returns the layout and its mesh."""
-    return f"{plan.layout.name} on {plan.mesh}"
+    """Returns the layout, its mesh, the number of parameters and the batch size."""
+    num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.kind == "param")
+    sizes = [leaf.shape[0] for leaf in plan.batch if leaf.shape]
+    batch = f", batch size {max(sizes):,}" if sizes else ""
+    return f"{plan.layout.name} on {plan.mesh}: {count_text(num_params)} parameters{batch}"
 
 
 def plan_figures(plan: Plan) -> list[Figure]:
@@ -80,21 +84,26 @@ def price_blocks(price: Prediction) -> list[Block]:
     return [
         Block("Step time", [steps], f"Predicted for {price.cluster}.", is_half=True),
         Block("Memory per device", [memory], "Predicted peak.", is_half=True),
-        Block("Traffic by mesh axis", [moved], TRAFFIC_NOTE, is_half=True),
+        Block("Communication by mesh axis", [moved], TRAFFIC_NOTE, is_half=True),
     ]
 
 
-TRAFFIC_NOTE = "Results of collectives, per device and step."
+TRAFFIC_NOTE = "Bytes that a device receives from collectives per step."
 
 
 def step_bars(bars: Sequence[Bar]) -> Node:
     """Returns seconds per step by category."""
-    return stacked("seconds per step", bars, seconds_text)
+    return stacked(f"{_names(bars)} seconds per step", bars, seconds_text)
 
 
 def memory_bars(bars: Sequence[Bar], limit_bytes: int | None) -> Node:
     """Returns bytes per device by category."""
-    return stacked("bytes per device", bars, bytes_text, limit_bytes)
+    return stacked(f"{_names(bars)} bytes per device", bars, bytes_text, limit_bytes)
+
+
+def _names(bars: Sequence[Bar]) -> str:
+    """Returns the labels of bars, which distinguish figures of equal quantities for screen readers."""
+    return " and ".join(bar.label for bar in bars)
 
 
 def state_bars(plan: Plan) -> Node:
@@ -110,4 +119,4 @@ def seconds_text(seconds: float) -> str:
       >>> seconds_text(0.02078), seconds_text(0)
       ('20.8 ms', '0 ns')
     """
-    return quantity_text(seconds, "seconds", 3)
+    return quantity_text(seconds, "seconds", 3).replace("us", "µs")  # files have the unit in ASCII

@@ -24,14 +24,14 @@ COMMUNICATION = ("activations between devices", "weights between devices", "grad
 def run_page(run: RunRecord) -> Page:
     """Returns the page of a run."""
     plan = run.plan
-    lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "Without a plan."
+    lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "No plan."
     title, blocks = printable(run.report.workload) or "a run", [*_blocks(run), *_of_plan(run)]
     return Page("run", title, lead, _figures(run), blocks, next=run.report.how_to_go_on)
 
 
 def _figures(run: RunRecord) -> list[Figure]:
     times, loss, held_out = run.report.account, run.metrics.loss.retained, run.metrics.held_out.retained
-    speed, step_seconds = run.metrics.speed.retained, run.metrics.median_step_seconds
+    step_seconds = run.metrics.median_step_seconds
     figures = [Figure("goodput", f"{100 * times.goodput:.1f} %", f"of {duration_text(times.wall_seconds)}")]
     num_attempts = len(times.attempts)
     figures.append(Figure("steps", f"{times.reached:,}", f"{num_attempts} attempt{'s' * (num_attempts > 1)}"))
@@ -39,7 +39,8 @@ def _figures(run: RunRecord) -> list[Figure]:
         detail = f"held out {held_out[-1][1]:.4g}" if held_out else f"at first {loss[0][1]:.4g}"
         figures.append(Figure("loss", f"{loss[-1][1]:.4g}", detail))
     if step_seconds is not None:
-        rate = f"{count_text(speed[-1][1])} {run.metrics.counted}/s" if speed else ""
+        speed = run.metrics.median_speed
+        rate = f"{count_text(speed)} {run.metrics.counted}/s, medians" if speed is not None else "median"
         figures.append(Figure("step time", of_plan.seconds_text(step_seconds), rate))
     if times.faults:
         figures.append(Figure("faults", str(len(times.faults)), f"ended: {times.attempts[-1].outcome}", is_bad=True))
@@ -91,7 +92,7 @@ def _attempts(times: TimeAccount) -> Node:
         good = "good" if attempt.outcome in ("finished", "running") else "ended"
         fill(line, el("span", class_=f"seg {good}", style=style, title=label))
         mesh = attempt.place.get("mesh")
-        sizes = ",".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
         devices = printable(attempt.place.get("devices", ""))
         after = duration_text(attempt.began - began)
         steps = f"{attempt.first_step:,}–{attempt.last_step:,}"
@@ -127,8 +128,8 @@ def _compared(price: Prediction, run: RunRecord) -> list[Sequence[str]]:
         between = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
         computing = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, "pipeline"))
         pairs += [
-            ("computing", computing, run.profile.compute),
-            ("between devices", between, run.profile.communication),
+            ("computation", computing, run.profile.compute),
+            ("communication", between, run.profile.communication),
         ]
     return [
         (

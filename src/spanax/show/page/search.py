@@ -14,7 +14,7 @@ from spanax.show.page.parts.tables import table
 from spanax.show.search import mfu_text
 from spanax.units import bytes_text, count_text
 
-HEADS = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat", "micro")
+HEADS = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat", "microbatches")
 NUMBERS = {1, 2, 3, 8}
 
 
@@ -30,7 +30,7 @@ def search_page(summary: Summary, plan: Plan | None, workload: str) -> Page:
     if search.rejected:
         rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
         rows = [(str(reason), f"{count:,}") for reason, count in rejected]
-        blocks.append(Block("Left out", [table("left out", ("reason", "layouts"), rows, {1})]))
+        blocks.append(Block("Excluded", [table("excluded layouts", ("reason", "layouts"), rows, {1})]))
     if plan is not None:
         blocks += of_plan.blocks(plan)
     return Page("layouts", f"{workload} on {search.cluster}", lead, _figures(summary), blocks)

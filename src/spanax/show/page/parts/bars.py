@@ -59,8 +59,8 @@ def stacked(caption: str, bars: Sequence[Bar], text: Callable[[float], str], lim
         label = el("span", bar.label, class_="bar-label")
         fill(figure, el("div", label, track, el("span", text(bar.total), class_="bar-total"), class_="bar-row"))
     if limit:
-        where = "the dashed line" if is_near else f"of which this is {100 * largest / limit:.1f} %"
-        fill(figure, el("p", f"A device can hold {text(limit)}, {where}.", class_="note"))
+        where = " (dashed line)" if is_near else f"; the peak is {100 * largest / limit:.1f} % of it"
+        fill(figure, el("p", f"Memory of a device: {text(limit)}{where}.", class_="note"))
     return fill(figure, _legend(caption, bars, names, text))
 
 

@@ -76,4 +76,4 @@ def _drawn(sizes: list[int]) -> list[int]:
 
 def _left_out(axes: list[tuple[str, int]], drawn: list[int]) -> Node | None:
     short = [f"{shown} of {size} along {name}" for (name, size), shown in zip(axes, drawn, strict=True) if shown < size]
-    return el("p", f"Drawn are the first {', '.join(short)}.", class_="note") if short else None
+    return el("p", f"Shows the first {', '.join(short)}.", class_="note") if short else None

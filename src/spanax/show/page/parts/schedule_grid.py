@@ -32,9 +32,11 @@ def schedule_grid(table: Ticks) -> Node:
     kinds = [kind for kind in WORDS if any(task and task.kind == kind for row in table.tasks for task in row)]
     keys = [el("span", el("span", class_=f"swatch task-{kind.lower()}"), WORDS[kind]) for kind in kinds]
     keys.append(el("span", el("span", class_="swatch task-idle"), f"idle, {idle:.0f} %"))
-    note_text = f" Drawn are the first {shown:,} of {table.num_ticks:,} ticks." if shown < table.num_ticks else ""
+    note_text = f" Shows the first {shown:,} of {table.num_ticks:,} ticks." if shown < table.num_ticks else ""
     numbers = "A number is the microbatch" + (", and after it the chunk." if table.num_chunks > 1 else ".")
-    note = el("p", f"{numbers} At most {table.num_in_flight} have activations in memory.{note_text}", class_="note")
+    note = el(
+        "p", f"{numbers} Activations of at most {table.num_in_flight} are in memory at once.{note_text}", class_="note"
+    )
     return el("figure", el("figcaption", *keys), scrolled(f"schedule {table.schedule}", picture), note, class_="ticks")
 
 

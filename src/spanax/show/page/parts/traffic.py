@@ -1,4 +1,4 @@
-"""Charts bytes moved between devices by mesh axes and kind of collective."""
+"""Charts the communication between devices in bytes by mesh axes and kind of collective."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def traffic(sides: Mapping[str, Moved]) -> Node:
         for side, moved in sides.items()
     ]
     if not any(bar.total for bar in bars):
-        return el("p", "Nothing moves between devices.", class_="note")
+        return el("p", "No communication between devices.", class_="note")
     return stacked("bytes received per device and step, by mesh axes", bars, bytes_text)
 
 

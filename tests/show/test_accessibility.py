@@ -1,0 +1,172 @@
+"""Pages, diagrams and the site in a real browser: axe finds nothing serious, keys reach what the pointer does."""
+
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pages import a_certificate, a_plan, a_run
+from programs import zoo_program
+from spanax.commands.report import page_of
+from spanax.hardware.cluster import cluster
+from spanax.plan.advice.summary import summarize
+from spanax.plan.search import search
+from spanax.run.record.report import run_report
+from spanax.show.page.document import document
+from spanax.show.page.search import search_page
+
+playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
+pytest.importorskip("axe_playwright_python", reason='no axe-core: pip install "spanax[browser]"')
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE, IMAGES = ROOT / "build" / "docs", ROOT / "docs" / "images"
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+PAGES = ("plan", "run", "check", "ranked", "notebook")
+VIEWS = [(width, theme) for width in (390, 1280) for theme in ("light", "dark")]
+HEAD = '<!doctype html><html lang="en"><head><title>x</title><meta name="color-scheme" content="light dark"></head>'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield result
+        result.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    """Opens an address at a width and in a theme."""
+    contexts = []
+
+    def show(address: str, width: int, theme: str = "light") -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=theme, offline=True, bypass_csp=True,
+            reduced_motion="reduce",
+        )  # fmt: skip
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(120_000)
+        page.goto(address)
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The address of a page of each kind, and of what a notebook displays."""
+    folder, plan = tmp_path_factory.mktemp("pages"), a_plan()
+    ranked = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
+    values = {"plan": plan, "run": run_report(a_run(folder / "run", plan)), "check": a_certificate()}
+    texts = {name: document(page_of(value)) for name, value in values.items()}
+    texts["ranked"] = document(search_page(summarize(ranked), plan, "gpt"))
+    texts["notebook"] = f"{HEAD}<body><main><h1>A notebook</h1>{plan._repr_html_()}</main></body></html>"
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text)
+    return {name: (folder / f"{name}.html").as_uri() for name in texts}
+
+
+def violations(page: Any) -> list[str]:
+    """What axe-core reports as serious or critical: the rule and the first element."""
+    page.evaluate(AXE)
+    reported = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [
+        f"{item['id']}: {item['nodes'][0]['html'][:200]}"
+        for item in reported
+        if item["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("width, theme", VIEWS)
+def test_a_page_passes_axe(name: str, width: int, theme: str, addresses: dict[str, str], opened: Any) -> None:
+    page = opened(addresses[name], width, theme)
+    assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_axe_reports_low_contrast_and_missing_names(opened: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(f'{HEAD}<body><main><p style="color:#ccc">pale</p><img src="x"></main></body>')
+    reported = violations(opened((tmp_path / "bad.html").as_uri(), 390))
+    assert {line.split(":")[0] for line in reported} == {"color-contrast", "image-alt"}
+
+
+@pytest.mark.parametrize("name", ["plan", "run", "ranked"])
+def test_tab_visits_everything_in_order_and_shows_where_it_is(
+    name: str, addresses: dict[str, str], opened: Any
+) -> None:
+    page = opened(addresses[name], 1280)
+    count = page.evaluate(
+        """() => [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex='0']")]
+             .filter((node) => node.checkVisibility() && node.tabIndex === 0).length"""
+    )
+    tops, outlines = [], set()
+    for _ in range(count):
+        page.keyboard.press("Tab")
+        top, outline, tag = page.evaluate(
+            """() => { const node = document.activeElement, box = node.getBoundingClientRect();
+                 return [box.top + scrollY, getComputedStyle(node).outlineStyle, node.tagName]; }"""
+        )
+        assert tag != "BODY", "Tab left the page early"
+        tops.append(top)
+        outlines.add(outline)
+    assert outlines == {"solid"} and len(tops) > 8
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "BODY"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_table_of_attempts_fits_or_shows_that_it_scrolls(
+    width: int, addresses: dict[str, str], opened: Any
+) -> None:
+    page = opened(addresses["run"], width)
+    box, content = page.evaluate(
+        """() => { const box = document.querySelector('.scroll[aria-label="attempts"]');
+             return [box.clientWidth, box.scrollWidth]; }"""
+    )
+    assert content <= box
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_of_diagrams_lie_inside_and_have_contrast(theme: str, opened: Any, tmp_path: Path) -> None:
+    page = opened("about:blank", 1280, theme)
+    for path in sorted(IMAGES.glob("*.svg")):
+        page.set_content(f"{HEAD}<body><main><h1>x</h1>{path.read_text()}</main></body></html>")
+        outside = page.evaluate(
+            """() => { const svg = document.querySelector("svg"), all = svg.getBoundingClientRect();
+                 return [...svg.querySelectorAll("text")].filter((node) => { const box = node.getBoundingClientRect();
+                   return box.left < all.left || box.right > all.right - 2 || box.bottom > all.bottom; })
+                   .map((node) => node.textContent); }"""
+        )
+        assert outside == [], path.name
+        background = page.evaluate("getComputedStyle(document.querySelector('.page')).fill")
+        assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 21, 27)"}[theme]
+        assert ElementTree.fromstring(path.read_text()).get("role") == "img" and violations(page) == []
+
+
+@pytest.fixture(scope="module")
+def site() -> list[str]:
+    """The addresses of the pages of the site."""
+    pages = sorted(SITE.glob("*.html"))
+    if not pages:
+        pytest.skip("the site is not built: make docs")
+    return [path.as_uri() for path in pages]
+
+
+@pytest.mark.parametrize("width, theme", [(390, "dark"), (1280, "light")])
+def test_the_site_passes_axe(width: int, theme: str, site: list[str], opened: Any) -> None:
+    for address in site:
+        page = opened(address, width, theme)
+        assert (address, violations(page)) == (address, [])
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        page.close()
