@@ -195,7 +195,8 @@ def test_layouts_are_sorted_and_sifted(show: Any) -> None:
 def test_what_a_screen_reader_is_told(name: str, show: Any) -> None:
     reported = show(name).locator("main").aria_snapshot()
     expected = {
-        "plan": ['heading "fsdp+tensor on fsdp=4,model=2" [level=1]', 'img "8 devices: fsdp 4 down, model 2 across"',
+        "plan": ['heading "fsdp+tensor on fsdp=4,model=2: 114 k parameters, batch size 32" [level=1]',
+                 'img "8 devices: fsdp 4 down, model 2 across"',
                  "1f1b: 2 stages, 4 microbatches", 'searchbox "Find an array by its path"'],
         "run": ["Loss: loss from 6 at step 1 to", "all attempts: step: steps that count 29.0 s", 'table "attempts"'],
         "check": ['heading "Findings" [level=2]', 'table "predicted and compiled"', 'button "kind"'],
