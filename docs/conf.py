@@ -1,4 +1,4 @@
-"""The site: `make docs` builds it, and every warning is an error."""
+"""The configuration of the documentation site: `make docs` builds it, and every warning is an error."""
 
 import ast
 import re
@@ -19,9 +19,9 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_execution_in_temp = True
 nb_merge_streams = True
-nb_output_stderr = "remove"  # the plugins of absent accelerators report there that they are absent
+nb_output_stderr = "remove"  # plugins of absent accelerators log there
 
-html_theme = "furo"  # all that it needs is in the site: nothing is loaded from elsewhere
+html_theme = "furo"  # self-contained: pages load nothing from other sites
 html_title = f"Spanax {release}"
 html_copy_source = html_show_sourcelink = False
 html_static_path = ["_static"]
@@ -33,25 +33,25 @@ napoleon_use_ivar = True
 
 
 def from_markdown(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings write code in single backticks, as Markdown does; what autodoc reads wants two, and no stray signs."""
+    """Converts docstrings from Markdown to reStructuredText: double backticks, and escaped asterisks and bars."""
     parts = re.split(r"((?:^\s*>>>.*\n(?:.*\S.*\n)*))", "\n".join([*lines, ""]), flags=re.MULTILINE)
-    for at in range(0, len(parts), 2):
-        pieces = re.split(r"`+([^`]+)`+", parts[at])
+    for index in range(0, len(parts), 2):
+        pieces = re.split(r"`+([^`]+)`+", parts[index])
         pieces[::2] = [re.sub(r"(?<!\w)[|*]|[|*](?=\w)", r"\\\g<0>", piece) for piece in pieces[::2]]
         pieces[1::2] = [f"``{piece}``\\ " for piece in pieces[1::2]]
-        parts[at] = "".join(pieces)
+        parts[index] = "".join(pieces)
     lines[:] = "".join(parts).split("\n")
 
 
-def coloured(app: Any, page: Any) -> None:
-    """Indented blocks do not say what they are, and can be told."""
+def with_language(app: Any, page: Any) -> None:
+    """Sets the language of indented blocks, which Markdown does not state."""
     for block in page.findall(nodes.literal_block):
         if block.get("language") == "none":
-            block["language"] = written_in(block.astext())
+            block["language"] = language_of(block.astext())
 
 
-def written_in(text: str) -> str:
-    """The language of a block: a session of Python, Python, or commands."""
+def language_of(text: str) -> str:
+    """Returns the language of a block: a Python session, Python, or shell commands."""
     if text.startswith(">>>"):
         return "pycon"
     try:
@@ -70,7 +70,7 @@ def with_levels(app: Any, name: str, template: str, context: dict[str, Any], pag
 
 
 def setup(app: Any) -> None:
-    """What Sphinx is to do besides."""
+    """Registers the event handlers."""
     app.connect("autodoc-process-docstring", from_markdown, priority=400)  # before napoleon, at 500
-    app.connect("doctree-read", coloured)
+    app.connect("doctree-read", with_language)
     app.connect("html-page-context", with_levels, priority=900)  # after furo, at 500
