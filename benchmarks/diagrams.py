@@ -71,7 +71,7 @@ def activation(plan: Plan, names: tuple[str, ...], path: str, workload: str = "g
 def array(
     path: str, shape: tuple[int, ...], axes: tuple[str, ...], spec: Spec, mesh: MeshShape, dtype: str = "float32"
 ) -> Placement:
-    """An array that is no leaf of a plan."""
+    """Returns the placement of an array that a plan does not list."""
     local = tuple(size // mesh.ways(by) for size, by in zip(shape, spec, strict=True))
     num_bytes = math.prod(local) * {"bfloat16": 2, "float32": 4}[dtype]
     return Placement(path, tuple(shape), dtype, "activation", axes, spec, local, num_bytes, "")
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(DIAGRAMS)}; default: all")
     names = parser.parse_args().names or list(DIAGRAMS)
     if unknown := [name for name in names if name not in DIAGRAMS]:
-        parser.error(f"there is no diagram {unknown}")
+        parser.error(f"unknown diagrams: {', '.join(unknown)}")
     for name in names:
         text = draw(name)
         (IMAGES / f"{name}.svg").write_text(text)

@@ -29,23 +29,16 @@ def slurm() -> Iterator[Slurm]:
         yield cluster
 
 
+def launch(slurm: Slurm, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Submits a run with a folder to Slurm; the finished command."""
+    words = [sys.executable, "-m", "spanax", "launch", "slurm", *flags, "--", "train", *args]
+    words += ["--output-dir", str(folder)]
+    return subprocess.run(words, env=slurm.environment, capture_output=True, text=True)
+
+
 def submitted(slurm: Slurm, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> str:
-    """Submit a job of two ranks; its number."""
-    flags = ("--hosts", "2", "--device", "cpu", "--devices-per-host", "2", *flags)
-    words = [
-        sys.executable,
-        "-m",
-        "spanax",
-        "launch",
-        "slurm",
-        *flags,
-        "--",
-        "train",
-        *args,
-        "--output-dir",
-        str(folder),
-    ]
-    done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True)
+    """Submits a job of two ranks; its number."""
+    done = launch(slurm, folder, "--hosts", "2", "--device", "cpu", "--devices-per-host", "2", *flags, args=args)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()[2].rstrip(";")
 
@@ -124,20 +117,7 @@ def test_a_hopeless_end_is_the_jobs(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_what_sbatch_refuses_is_told(slurm: Slurm, tmp_path: Path) -> None:
-    flags = ("--device", "cpu", "--partition", "nowhere")
-    words = [
-        sys.executable,
-        "-m",
-        "spanax",
-        "launch",
-        "slurm",
-        *flags,
-        "--",
-        "train",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True)
+    done = launch(slurm, tmp_path / "run", "--device", "cpu", "--partition", "nowhere")
     assert done.returncode == 2 and "sbatch refused the job" in done.stderr and "partition" in done.stderr
 
 

@@ -1,6 +1,5 @@
 """Pages, diagrams and the site in a real browser: axe finds nothing serious, keys reach what the pointer does."""
 
-import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from importlib.resources import files
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from chromium import chromium
 from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax.commands.report import page_of
@@ -19,12 +19,7 @@ from spanax.run.record.report import run_report
 from spanax.show.page.document import document
 from spanax.show.page.search import search_page
 
-playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
 pytest.importorskip("axe_playwright_python", reason='no axe-core: pip install "spanax[browser]"')
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
-
 ROOT = Path(__file__).resolve().parents[2]
 SITE, IMAGES = ROOT / "build" / "docs", ROOT / "docs" / "images"
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
@@ -35,10 +30,8 @@ HEAD = '<!doctype html><html lang="en"><head><title>x</title><meta name="color-s
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield result
-        result.close()
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture

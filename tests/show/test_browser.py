@@ -3,13 +3,13 @@
 import base64
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chromium import chromium
 from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax.commands.report import page_of
@@ -19,11 +19,6 @@ from spanax.plan.search import search
 from spanax.run.record.report import run_report
 from spanax.show.page.document import document
 from spanax.show.page.search import search_page
-
-playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("no browser: apt-get install chromium", allow_module_level=True)
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "pages.json"
 PAGES = ("plan", "run", "check", "ranked")
@@ -35,11 +30,8 @@ FAR = {"phone": 0.85, "desktop": 0.12}
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        # Chromium's own sandbox wants rights that root in a container has not; these pages are our own.
-        result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield result
-        result.close()
+    with chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
