@@ -38,7 +38,7 @@ def sealed(text: str) -> str:
       crc32 = "2171c51d"
       steps = 7
     """
-    crc = f"{_crc(text):08x}"
+    crc = checksum(text)
     if text.startswith("{\n"):
         return f'{{\n "format": {FORMAT},\n "crc32": "{crc}",\n{text[2:]}'
     return f'format = {FORMAT}\ncrc32 = "{crc}"\n{text}'
@@ -65,10 +65,16 @@ def opened(text: str) -> Opened:
     if int(match[1]) != FORMAT:
         raise DamagedError(f"it has format {match[1]}, but this version reads format {FORMAT}")
     content = ("{\n" if text.startswith("{") else "") + text[match.end() :]
-    if f"{_crc(content):08x}" != match[2]:
+    if checksum(content) != match[2]:
         raise DamagedError("it does not match its checksum: it was truncated, damaged or edited")
     return Opened(content, is_sealed=True)
 
 
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode())
+def checksum(text: str) -> str:
+    """Returns the CRC-32 of a text, as eight hexadecimal digits.
+
+    Example:
+      >>> checksum("steps = 7\\n")
+      '2171c51d'
+    """
+    return f"{zlib.crc32(text.encode()):08x}"

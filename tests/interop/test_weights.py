@@ -20,6 +20,8 @@ from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
+from spanax.run.data.text import tokenizer
+from spanax.run.record.folder import write_records
 from spanax.run.state.weights import Source
 from spanax.run.store import manifest, view
 
@@ -143,6 +145,49 @@ def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.Cap
         assert (tmp_path / "out" / name).read_bytes() == (WEIGHTS / "gpt2" / name).read_bytes()
     cli.main(["inspect", came, "--json"])
     assert json.loads(capsys.readouterr().out)["bytes_per_device"]["param"] == 4 * 11_904
+
+
+def test_a_run_keeps_the_tokenizer_that_it_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is resumed, exported and imported with the same ids, without the cache and without another training."""
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = ["--steps-per-call", "1", "--eval-batches", "1", "--save-every", "1", "--output-dir", "run"]
+    cli.main([
+        "train", "llama-nano", "--data", "text.txt", "--tokenizer", "bpe:300", "--steps", "1", "--seq-len", "16",
+        "--global-batch-size", "8", "--devices", "1", *settings,
+    ])  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr(tokenizer, "_train", lambda *args: pytest.fail("trained again"))
+    cli.main(["train", "--resume", "--steps", "2", "--devices", "1", *settings])
+    assert "step 2  checkpoint" in capsys.readouterr().out
+    cli.main(["export", "run", "--as", "llama", "--output-dir", "out"])
+    assert Path("out/tokenizer.json").read_bytes() == Path("run/tokenizer.json").read_bytes()
+    assert json.loads(Path("out/tokenizer_config.json").read_text()) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+    cli.main(["import", "out", "--as", "llama", "--output-dir", "in"])
+    saved, imported = (tokenizer.load_tokenizer(f"{folder}/tokenizer.json") for folder in ("run", "in"))
+    assert saved.vocab_size == 300 == load("in").vocab_size
+    assert imported.encode("import jax\n").tolist() == saved.encode("import jax\n").tolist()
+
+
+def test_the_tokenizer_of_a_run_replaces_that_of_its_weights(tmp_path: Path) -> None:
+    import_weights(WEIGHTS / "gpt2", "gpt2", tmp_path / "in")
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    run = begun(tmp_path / "in")
+    run.save(tmp_path / "run" / "checkpoints").wait()
+    original = (WEIGHTS / "gpt2" / "tokenizer.json").read_text()
+    config = {"workload": str(tmp_path / "in")}
+    for text, expected in (
+        (original, "<|endoftext|>"),
+        (original.replace('"),":299', '"</s>":299').replace(',[")",","]', ""), "</s>"),
+    ):
+        write_records(tmp_path / "run", config, "{\n}", [], tokenizer=text)
+        out = tmp_path / f"out of {expected.strip('</>|')}"
+        export_weights(tmp_path / "run", "gpt2", out)
+        assert (out / "tokenizer.json").read_text() == text
+        assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == expected
 
 
 def test_one_file_comes_in_and_several_go_out(tmp_path: Path) -> None:

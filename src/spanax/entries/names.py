@@ -58,19 +58,32 @@ MODEL = Name("model.json", MAX_BYTES)
 MODEL_FILE_BYTES = 1 << 28
 """Limit for files that accompany weights; the largest tokenizers have a tenth of that."""
 
-IMPORTED = tuple(
-    Name(name, MODEL_FILE_BYTES)
-    for name in (
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-        "preprocessor_config.json", "model.safetensors.index.json",
-    )
+TOKENIZER = Name("tokenizer.json", MODEL_FILE_BYTES)
+TOKENIZER_CONFIG = Name("tokenizer_config.json", MODEL_FILE_BYTES)
+
+OF_TOKENIZER = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    *(
+        Name(name, MODEL_FILE_BYTES)
+        for name in (
+            "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+            "chat_template.jinja",
+        )
+    ),
 )  # fmt: skip
+"""The files of a tokenizer; a run folder has the first."""
+
+IMPORTED = (
+    *(Name(name, MODEL_FILE_BYTES) for name in ("config.json", "generation_config.json")),
+    *OF_TOKENIZER,
+    *(Name(name, MODEL_FILE_BYTES) for name in ("preprocessor_config.json", "model.safetensors.index.json")),
+)
 """The files that `spanax import` copies unchanged; the index of sharded weights is last."""
 
 IN_RUN = (
     CONFIG, PLAN, ENVIRONMENT, METRICS, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG, JOB_SCRIPT,
-    PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL,
+    PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL, TOKENIZER,
 )  # fmt: skip
 """The files of a run folder, without its checkpoints."""
 

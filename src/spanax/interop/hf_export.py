@@ -16,7 +16,7 @@ from flax import nnx
 
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
-from spanax.entries.names import IMPORTED
+from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import EntryError, WorkloadError, first_line
 from spanax.interop.auxiliary_files import copy_out, read_names, writing
 from spanax.interop.configs import CONFIG, config_json
@@ -27,7 +27,8 @@ from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, parti
 from spanax.interop.tensor_matching import Array, arrays_of
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
-from spanax.run.record.folder import recorded
+from spanax.run.data.text.tokenizer import tokenizer_config
+from spanax.run.record.folder import recorded, saved_tokenizer
 from spanax.run.state import weights
 from spanax.units import bytes_text, count_text
 
@@ -142,13 +143,25 @@ def export_weights(
         _write(source, saved_as, listed, files, out)
         if len(files) > 1:
             _write_index(listed, files, None if index is None else origin.folder, out)
-        for name in IMPORTED[:-1]:
-            if origin.folder is not None and name != CONFIG and Folder.of(origin.folder).kind(name) is not None:
-                copy_out(origin.folder, name, out)
+        _write_auxiliary(saved_tokenizer(Path(checkpoint)), origin.folder, out)
         _write_config(config_json(tables, config, dtypes[-1]), imported, origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes)
+
+
+def _write_auxiliary(tokenizer: str | None, imported: Path | None, out: Path) -> None:
+    """Writes the files that accompany weights: those of the imported folder, and the tokenizer of the run."""
+    origin = None if imported is None else Folder.of(imported)
+    names = [name for name in IMPORTED[:-1] if name != CONFIG and origin is not None and origin.kind(name) is not None]
+    is_origins = origin is not None and TOKENIZER in names and origin.read(TOKENIZER).decode("utf-8") == tokenizer
+    if tokenizer is not None and not is_origins:  # the others belong to the tokenizer of the imported weights
+        names = [name for name in names if name not in OF_TOKENIZER]
+        (out / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        (out / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer_config(tokenizer), indent=2) + "\n")
+    for name in names:
+        if imported is not None:
+            copy_out(imported, name, out)
 
 
 def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:

@@ -65,7 +65,7 @@ def train(
         run = begin(job, telemetry, worker)
         if run.position is not None:
             data.restore(run.position)
-        records = Records(job, lock, telemetry)
+        records = Records(job, data.tokens.tokenizer if data.tokens else None, lock, telemetry)
         _report_start(run, data, records)
         is_over = stack.enter_context(listening())
         if is_first() and config.plan is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spanax.errors import DataError, WorkloadError
@@ -9,6 +10,8 @@ from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig
 from spanax.run.data.elements import flat
 from spanax.run.data.open_source import Reading, vocab_size
+from spanax.run.data.text.tokenizer import TrainedTokenizer
+from spanax.run.record.folder import saved_tokenizer
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -42,7 +45,7 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
     )
     source = source_of(config, workload)
     if workload.vocab_size is not None:
-        reading = Reading(config.tokenizer or "bytes", field=config.field)
+        reading = Reading(tokenizer_of(config), field=config.field)
         num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
         if num_tokens not in (None, workload.vocab_size):
             workload = config.load(load, vocab_size=num_tokens)
@@ -53,6 +56,17 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
                 fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
             )
     return workload, config
+
+
+def tokenizer_of(config: TrainConfig) -> str | TrainedTokenizer:
+    """Returns the tokenizer of the settings, or the one that a run to resume has saved.
+
+    Raises:
+      DataError: the saved tokenizer is missing, or does not match its checksum.
+    """
+    name = config.tokenizer or "bytes"
+    saved = saved_tokenizer(Path(config.output_dir)) if config.resume and config.output_dir else None
+    return name if saved is None else TrainedTokenizer(name, saved)
 
 
 def source_of(config: TrainConfig, workload: Workload) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import hostile
 from spanax import cli
 from spanax.documents import parse_toml
-from spanax.entries.names import CONFIG, ENVIRONMENT, METRICS, PLAN
+from spanax.entries.names import CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER
 from spanax.errors import DataError, SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.record.folder import (
@@ -22,6 +22,7 @@ from spanax.run.record.folder import (
     check_records,
     config_text,
     recorded,
+    saved_tokenizer,
     write_records,
 )
 from spanax.sealed import FORMAT, DamagedError, opened, sealed
@@ -116,6 +117,23 @@ def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=f"cannot read the .* '{path}'"):
             resumed(tmp_path)
+
+
+def test_no_cut_or_changed_byte_of_a_tokenizer_passes(tmp_path: Path) -> None:
+    assert saved_tokenizer(tmp_path) is None and saved_tokenizer(run_folder(tmp_path)) is None
+    text = '{"model": {"vocab": {"\u0120a": 0}}}'
+    write_records(tmp_path, TrainConfig().record(), PLAN_JSON, ["cpu:0"], tokenizer=text)
+    path = tmp_path / TOKENIZER
+    assert saved_tokenizer(tmp_path) == text == path.read_text() and check_records(tmp_path) == []
+    content = path.read_bytes()
+    flipped = [content[:i] + bytes([content[i] ^ 1 << (i % 8)]) + content[i + 1 :] for i in range(len(content))]
+    for damaged in (*(content[:end] for end in range(len(content))), *flipped, content + b"\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"cannot read the tokenizer '{path}'"):
+            resumed(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match=f"cannot read the tokenizer '{path}'"):
+        resumed(tmp_path)
 
 
 @pytest.mark.parametrize("name", [CONFIG, PLAN, ENVIRONMENT])

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import jax
 
     from spanax.plan.plan import Plan
+    from spanax.run.data.text.tokenizer import TrainedTokenizer
 
 
 CLOSE_SECONDS = 5.0
@@ -42,7 +43,7 @@ def batches(
     plan: "Plan | Any",
     *,
     mesh: "jax.sharding.Mesh | None" = None,
-    tokenizer: str = "bytes",
+    tokenizer: "str | TrainedTokenizer" = "bytes",
     split: str = "train",
     seed: int = 0,
     position: Mapping[str, Any] | None = None,
@@ -66,7 +67,8 @@ def batches(
         its batches have the `NamedSharding`s of these, or are NumPy arrays if they have none. For text and tokens its
         leaves are `inputs` and `targets` of shape [B, T].
       mesh: the device mesh; defaults to the mesh of the plan.
-      tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only.
+      tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only. A run is resumed with
+        a `TrainedTokenizer`.
       split: `"train"` or `"validation"`, which is a twentieth of the data; for text and tokens.
       seed: the seed of the order, which differs between epochs.
       position: a `Batches.state()` to resume from.

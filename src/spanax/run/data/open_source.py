@@ -18,7 +18,7 @@ from spanax.run.data.mixture import Mixture, named
 from spanax.run.data.source import batch_size, conformed, sequence_examples
 from spanax.run.data.text.corpus import Corpus, check_split, load_corpus
 from spanax.run.data.text.token_windows import bin_tokens, corpus_tokens, windows
-from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+from spanax.run.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.run.data.text.tokens import Tokens
 
 WINDOWS = {"inputs", "targets"}
@@ -37,7 +37,7 @@ class Reading:
       cache_dir: the directory of the cache.
     """
 
-    tokenizer: str = "bytes"
+    tokenizer: str | TrainedTokenizer = "bytes"
     split: str = "train"
     field: str | Mapping[str, str] | None = None
     cache_dir: str | os.PathLike[str] | None = None

@@ -1,6 +1,7 @@
 """The records in a run folder: configuration, plan, environment and metrics.
 
-config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
+config.toml  plan.json  env.json  tokenizer.json  metrics.jsonl  events.jsonl  heartbeats/  log/
+checkpoints/<step>/  LOCK
 """
 
 import json
@@ -15,13 +16,13 @@ from typing import Any
 
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder, Place
-from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
+from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
 from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
 from spanax.run.record.append_log import AppendLog
 from spanax.run.record.run_lock import holds_run
 from spanax.run.store import manifest
 from spanax.schema import parsed
-from spanax.sealed import DamagedError, Opened, opened, sealed
+from spanax.sealed import DamagedError, Opened, checksum, opened, sealed
 from spanax.usage.renamed_flags import current_settings
 
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state")
@@ -43,8 +44,9 @@ VERSIONS = ("jax", "jaxlib", "flax", "optax")
 class Environment:
     """The environment of a run: versions of Python and of all packages, devices, and JAX's environment variables.
 
-    `device_kind` is that of the devices in JAX, and `size` their number as in the name of a cluster: `8`, `2x8`. Both
-    are empty in records of older versions.
+    `device_kind` is that of the devices in JAX, and `size` their number as in the name of a cluster: `8`, `2x8`.
+    `tokenizer` is the CRC-32 of tokenizer.json, whose format has no place for one. All three are empty in records of
+    older versions.
     """
 
     python: str
@@ -52,6 +54,7 @@ class Environment:
     devices: tuple[str, ...] = ()
     device_kind: str = ""
     size: str = ""
+    tokenizer: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,6 +110,7 @@ def check_records(folder: Path) -> list[str]:
         (ENVIRONMENT, "environment", parse_json),
     )
     records = [part for part in parts if _is_recorded(place, part[0])]
+    saved_tokenizer(folder)
     return [str(name) for name, title, parse in records if not _read_record(place, name, title, parse)[1].is_sealed]
 
 
@@ -187,6 +191,28 @@ def changed_versions(folder: Path) -> list[str]:
     return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
 
 
+def saved_tokenizer(folder: Path) -> str | None:
+    """Returns the tokenizer.json that a run has saved; None if it reads no text, or is of an older version.
+
+    Raises:
+      DataError: the file is missing, or does not match its checksum; also its subclass EntryError.
+    """
+    place = Folder.of(folder)
+    if not _is_recorded(place, ENVIRONMENT) or not (crc := read_environment(place).tokenizer):
+        return None
+    what = f"cannot read the tokenizer '{place.path / TOKENIZER}'."
+    try:
+        text = place.read(TOKENIZER).decode("utf-8")
+    except EntryError:
+        raise
+    except (OSError, ValueError) as error:
+        raise FileError(what, where=str(error), fix="restore it from a copy") from None
+    if checksum(text) != crc:
+        where = "it does not match its checksum in env.json: it was truncated, damaged or edited"
+        raise FileError(what, where=where, fix="restore it from a copy")
+    return text
+
+
 def read_environment(folder: Place) -> Environment:
     """Returns the environment that the run in a folder was last started in.
 
@@ -200,8 +226,24 @@ def _parsed_environment(text: str) -> Environment:
     return parsed(Environment, parse_json(text), is_open=True, is_strict=False)
 
 
-def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any], size: str = "") -> None:
-    """Writes the resolved configuration, the plan and the environment of a run; `size` is that of its cluster."""
+def write_records(
+    folder: Path,
+    config: Mapping[str, Any],
+    plan_json: str,
+    devices: list[Any],
+    size: str = "",
+    tokenizer: str | None = None,
+) -> None:
+    """Writes the resolved configuration, the plan, the environment and the tokenizer of a run.
+
+    Args:
+      folder: the run folder.
+      config: the settings.
+      plan_json: the plan.
+      devices: the devices of the run.
+      size: the size of their cluster.
+      tokenizer: the tokenizer of its text, as a tokenizer.json.
+    """
     packages = [distribution.metadata for distribution in distributions()]  # `metadata` parses a file at each access
     environment = Environment(
         python=sys.version.split()[0],
@@ -209,9 +251,12 @@ def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devic
         devices=tuple(str(device) for device in devices),
         device_kind=next((getattr(device, "device_kind", "") for device in devices), ""),
         size=size,
+        tokenizer="" if tokenizer is None else checksum(tokenizer),
         environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
         packages=dict(sorted((package["Name"], package["Version"]) for package in packages if package["Name"])),
     )
+    if tokenizer is not None:
+        _replace(folder, TOKENIZER, [tokenizer])
     _replace(folder, CONFIG, [sealed(config_text(config))])
     write_plan(folder, plan_json)
     _replace(folder, ENVIRONMENT, [sealed(json.dumps(asdict(environment), indent=1) + "\n")])

@@ -20,7 +20,7 @@ from spanax.run.record import folder as run_folder
 from spanax.run.record.telemetry import Telemetry
 from spanax.run.state.program_digest import check_same_model
 from spanax.run.training.plan_choice import choose_plan
-from spanax.run.workload_tracing import source_of, trace_workload
+from spanax.run.workload_tracing import source_of, tokenizer_of, trace_workload
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -52,7 +52,7 @@ class Job:
         """Returns the sharded batches of a source, with options as in `spanax.batches`."""
         config = self.config
         return batches(
-            source, self.plan, mesh=self.mesh, tokenizer=config.tokenizer or "bytes", seed=config.seed,
+            source, self.plan, mesh=self.mesh, tokenizer=tokenizer_of(config), seed=config.seed,
             field=config.field, epochs=epochs, **options,
         )  # fmt: skip
 

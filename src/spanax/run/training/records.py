@@ -1,4 +1,4 @@
-"""The records of a training run: config.toml, plan.json and env.json in its folder."""
+"""The records of a training run: config.toml, plan.json, env.json and tokenizer.json in its folder."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.evaluate import evaluate
+from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.distributed.processes import from_first
 from spanax.run.record import folder as run_folder
 from spanax.run.record.run_lock import RunLock
@@ -19,11 +20,13 @@ class Records:
 
     Attributes:
       job: the settings, the plan and the devices to record.
+      tokenizer: the tokenizer of the training text; None for other data.
       lock: the lock of the first process on the run folder; None on other processes.
       telemetry: receives warnings.
     """
 
     job: Job
+    tokenizer: Tokenizer | None
     lock: RunLock | None
     telemetry: Telemetry
 
@@ -31,8 +34,9 @@ class Records:
         """Writes all records."""
         job = self.job
         devices = list(job.devices)
+        tokenizer = None if self.tokenizer is None else self.tokenizer.to_json()
         run_folder.write_records(
-            self.telemetry.folder, job.config.record(), job.plan.to_json(), devices, self._size(devices)
+            self.telemetry.folder, job.config.record(), job.plan.to_json(), devices, self._size(devices), tokenizer
         )
 
     def renew(self) -> None:

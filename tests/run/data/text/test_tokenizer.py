@@ -11,7 +11,7 @@ from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run.data.open_source import WINDOWS, Reading, opened
 from spanax.run.data.text import tokenizer
 from spanax.run.data.text.corpus import Corpus
-from spanax.run.data.text.tokenizer import load_tokenizer
+from spanax.run.data.text.tokenizer import TrainedTokenizer, load_tokenizer
 from spanax.run.data.text.tokens import Tokens
 
 TEXT = "the cat sat on the mat; the café is closed.\n" * 40
@@ -45,6 +45,30 @@ def test_bytes_are_ids() -> None:
     encoder = load_tokenizer("bytes")
     assert encoder.encode("é").tolist() == encoder.encode("é".encode()).tolist() == [0xC3, 0xA9]
     assert encoder.vocab_size == 256
+
+
+def test_a_tokenizer_as_json_has_the_same_ids(text: Path, cache: Path, tmp_path: Path) -> None:
+    """Also bytes, whose tokenizer.json has the 256 bytes as its vocabulary."""
+    every = "".join(map(chr, range(0x250))) + TEXT
+    for name in ("bytes", "bpe:300"):
+        encoder = load_tokenizer(name, [Corpus("a", text.read_bytes(), b"")], cache)
+        (tmp_path / "tokenizer.json").write_text(encoder.to_json())
+        again = load_tokenizer(str(tmp_path / "tokenizer.json"))
+        assert again.encode(every).tolist() == encoder.encode(every).tolist(), name
+        assert again.vocab_size == encoder.vocab_size and again.to_json() == encoder.to_json()
+        assert tokenizers.Tokenizer.from_str(again.to_json()).decode(again.encode(every).tolist()) == every
+
+
+def test_a_tokenizer_of_a_run_is_not_trained_again(
+    text: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = Corpus("a", text.read_bytes(), b"")
+    first = load_tokenizer("bpe:300", [corpus], cache)
+    refuse_training(monkeypatch)
+    again = load_tokenizer(TrainedTokenizer("bpe:300", first.to_json()), [corpus], tmp_path / "empty")
+    assert again.name == first.name and again.encode(TEXT).tolist() == first.encode(TEXT).tolist()
+    with pytest.raises(DataError, match="'tokenizer.json of the run' is not a tokenizer"):
+        load_tokenizer(TrainedTokenizer("bpe:300", "{}"), [corpus], cache)
 
 
 def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cache: Path) -> None:

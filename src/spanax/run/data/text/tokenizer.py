@@ -55,6 +55,7 @@ class Tokenizer:
       vocab_size: the exclusive upper bound of the ids.
       encode: maps UTF-8 text to ids, of shape [N] and the smallest unsigned dtype for the vocabulary.
       encode_each: maps short texts to the ids of each text, on all cores.
+      to_json: returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library.
       end_id: the id of the end-of-text token; None if there is none.
 
     Example:
@@ -66,6 +67,7 @@ class Tokenizer:
     vocab_size: int
     encode: Callable[[str | bytes], np.ndarray]
     encode_each: Callable[[Sequence[bytes]], Sequence[np.ndarray]]
+    to_json: Callable[[], str]
     end_id: int | None = None
 
     def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
@@ -82,13 +84,29 @@ class Tokenizer:
             yield ids if self.end_id is None else np.append(ids, ids.dtype.type(self.end_id))
 
 
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer that a run has trained, to resume it with the same ids.
+
+    Args:
+      name: `bpe` or `bpe:8192`; other names are loaded as usual.
+      json: the text of its tokenizer.json.
+    """
+
+    name: str
+    json: str
+
+
 def load_tokenizer(
-    name: str, texts: Sequence[TrainingText] = (), cache_dir: str | os.PathLike[str] | None = None
+    tokenizer: str | TrainedTokenizer,
+    texts: Sequence[TrainingText] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Tokenizer:
     """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
     Args:
-      name: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size.
+      tokenizer: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size. A TrainedTokenizer
+        is not trained again.
       texts: the texts that a `bpe` is trained on: Corpus or Column.
       cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
 
@@ -100,15 +118,19 @@ def load_tokenizer(
       >>> load_tokenizer("bytes").vocab_size
       256
     """
+    name = tokenizer.name if isinstance(tokenizer, TrainedTokenizer) else tokenizer
     kind, colon, size = name.partition(":")
     if name == "bytes":
-        return Tokenizer("bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts])
+        return Tokenizer(
+            "bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts], _bytes_json
+        )
     if kind == "bpe":
         if (colon and not size.isdecimal()) or (colon and int(size) < 257):
             raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
         if not texts:
             raise MissingError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
-        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir)
+        trained = tokenizer.json if isinstance(tokenizer, TrainedTokenizer) else None
+        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir, trained)
     if name.endswith(".json") or os.sep in name:
         return _from_file(Path(name))
     raise UnknownNameError(
@@ -120,17 +142,47 @@ def _encode_bytes(text: str | bytes) -> np.ndarray:
     return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
 
-def _trained(texts: Sequence[TrainingText], vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
+def _bytes_json() -> str:
+    """Returns the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges, whose ids are the bytes."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers
+
+    engine = Engine(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    return engine.to_str()
+
+
+def _byte_characters() -> list[str]:
+    """Returns the printable character that stands for each byte in byte-level BPE.
+
+    Source: `bytes_to_unicode` in encoder.py of GPT-2 (https://github.com/openai/gpt-2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(0x100 + number) for number in range(0x100))
+    return [chr(byte) if byte in printable else next(others) for byte in range(0x100)]
+
+
+def _trained(
+    texts: Sequence[TrainingText],
+    vocab_size: int,
+    cache_dir: str | os.PathLike[str] | None,
+    trained: str | None = None,
+) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
     key = digest(*(part for text in texts for part in text.key), str(vocab_size))
+    name = f"bpe:{vocab_size}@{key}"
+    if trained is not None:
+        engine = _parsed(trained, "tokenizer.json of the run", fix="restore it from a copy")
+        return _wrapped(name, engine, engine.to_str)
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
         engine = Engine.from_str(path.read_text(encoding="utf-8"))
     except Exception:  # missing or damaged: the library raises a bare Exception; trained again
         engine = _train(texts, vocab_size)
         keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
-    return _wrapped(f"bpe:{vocab_size}@{key}", engine)
+    return _wrapped(name, engine, engine.to_str)
 
 
 def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
@@ -153,31 +205,42 @@ def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokeni
 
 
 def _from_file(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer as Engine
-
     try:
         content = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
         raise FileError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
-    try:
-        engine = Engine.from_str(content)
-    except Exception as error:  # the library raises a bare Exception
-        raise FileError(
-            f"'{path}' is not a tokenizer, or is damaged.",
-            where=" ".join(str(error).split())[:120],
-            fix="download the file again, or use bytes or bpe",
-        ) from None
+    engine = _parsed(content, str(path), fix="download the file again, or use bytes or bpe")
     engine.no_truncation()
     engine.no_padding()
-    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, _end_id(engine, path))
+    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, lambda: content, _end_id(engine, path))
     if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
         raise FileError(
             f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
             fix="a tokenizer with contiguous ids; a model allocates an embedding for each",
         )
     return tokenizer
+
+
+def _parsed(content: str, name: str, *, fix: str) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        return Engine.from_str(content)
+    except Exception as error:  # the library raises a bare Exception
+        where = " ".join(str(error).split())[:120]
+        raise FileError(f"'{name}' is not a tokenizer, or is damaged.", where=where, fix=fix) from None
+
+
+def tokenizer_config(content: str) -> dict[str, str]:
+    """Returns the tokenizer_config.json that lets transformers read a tokenizer.json as it is.
+
+    Without it, transformers chooses the class of the model's family, which builds its own rules around the vocabulary.
+    """
+    vocab = _parsed(content, "tokenizer.json", fix="restore it from a copy").get_vocab(with_added_tokens=True)
+    end = next((name for name in END_OF_TEXT if name in vocab), None)
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if end is None else {"eos_token": end})
 
 
 def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
@@ -192,7 +255,9 @@ def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _wrapped(name: str, engine: "tokenizers.Tokenizer", end_id: int | None = None) -> Tokenizer:
+def _wrapped(
+    name: str, engine: "tokenizers.Tokenizer", to_json: Callable[[], str], end_id: int | None = None
+) -> Tokenizer:
     # The highest id, not the number of entries: published vocabularies have gaps.
     vocab_size = max(engine.get_vocab(with_added_tokens=True).values(), default=0) + 1
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
@@ -209,7 +274,7 @@ def _wrapped(name: str, engine: "tokenizers.Tokenizer", end_id: int | None = Non
         encoded = engine.encode_batch([text.decode() for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in encoded]
 
-    return Tokenizer(name, vocab_size, encode, encode_each, end_id)
+    return Tokenizer(name, vocab_size, encode, encode_each, to_json, end_id)
 
 
 def _pieces(text: bytes) -> Iterator[str]:
