@@ -66,17 +66,20 @@ def answer(config: TrainConfig) -> Answer:
     from spanax.run.distributed.processes import Hosts
     from spanax.run.distributed.supervision import attach_supervisor
 
-    attach_supervisor()
+    is_supervised = attach_supervisor()
     enable_compilation_cache()
 
     from spanax.models.workloads import load
     from spanax.run.distributed.devices import devices
     from spanax.run.trainer import train
     from spanax.show.live.clean_stdout import reserve_stdout
-    from spanax.show.live.events import reporter
+    from spanax.show.live.events import RESUME, reporter
 
     stream = reserve_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
-    with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream) as emit:
+    # The command that started several processes is not known here; a supervisor prints its own.
+    again = f"{RESUME} in {Hosts.of().num_hosts} processes" if Hosts.of().num_hosts > 1 else RESUME
+    resume = "" if is_supervised else again
+    with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream, resume=resume) as emit:
         last = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
             from spanax.check.measure.profile_event import profile_event

@@ -53,8 +53,8 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
         count("devices-per-process", command.devices_per_process)
     request = request_of(argv, command.logs)
     code = Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
-    if code == PREEMPTED and command.processes > 1 and not request.is_program:
-        to_stderr(f"to resume in {command.processes} processes: {resume_line(command, request)}")
+    if code == PREEMPTED and not request.is_program:
+        to_stderr(f"to resume: {resume_line(command, request)}")
     return code
 
 

@@ -19,12 +19,12 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
-from spanax.errors import LaunchError, NotInstalledError, SpanaxError
+from spanax.errors import PREEMPTED, LaunchError, NotInstalledError, SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.local import free_port
 from spanax.launch.request import Request, count, request_of
-from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
-from spanax.printable import to_stdout
+from spanax.launch.supervisor import POLL_SECONDS, RESUME_AGAIN, Limits, Supervisor, as_flags, check
+from spanax.printable import to_stderr, to_stdout
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
@@ -276,10 +276,13 @@ def _driven(command: RayCommand, request: Request) -> int:
         ) from None
     cluster = Cluster(command, request)
     try:
-        return Supervisor.of(cluster.start, request, check(command.limits)).watch()
+        code = Supervisor.of(cluster.start, request, check(command.limits)).watch()
     finally:
         cluster.close()
         ray.shutdown()
+    if code == PREEMPTED and not request.is_program:
+        to_stderr(RESUME_AGAIN)
+    return code
 
 
 def _free(ray: Any) -> dict[str, float]:

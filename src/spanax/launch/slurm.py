@@ -257,11 +257,12 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
     return [Rank(step, number) for number in range(hosts)]
 
 
-def requeue() -> None:
-    """Requeues this job, unless it was cancelled; Slurm then ends this process."""
+def requeue() -> bool:
+    """Requeues this job, unless it was cancelled, and returns whether it did; Slurm then ends this process."""
     job = os.environ["SLURM_JOB_ID"]
-    if "JobState=RUNNING" in _output("scontrol", "show", "job", job):
-        subprocess.run(["scontrol", "requeue", job], check=False)
+    if "JobState=RUNNING" not in _output("scontrol", "show", "job", job):
+        return False
+    return subprocess.run(["scontrol", "requeue", job], check=False).returncode == 0
 
 
 def _directive(name: str, value: object) -> str:

@@ -38,6 +38,9 @@ SAME_STEP, SAME_STEP_KILLED = 3, 10
 RUN_RESTARTS, PROGRAM_RESTARTS = 100, 3
 """Default maximum numbers of restarts. A run always continues from a checkpoint; a program may start over."""
 
+RESUME_AGAIN = "to resume: the same `spanax launch` command, with --resume at its end"
+"""The line after a stopped run whose launcher has other flags than its processes."""
+
 STEP_FACTOR = 10
 """A step may take this many median steps before it counts as stuck, or `stuck_seconds` if that is longer."""
 

@@ -12,7 +12,8 @@ import tyro
 from spanax.errors import PREEMPTED
 from spanax.launch import local, slurm
 from spanax.launch.request import count, request_of
-from spanax.launch.supervisor import Limits, Process, Supervisor, check
+from spanax.launch.supervisor import RESUME_AGAIN, Limits, Process, Supervisor, check
+from spanax.printable import to_stderr
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
     limits = check(command.limits)
     code = Supervisor.of(start, request, limits, begun=begun, rank=rank, shows_first=not is_slurm).watch()
-    if code == PREEMPTED and is_slurm:
-        slurm.requeue()
+    is_requeued = code == PREEMPTED and is_slurm and slurm.requeue()
+    if code == PREEMPTED and rank == 0 and not is_requeued and not request.is_program:
+        to_stderr(RESUME_AGAIN)
     return code

@@ -20,15 +20,18 @@ SHOWN = {
 }  # fmt: skip
 """Numbers of a step that a line formats separately or omits."""
 
+RESUME = "to resume"
+
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
 
 
 @contextmanager
-def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
+def reporter(*, as_json: bool, stream: TextIO | None = None, resume: str = RESUME) -> Iterator[Emit]:
     """Yields a callback for a run's events: JSON lines if requested, a progress bar on a terminal, else plain lines.
 
-    A terminal that cannot move its cursor (TERM=dumb) gets plain lines.
+    A terminal that cannot move its cursor (TERM=dumb) gets plain lines. `resume` introduces the command that resumes
+    the run; if it is empty, the command is not shown.
 
     Example:
       >>> with reporter(as_json=True, stream=sys.stdout) as emit:
@@ -42,13 +45,13 @@ def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
     if as_json:
         yield lambda event: print(json_line(event), file=stream, flush=True)
     elif stream.isatty() and not console.is_dumb_terminal:
-        with _bar(console) as emit:
+        with _bar(console, resume) as emit:
             yield emit
     else:
-        yield lambda event: _print_line(event, stream)
+        yield lambda event: _print_line(event, stream, resume)
 
 
-def line(event: Event) -> str:
+def line(event: Event, resume: str = RESUME) -> str:
     """Returns one event as a line of text; empty for events that are not shown.
 
     Example:
@@ -94,9 +97,9 @@ def line(event: Event) -> str:
     if kind == "warning":
         return f"WARNING: {event['message']}"
     if kind == "preempted":
-        return f"stopped after step {event['step']}, all saved\nto resume: {resume_command(event['out'])}"
+        return f"stopped after step {event['step']}, all saved" + _resume_line(event, resume)
     if kind == "done":
-        return _done_line(event)
+        return _done_line(event) + _resume_line(event, resume, 2 * event["steps"])
     if kind == "profile":
         return profile_text(event)
     return ""
@@ -152,16 +155,20 @@ def _done_line(event: Event) -> str:
     if event.get("tokens_per_second") is not None:
         parts.append(rate_text(event))
         parts.append(f"data wait {100 * event['data_wait_fraction']:.1f} %")
-    return ", ".join(parts) + f"\nto resume: {resume_command(event['out'], 2 * event['steps'])}"
+    return ", ".join(parts)
 
 
-def _print_line(event: Event, stream: TextIO) -> None:
-    if text := line(event):
+def _resume_line(event: Event, resume: str, steps: int | None = None) -> str:
+    return f"\n{resume}: {resume_command(event['out'], steps)}" if resume else ""
+
+
+def _print_line(event: Event, stream: TextIO, resume: str) -> None:
+    if text := line(event, resume):
         print(text, file=stream, flush=True)
 
 
 @contextmanager
-def _bar(console: "Console") -> Iterator[Emit]:
+def _bar(console: "Console", resume: str) -> Iterator[Emit]:
     from rich.progress import MofNCompleteColumn, Progress
     from rich.table import Column
 
@@ -178,7 +185,7 @@ def _bar(console: "Console") -> Iterator[Emit]:
                 progress.update(task, total=event["steps"], completed=event["step"])
             if event["event"] == "step":
                 progress.update(task, completed=event["step"], numbers=_step_numbers(_printable(event)))
-            elif text := line(event):
+            elif text := line(event, resume):
                 progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
         yield emit
