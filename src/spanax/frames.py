@@ -63,12 +63,13 @@ def user_frames(error: BaseException) -> traceback.StackSummary:
     if isinstance(error, SyntaxError) and error.filename is not None:
         # Code that cannot be compiled has no frame.
         frames.append(traceback.FrameSummary(error.filename, error.lineno, "", line=error.text))
-    decisive = [frame.filename for frame in frames if is_user(frame.filename) or _is_spanax(frame.filename)]
+    decisive = [frame.filename for frame in frames if is_user(frame.filename) or is_spanax(frame.filename)]
     is_mistake = bool(decisive) and is_user(decisive[-1])
     return traceback.StackSummary.from_list([frame for frame in frames if is_mistake and is_user(frame.filename)])
 
 
-def _is_spanax(file: str) -> bool:
+def is_spanax(file: str) -> bool:
+    """Returns whether a file belongs to Spanax, other than to its models."""
     # Layers of built-in models raise errors for arguments that user code passes to them.
     return Path(file).is_relative_to(OURS) and not _is_model(file)
 

@@ -22,6 +22,7 @@ from spanax.jit.call import CallForm, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
 from spanax.jit.results import attributes, has_objects, returned, with_objects
+from spanax.jit.tracebacks import WithoutSpanax
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
@@ -98,14 +99,15 @@ class ShardedFunction:
         Raises:
           SpanaxError: the arguments cannot be sharded as requested; the objects are unchanged then.
         """
-        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
-        objects, structure = self._structure_of(nodes)
-        if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
-            return self.function(*args, **kwargs)  # another transformation traces it
-        key = form, structure, tuple(map(_type, arrays))
-        if key not in self._executables:
-            self._executables[key] = self._compiled(key, objects, arrays)
-        return self._run(self._executables[key], objects, arrays)
+        with WithoutSpanax():
+            form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+            objects, structure = self._structure_of(nodes)
+            if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
+                return self.function(*args, **kwargs)  # another transformation traces it
+            key = form, structure, tuple(map(_type, arrays))
+            if key not in self._executables:
+                self._executables[key] = self._compiled(key, objects, arrays)
+            return self._run(self._executables[key], objects, arrays)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the function as a method of an object."""
@@ -123,9 +125,10 @@ class ShardedFunction:
           >>> str(predict.prepare(model, jax.ShapeDtypeStruct((8, 4), "float32")).mesh)
           'data=8'
         """
-        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
-        self._prepared = self._planned(form, nodes, arrays)
-        return self._prepared[1]
+        with WithoutSpanax():
+            form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+            self._prepared = self._planned(form, nodes, arrays)
+            return self._prepared[1]
 
     @property
     def num_compilations(self) -> int:
