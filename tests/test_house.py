@@ -411,6 +411,7 @@ OPENS_ELSEWHERE = {
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
     "launch/supervisor.py": {"Path(f'/proc/{silence.pid}/stat').read_text()"},
     "run/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
+    "run/distributed/absent_tpu.py": {"root.glob(pattern)", "root.glob(PCI_VENDORS)", "path.read_text()"},
     "run/distributed/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
     "run/record/folder.py": {"read_toml(path)"},
     "run/record/time_ledger.py": {"open('/proc/self/stat')"},

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
+from spanax.run.distributed.absent_tpu import has_only_cpus
 from spanax.run.distributed.environment import WHERE, TorchGroup, number
 from spanax.run.distributed.supervision import exit_on_error
 
@@ -263,12 +264,17 @@ def detected_processes() -> int:
 
 
 def prepare_devices(num_simulated: int) -> None:
-    """Sets how many CPU devices JAX simulates when its backend starts; a no-op afterwards."""
+    """Sets how many CPU devices JAX simulates when its backend starts; a no-op afterwards.
+
+    It also chooses the CPU if there is nothing else: libtpu would otherwise look for TPUs, and print warnings.
+    """
     import jax
 
     if _has_backend():
         return  # the number is fixed, and the caller checks it
     jax.config.update("jax_num_cpu_devices", num_simulated)
+    if not jax.config.jax_platforms and has_only_cpus():
+        jax.config.update("jax_platforms", "cpu")
     threads = THREADS_PER_DEVICE * num_simulated
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if threads > (cores or 1):  # XLA starts one thread per core by default
