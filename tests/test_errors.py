@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import reading
 import spanax
 from machines import Device
-from programs import array
+from programs import array, small_gpt
 from spanax.errors import DataError, NumbersError, SpanaxError, WriteError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, read_chip
@@ -187,6 +187,13 @@ ERRORS: dict[str, Callable[[], Any]] = {
     ),
     "search: mesh axes in another order": lambda: spanax.search(linear(), "a100:2x4", mesh="model=4,fsdp=2"),
     "search: a policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full",)),
+    "search: a partial policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full:2",)),
+    "trace: a partial policy without a number": lambda: linear().with_remat("full:all"),
+    "trace: a partial policy of another name": lambda: linear().with_remat("full:2,none"),
+    "trace: a partial policy of all layers": lambda: small_gpt().with_remat("full:3"),
+    "plan: a partial policy in stages": lambda: plan(
+        small_gpt().with_remat("full:1"), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
+    ),
     "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
     "pad: examples": lambda: spanax.plan(linear(), "cpu:3", layout="tensor", mesh="model=3", pad="batch"),
     "pad: an axis that no mesh axis shards": lambda: spanax.plan(linear(), "cpu:8", layout="data", pad="features"),

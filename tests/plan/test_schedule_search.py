@@ -12,6 +12,7 @@ from flax import nnx
 import spanax
 from pipelines import ranked_layers
 from spanax.models.workloads import load
+from spanax.plan.candidate import plan_of
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import searched
@@ -59,6 +60,18 @@ def test_a_zero_bubble_is_not_priced_with_recomputation(result: spanax.Search) -
     """Its weight gradients wait, and with them what remat recomputes for them."""
     assert {each.remat for each in result.candidates if each.schedule == "zero-bubble"} == {"none"}
     assert result.rejected[Reason(Code.STORES_RECOMPUTED)] > 0
+
+
+def test_a_partial_remat_policy_is_priced_without_stages(result: spanax.Search) -> None:
+    program, cluster = next(iter(result.programs.values())), result.cluster
+    priced = search(program, cluster, remat=("full:6",), top=100_000, ring=False)
+    assert {each.num_stages for each in priced.candidates} == {1} < {each.num_stages for each in result.candidates}
+    by_layout = {(each.layout, each.mesh, each.microbatches, each.remat): each for each in result.candidates}
+    for each in priced.candidates[:3]:
+        none, full = (by_layout[each.layout, each.mesh, each.microbatches, remat] for remat in ("none", "full"))
+        assert each.flops == pytest.approx((none.flops + full.flops) / 2)
+        assert each.peak_bytes == pytest.approx((none.peak_bytes + full.peak_bytes) / 2, rel=0.1)
+        assert plan_of(priced, each).schedule.remat == "full:6"
 
 
 def test_a_zero_bubble_is_shorter_and_takes_more_memory(result: spanax.Search) -> None:

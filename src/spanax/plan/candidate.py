@@ -23,7 +23,7 @@ from spanax.plan.sharding.place import placed
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.remat_policies import GATHERED, POLICIES, RING
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN, GATHERED, RING
 from spanax.units import bytes_text
 
 
@@ -265,7 +265,6 @@ def shortfall(search: Search) -> str:
 def plan_of(search: Search, candidate: Candidate) -> Plan:
     """Returns the plan of a candidate, which trains, saves and compares like any other."""
     program = search.program_of(candidate)
-    is_named = candidate.remat in POLICIES
     plan = placed(
         program,
         candidate.assignment,
@@ -273,7 +272,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
         pins=search.pins,
         why="as priced",
         schedule=Schedule(
-            remat=candidate.remat if is_named else None,
+            remat=None if candidate.remat == AS_WRITTEN else candidate.remat,
             compute_dtype=program.compute_dtype,
             microbatches=candidate.microbatches,
             num_stages=candidate.num_stages,

@@ -35,7 +35,7 @@ class Schedule:
     """The execution of a step under a plan: everything but the sharding of its arrays.
 
     Attributes:
-      remat: the policy of activations saved for the backward pass; None keeps that of the model.
+      remat: the policy of activations saved for the backward pass, as in `spanax.trace`; None keeps that of the model.
       compute_dtype: the dtype of the computation; None uses that of the parameters.
       microbatches: the number of microbatches over which gradients are accumulated.
       num_stages: the number of stages into which layers are partitioned.

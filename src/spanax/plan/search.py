@@ -29,7 +29,7 @@ from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import RING, known_offload
+from spanax.trace.rewrites.remat_policies import RING, known_offload, partial_policy
 
 
 def search(
@@ -148,6 +148,7 @@ def _search(
     space = families(first, cluster, batch_size, rejected, pins, model)
     if not space:
         raise _no_layout(batch_size, cluster.num_devices, rejected)
+    pipeline = pipeline and not any(map(partial_policy, policies))
     space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     sequences = [in_context(family, rejected) for family in space] if ring else []

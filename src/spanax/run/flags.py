@@ -95,8 +95,9 @@ class LayoutRequest:
         the fastest layout that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
       remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
-        each layer; or offload, as dots, with the results in host memory. Default: the fastest that fits; on CPUs, with
-        a layout or mesh, as written in the model.
+        each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
+        full:8, the others under none, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
+        as written in the model.
       attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
         Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on

@@ -22,6 +22,7 @@ from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import from_jaxpr
+from spanax.trace.jaxpr.marks import LAYER_PARTS
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -387,3 +388,14 @@ def test_a_matrix_or_a_row_is_one_problem(function: Callable[..., Any], args: An
     graph = from_jaxpr(jax.make_jaxpr(function)(*args))
     (op,) = [op for op in graph.ops() if op.name in ("cholesky", "fft")]
     assert op.dim_map is not None and not op.dim_map.dims(Kind.SAME)
+
+
+def test_parts_of_layers_are_one_class_of_any_sizes() -> None:
+    def layers(a: Any, b: Any) -> Any:
+        with jax.named_scope(LAYER_PARTS):
+            return jax.lax.concatenate((a, b), 0)
+
+    dims = dims_of(layers, f32(2, 4), f32(3, 4))
+    assert joined(dims) == "ab,cb->db"
+    dims.join_padded()
+    assert joined(dims) == "ab,ab->ab" and ways(dims) == [[5, 4]]

@@ -17,6 +17,7 @@ from jax import lax
 import spanax
 import zoo
 from sampling import sampled
+from spanax.errors import RangeError
 from spanax.models import gpt
 from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
 from spanax.trace.jaxpr.marks import LOSS_CHUNKS
@@ -103,6 +104,31 @@ def test_what_is_not_kept_is_computed_again_and_only_that(remat: bool) -> None:
     }
 
 
+PARTIAL = {"dots:1": 2, "dots:2": 2 * 2, "full:1": FORWARD - 1, "full:1,dots": FORWARD - 1 + 2 * (L - 1)}
+"""Partial policies, each with the matmuls that the backward pass recomputes."""
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("policy", [*PARTIAL, f"dots:{L - 1}"])
+def test_a_partial_policy_recomputes_the_first_layers(policy: str, remat: bool) -> None:
+    partial = scanned(remat).with_remat(policy)
+    expected = PARTIAL.get(policy, 2 * (L - 1))
+    assert count(partial.step.graph, "dot_general") == 3 * (L * FORWARD + HEAD) + expected
+    assert partial.remat == policy and partial.step.layer_carry[1] == scanned().step.layer_carry[1] == L
+    loops = [op for op in partial.step.graph.body.ops if op.name == "scan"]
+    first = int(policy[5])
+    assert [op.params["length"] for op in loops] == [first, L - first, L - first, first]
+    policies = [policy.split(":")[0]] + ["dots"] * (policy[6:] == ",dots")
+    assert remats(partial.step.graph) == len(policies)
+
+
+def test_a_partial_policy_counts_remats_outside_of_loops() -> None:
+    once = 3 * (2 * FORWARD + HEAD)
+    partial = [unrolled().with_remat(policy).step.graph for policy in ("full:1", "dots:1", "full:1,dots")]
+    assert [count(graph, "dot_general") - once for graph in partial] == [FORWARD - 1, 2, FORWARD - 1 + 2]
+    assert [remats(graph) for graph in partial] == [1, 1, 2]
+
+
 def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
     program = scanned(False)
     same = program.with_remat("none")
@@ -187,6 +213,21 @@ def test_where_layers_are_found(place: str) -> None:
     assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(function, "full"))(W, X))) == expected
 
 
+def backward_loops(function: Callable[..., Any], policy: str) -> list[tuple[int, int]]:
+    """The length of every loop of the gradient, and its number of remats."""
+    graph = from_jaxpr(jax.make_jaxpr(jax.grad(rematerialized(function, policy), argnums=(0, 1)))(W, X))
+    inside = lambda op: sum(inner.name in ("remat2", "checkpoint") for inner in op.bodies[0].ops)  # noqa: E731
+    return [(op.params["length"], inside(op)) for op in graph.ops() if op.name == "scan"]
+
+
+def test_a_partial_policy_counts_layers_in_the_order_of_their_loops() -> None:
+    two = PLACES["two, one after the other"][0]
+    assert backward_loops(two, "full:1") == [(1, 0), (2, 0), (3, 0), (3, 0), (2, 0), (1, 1)]
+    assert backward_loops(two, "full:3") == [(3, 0), (3, 0), (3, 0), (3, 1)]
+    assert backward_loops(two, "full:4") == [(3, 0), (1, 0), (2, 0), (2, 0), (1, 1), (3, 1)]
+    assert backward_loops(jax.jit(jax.jit(run)), "full:1") == [(1, 0), (2, 0), (2, 0), (1, 1)]
+
+
 def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
     """As attention in chunks has it: forgotten with the layer, and on the way back chunk by chunk."""
 
@@ -235,7 +276,7 @@ def test_a_derivative_of_ones_own_survives() -> None:
 # What stays as it was
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "full:1", "dots:1", "full:1,dots"])
 def test_axes_are_the_same(policy: str) -> None:
     for program in (scanned(), scanned(True), unrolled()):
         other = program.with_remat(policy)
@@ -306,6 +347,15 @@ def test_the_evaluation_keeps_nothing_and_has_no_policy() -> None:
         ({"remat": "ful"}, "unknown remat policy 'ful'"),
         ({"remat": "as written"}, "unknown remat policy 'as written'"),
         ({"remat": "full"}, "remat 'full' has no layer to rematerialize"),
+        ({"remat": "dots:2"}, "remat 'dots:2' has no layer to rematerialize"),
+        ({"remat": "dots:0"}, "remat 'dots:0' has no number of layers"),
+        ({"remat": "dots:two"}, "remat 'dots:two' has no number of layers"),
+        ({"remat": "dots,full"}, "remat 'dots,full' has no number of layers"),
+        ({"remat": "none:2"}, "remat 'none:2' is the same as 'none'"),
+        ({"remat": "full:2,full"}, "remat 'full:2,full' is the same as 'full'"),
+        ({"remat": "full:2,none"}, "remat 'full:2,none' is the same as 'full:2'"),
+        ({"remat": "ful:2"}, "unknown remat policy 'ful'"),
+        ({"remat": "full:2,dot"}, "unknown remat policy 'dot'"),
         ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` requires `loss`"),
     ],
 )
@@ -313,6 +363,17 @@ def test_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(spanax.SpanaxError) as caught:
         traced(zoo.MLP, **options)
     assert str(caught.value).startswith(message) and "fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", [f"full:{L}", "full:99", "full:99,dots"])
+def test_more_layers_than_there_are_are_refused(policy: str) -> None:
+    with pytest.raises(RangeError) as caught:
+        scanned().with_remat(policy)
+    near = policy.replace(policy[5:7].rstrip(","), str(L - 1))
+    assert str(caught.value).endswith(f"fix: 'full' for all layers, or '{near}'")
+    with pytest.raises(RangeError) as caught:
+        jax.make_jaxpr(rematerialized(jax.checkpoint(run), "full:1"))(W, X)
+    assert str(caught.value).endswith("fix: 'full' for all layers")
 
 
 def test_refused_later() -> None:
@@ -374,13 +435,22 @@ def test_complex_contractions_are_recomputed() -> None:
     assert jnp.allclose(gradient, jax.grad(loss)(weights, x), rtol=1e-5)
 
 
+def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
+    return jnp.exp(gpt.loss(model, batch))
+
+
 @pytest.mark.parametrize("policy", sampled(["none", "dots", "full"], ["dots"]))
 def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
     """A loss that is not linear in its tokens recomputes its chunks; by name, weights are gathered once."""
-
-    def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
-        return jnp.exp(gpt.loss(model, batch))
-
     program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
     loops = [op for op in program.with_loss_chunks(4).step.graph.ops() if op.name == "scan"]
     assert sum(LOSS_CHUNKS in str(op.eqn.source_info.name_stack) for op in loops) == 2  # forward and backward
+
+
+@pytest.mark.parametrize("policy", ["none", "full:2", "full:1,dots"])
+def test_chunks_of_a_loss_are_no_layers(policy: str) -> None:
+    program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
+    once, chunked = (program.with_loss_chunks(chunks).step for chunks in (1, 4))
+    assert chunked.layer_carry[1] == L and remats(chunked.graph) == remats(once.graph) + 1  # of its own
+    with pytest.raises(RangeError, match=f"the loss has {L}"):
+        program.with_loss_chunks(4).with_remat(f"full:{L}")

@@ -10,6 +10,7 @@ from spanax.plan.pipeline.schedules import check_counts
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.sharding.assign import divided_layers
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import partial_policy
 
 AXIS = PIPE
 """The mesh axis of the stages."""
@@ -128,7 +129,13 @@ def _check_accumulates(program: Program, mesh: MeshShape) -> None:
 
 
 def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> None:
-    stages, count = schedule.num_stages, schedule.microbatches
+    stages, count, remat = schedule.num_stages, schedule.microbatches, schedule.remat or program.form.remat
+    if parts := partial_policy(remat):
+        raise PipelineError(
+            f"remat '{remat}' partitions the layers into two loops, and a pipeline needs one for its stages.",
+            where=f"mesh {mesh}",
+            fix=f"remat '{parts.first}' for all layers, or a mesh without '{AXIS}'",
+        )
     check_counts(schedule.pipeline, stages, count, schedule.num_chunks)
     possible = _possible(program, layout, mesh)
     enough = [candidate for candidate in possible if candidate >= stages] or possible[-1:]

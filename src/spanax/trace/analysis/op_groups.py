@@ -218,11 +218,14 @@ def _visit(
 
 def is_layers(traced: Traced, layers: Collection[int | None], op: Op) -> bool:
     """Returns whether an operation is a scan over stacked layers."""
-    if op.name != "scan":
-        return False
+    return op.name == "scan" and any(label in layers for label in _iterated(traced, op))
+
+
+def _iterated(traced: Traced, op: Op) -> Iterator[int]:
+    """Yields the classes of the dims that a scan iterates along."""
     loop = loop_of(traced.graph, op)
-    scanned = (label for value in (*loop.scanned, *loop.stacked) for label in traced.axes.classes[value][:1])
-    return any(label in layers for label in scanned)
+    labels = (label for value in (*loop.scanned, *loop.stacked) for label in traced.axes.classes[value][:1])
+    return (label for label in labels if label is not None)
 
 
 def inert_ops(graph: Graph, keys: Sequence[ShardingKey]) -> frozenset[Op]:
@@ -259,14 +262,19 @@ def score_keys(traced: Traced, groups: Iterable[OpGroup], batch: frozenset[int |
 
 
 def layer_carry(traced: Traced, groups: Iterable[OpGroup], layers: Collection[int | None]) -> tuple[int | None, int]:
-    """Returns the largest carry of the longest scan over layers in the forward pass, and the length of that scan."""
-    best: tuple[int | None, int] = (None, 0)
+    """Returns the largest carry of the longest scan over layers in the forward pass, and the number of layers.
+
+    A partial remat policy partitions the layers into two scans; their dims are limited by the number of all layers.
+    """
+    largest, longest, num_layers = None, 0, 0
     for group in groups:
-        if is_layers(traced, layers, group.op) and group.phase == Phase.FORWARD and trips(group.op) > best[1]:
+        if is_layers(traced, layers, group.op) and group.phase == Phase.FORWARD and trips(group.op) > longest:
             carries = [operand for operand, _ in traced.graph.wires(group.op).carried]
             if carries:
-                best = (max(carries, key=lambda value: math.prod(traced.graph.shape(value))), trips(group.op))
-    return best
+                largest, longest = max(carries, key=lambda value: math.prod(traced.graph.shape(value))), trips(group.op)
+                limits = (traced.axes.ways[label] for label in _iterated(traced, group.op) if label in layers)
+                num_layers = max(longest, *limits)
+    return largest, num_layers
 
 
 def _signature(graph: Graph, keys: Sequence[ShardingKey], op: Op) -> tuple[Any, ...]:

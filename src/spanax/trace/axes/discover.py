@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.jaxpr.marks import PADDING
+from spanax.trace.jaxpr.marks import LAYER_PARTS, PADDING
 
 JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
 """Relations of dims that are sharded together."""
@@ -15,6 +15,10 @@ JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
 def is_padding(op: Op) -> bool:
     """Returns whether an operation pads an uneven axis, or cuts the padding."""
     return PADDING in str(op.eqn.source_info.name_stack)
+
+
+def _is_partition_of_layers(op: Op) -> bool:
+    return LAYER_PARTS in str(op.eqn.source_info.name_stack)
 
 
 class Dims:
@@ -59,8 +63,8 @@ class Dims:
             if relation.kind in JOINED:
                 for dim in dims[1:]:
                     self.join(*dims[0], *dim, factor=relation.factor)
-            elif relation.kind is Kind.PARTS and is_padding(op):
-                self._padded.append((dims[0], dims[1]))
+            elif relation.kind is Kind.PARTS and (is_padding(op) or _is_partition_of_layers(op)):
+                self._padded += [(dims[0], part) for part in dims[1:]]
             else:
                 self._record(op.name, relation, dims, values)
 
@@ -190,7 +194,7 @@ class Dims:
                     changed = True
 
     def join_padded(self) -> None:
-        """Joins padded dims with the dims they pad; call it last, after all other joins.
+        """Joins padded dims with the dims they pad, and layers with their parts; call it last, after all other joins.
 
         The number of shards of the class is that of the padded dims; of its other dims, those that divide are sharded.
         """

@@ -11,6 +11,9 @@ GRADIENT, METRIC = "gradient:", "metric:"
 LOSS_CHUNKS = "spanax_loss_chunks"
 """Name of the scan of a chunked loss in the name stack, and of its gradients in remat policies."""
 
+LAYER_PARTS = "spanax_layer_parts"
+"""Name of the operations that partition arrays stacked along layers, or concatenate their parts, in the name stack."""
+
 PADDING = "spanax_padding"
 """Name of the operations that pad a dim of an uneven axis, or cut it, in the name stack."""
 

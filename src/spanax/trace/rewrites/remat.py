@@ -2,19 +2,24 @@
 
 A layer is the body of an outermost scan that contains a contraction, or a function the author wrapped in `nnx.remat`.
 The function is traced and its jaxpr is evaluated with every layer under the policy. Values outside layers are saved.
+
+A partial policy is for the first layers only: a scan with more layers is evaluated as two scans, one after the other.
+The first layers, because the backward pass recomputes them last, when the activations of the others are freed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from spanax.errors import VariantError
-from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
-from spanax.trace.jaxpr.interpret import evaluate, rematted, with_bodies
-from spanax.trace.jaxpr.marks import LOSS_CHUNKS
+from spanax.errors import RangeError, VariantError
+from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of, scan_counts
+from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
+from spanax.trace.jaxpr.marks import LAYER_PARTS, LOSS_CHUNKS
+from spanax.trace.rewrites.remat_policies import PartialPolicy, partial_policy
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
@@ -25,10 +30,11 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     Args:
       function: takes and returns pytrees of arrays.
-      policy: one of `POLICIES`; None returns `function` unchanged.
+      policy: one of `POLICIES`, or a partial policy such as `dots:8`; None returns `function` unchanged.
 
     Raises:
-      SpanaxError: when called, if the policy is `full` and there is no layer.
+      SpanaxError: when called, if the policy is `full` or partial and there is no layer, or a partial policy is for as
+        many layers as there are, or more.
 
     Example:
       >>> def loss(weights, x):
@@ -47,16 +53,23 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
         def results(*leaves: Any) -> list[Any]:
             return _evaluate(graph, leaves, policy, in_layer=policy == "none")
 
-        if policy != "none" and not _has_layers(graph.body):
+        if (parts := partial_policy(policy)) is not None:
+            override = _partial(graph, parts)
+            results = lambda *leaves: evaluate(graph, leaves, override)  # noqa: E731
+        elif policy != "none" and not _has_layers(graph.body):
             if policy == "full":
-                raise VariantError(
-                    "remat 'full' has no layer to rematerialize: the loss has no scan with a matmul, and no remat.",
-                    fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
-                )
+                raise _no_layer(policy)
             results = jax.checkpoint(results, policy=_saveable(policy))
         return jax.tree.unflatten(jax.tree.structure(shapes), results(*jax.tree.leaves(args)))
 
     return run
+
+
+def _no_layer(policy: str) -> VariantError:
+    return VariantError(
+        f"remat '{policy}' has no layer to rematerialize: the loss has no scan with a matmul, and no remat.",
+        fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
+    )
 
 
 def _saveable(policy: str) -> Callable[..., Any]:
@@ -85,11 +98,18 @@ def _saveable(policy: str) -> Callable[..., Any]:
 
 def _evaluate(graph: Graph, args: Sequence[Any], policy: str, *, in_layer: bool) -> list[Any]:
     """Evaluates a graph with its layers under the policy."""
+    return evaluate(graph, args, _layers_under(graph, policy, in_layer=in_layer))
+
+
+def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
+    """Returns the override that evaluates layers, and operations that contain layers, under the policy."""
 
     def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
         is_layer = _is_layer(op, in_layer)
         if not is_layer and not any(_has_layers(body, in_layer) for body in _followed(op)):
             return None
+        if policy == "none" and _runs_chunks(op):
+            return None  # a remat of chunks is not the model's
 
         def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
             return _evaluate(graph.within(body), args, policy, in_layer=in_layer or is_layer)
@@ -107,7 +127,77 @@ def _evaluate(graph: Graph, args: Sequence[Any], policy: str, *, in_layer: bool)
         is_remat = [_is_layer(body_op, True) for body_op in op.bodies[0].ops] == [True]
         return with_bodies(op, ins, partial(saving, prevent_cse=False) if is_layer and not is_remat else inner)
 
-    return evaluate(graph, args, override)
+    return override
+
+
+def _partial(graph: Graph, policy: PartialPolicy) -> Override:
+    """Returns the override that evaluates the first layers under one policy, and all others under another."""
+    layers, shares, left = dict(_layers(graph.body)), dict[Op, int](), policy.num_layers
+    total = sum(layers.values())
+    if not layers:
+        raise _no_layer(str(policy))
+    if left >= total:
+        near = f", or '{replace(policy, num_layers=total - 1)}'" if total > 1 else ""
+        what = f"remat '{policy}' is for the first {left} layers, and the loss has {total}."
+        raise RangeError(what, fix=f"'{policy.first}' for all layers{near}")
+    for op, count in layers.items():
+        shares[op] = min(left, count)
+        left -= shares[op]
+    first, others = (_layers_under(graph, name, in_layer=name == "none") for name in (policy.first, policy.others))
+
+    def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        share = shares.get(op)
+        if share is not None and 0 < share < layers[op]:
+            return _in_two_parts(graph, op, ins, share, (first, others))
+        if share is not None or _runs_chunks(op):
+            return (first if share else others)(op, ins)
+        if not any(_has_layers(body) for body in _followed(op)):
+            return None
+
+        def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
+            return evaluate(graph.within(body), args, override)
+
+        return inner(op.bodies[0], ins) if op.name in CALLS else with_bodies(op, ins, inner)
+
+    return override
+
+
+def _layers(body: Body) -> Iterator[tuple[Op, int]]:
+    """Yields the outermost operations that run layers, each with their number, in order; not chunks of a loss."""
+    for op in body.ops:
+        if _is_layer(op, False):
+            if not _runs_chunks(op):
+                yield op, op.params["length"] if op.name == "scan" else 1
+        else:
+            for inner in _followed(op):
+                yield from _layers(inner)
+
+
+def _runs_chunks(op: Op) -> bool:
+    return op.name == "scan" and LOSS_CHUNKS in str(op.eqn.source_info.name_stack)
+
+
+def _in_two_parts(
+    graph: Graph, op: Op, ins: Sequence[Any], count: int, overrides: tuple[Override, Override]
+) -> list[Any]:
+    """Evaluates a scan as two: its first iterations under one override, then the others under another."""
+    num_consts, num_carried = scan_counts(graph, op)
+    length, is_reverse = op.params["length"], op.params["reverse"]
+    consts, carry, rows = ins[:num_consts], ins[num_consts:][:num_carried], ins[num_consts + num_carried :]
+    bounds = [(length - count, length), (0, length - count)] if is_reverse else [(0, count), (count, length)]
+    parts = list[Sequence[Any]]()
+    for (start, end), override in zip(bounds, overrides, strict=True):
+        with jax.named_scope(LAYER_PARTS):
+            some = [jax.lax.slice_in_dim(row, start, end) for row in rows]
+        part = replace(op, eqn=op.eqn.replace(params={**op.params, "length": end - start}))
+        operands = [*consts, *carry, *some]
+        outs = override(part, operands)
+        outs = part.bind(operands) if outs is None else outs
+        carry = outs[:num_carried]
+        parts.append(outs[num_carried:])
+    with jax.named_scope(LAYER_PARTS):
+        pairs = zip(*(reversed(parts) if is_reverse else parts), strict=True)
+        return [*carry, *(jax.lax.concatenate(pair, 0) for pair in pairs)]
 
 
 def _has_layers(body: Body, in_layer: bool = False) -> bool:

@@ -1,6 +1,7 @@
 """Names of rematerialization policies. Imports no JAX, so that the command line can list them quickly."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spanax.errors import FormatError, UnknownNameError, VariantError, nearest
 
@@ -15,17 +16,62 @@ AS_WRITTEN = "as written"
 """Label of a program whose model chooses its own rematerialization."""
 
 
+@dataclass(frozen=True)
+class PartialPolicy:
+    """A policy for the first layers, and another for all others.
+
+    Example:
+      >>> str(PartialPolicy("dots", 8)), str(PartialPolicy("full", 8, "dots"))
+      ('dots:8', 'full:8,dots')
+    """
+
+    first: str
+    num_layers: int
+    others: str = "none"
+
+    def __str__(self) -> str:
+        others = "" if self.others == "none" else f",{self.others}"
+        return f"{self.first}:{self.num_layers}{others}"
+
+
+def partial_policy(policy: str | None) -> PartialPolicy | None:
+    """Returns a policy that is for the first layers only; None for a policy of all layers.
+
+    Raises:
+      SpanaxError: a name is unknown, or the number of layers is invalid.
+
+    Example:
+      >>> partial_policy("full:8"), partial_policy("full")
+      (PartialPolicy(first='full', num_layers=8, others='none'), None)
+    """
+    if policy is None or not {":", ","}.intersection(policy):
+        return None
+    (first, _, count), (_, comma, others) = policy.partition(",")[0].partition(":"), policy.partition(",")
+    for name in (first, *[others] * bool(comma)):
+        _known("remat policy", name, POLICIES)
+    if not (count.isascii() and count.isdecimal() and not count.startswith("0")):
+        what = f"remat '{policy[:40]}' has no number of layers, at least 1, after '{first}:'."
+        raise FormatError(what, fix=f"'{first}' for all layers, or '{first}:1' for the first")
+    result = PartialPolicy(first, int(count), others or "none")
+    shortest = result.first if result.first == result.others else str(result)
+    if policy != shortest:
+        raise VariantError(f"remat '{policy}' is the same as '{shortest}'.", fix=f"'{shortest}'")
+    return result
+
+
 def known_policy(policy: str | None) -> str | None:
     """Returns the policy if it exists; None leaves the choice to the model.
 
+    `dots:8` is for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`.
+
     Raises:
-      SpanaxError: the policy is unknown.
+      SpanaxError: the policy is unknown, or its number of layers is invalid.
 
     Example:
-      >>> known_policy("dots"), known_policy(None)
-      ('dots', None)
+      >>> known_policy("dots"), known_policy("full:8"), known_policy(None)
+      ('dots', 'full:8', None)
     """
-    return policy if policy is None else _known("remat policy", policy, POLICIES)
+    return policy if policy is None or partial_policy(policy) else _known("remat policy", policy, POLICIES)
 
 
 DTYPES = ("float32", "bfloat16", "float16")
