@@ -33,12 +33,12 @@ def undocumented(thing: object) -> str:
     return ""
 
 
-def test_all_is_sorted_and_without_doubles() -> None:
+def test_public_names_are_sorted_and_unique() -> None:
     assert list(spanax.__all__) == sorted(set(spanax.__all__))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_public_name_is_there_and_explained(name: str) -> None:
+def test_a_public_name_exists_and_is_documented(name: str) -> None:
     why = undocumented(getattr(spanax, name))
     assert not why, f"spanax.{name}: {why}"
 
@@ -55,7 +55,7 @@ def public_modules(first: str) -> str:
     return run.stdout.strip().splitlines()[-1]
 
 
-def test_a_verb_stays_a_verb_after_its_folder_is_imported() -> None:
+def test_a_public_function_is_not_hidden_by_its_folder() -> None:
     """`spanax.plan` is a function and a folder: importing from the folder must not hide the function."""
     paths = (path.relative_to(PACKAGE) for path in PACKAGE.glob("*/*.py") if path.stem != "__init__")
     modules = sorted(".".join(("spanax", *path.with_suffix("").parts)) for path in paths)
@@ -80,10 +80,10 @@ def skipped() -> None:
 @pytest.mark.parametrize(
     "thing, why", [(no_docstring, "no docstring"), (no_example, "no Example"), (skipped, "defined outside")]
 )
-def test_what_is_not_explained_is_seen(thing: object, why: str) -> None:
+def test_an_undocumented_name_is_detected(thing: object, why: str) -> None:
     assert undocumented(thing).startswith(why)
 
 
-def test_an_example_that_is_skipped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_example_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PACKAGE", Path(__file__).parent)
     assert undocumented(skipped) == "its example is not run"

@@ -269,7 +269,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_four_lines(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_reported_in_four_lines(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args, code, says = BAD[name]
     result, out, err = run(capsys, *args)
     lines = err.strip().splitlines()
@@ -325,7 +325,7 @@ def test_flags_win_over_the_file(folder: Path) -> None:
         (["--devices", "1", "--layout", "data"], ("data", None)),
     ],
 )
-def test_a_resumed_run_goes_where_it_is_told(
+def test_a_resumed_run_uses_the_requested_mesh(
     flags: list[str], place: tuple[str | None, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = 'workload = "gpt2"\nsteps = 5\nseed = 3\nlayout = "fsdp+tensor"\nmesh = "fsdp=4,model=2"\n'

@@ -74,7 +74,7 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert Certificate.from_json(certificate.read_text()).plan == planned
 
 
-def test_all_entry_points_divide_layers_into_stages_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages pay here: the links between these nodes are slow, and the batch is small."""
     file, certificate, sizes = (
         tmp_path / "plan.json",
@@ -109,7 +109,7 @@ def test_stages_must_be_faster_by_a_margin() -> None:
 
 
 @pytest.mark.parametrize("asked", sampled([[], ["--layout", "fsdp"]], [[]]))
-def test_what_was_planned_is_what_trains(devices: list[jax.Device], tmp_path: Path, asked: list[str]) -> None:
+def test_a_saved_plan_is_the_one_that_trains(devices: list[jax.Device], tmp_path: Path, asked: list[str]) -> None:
     file, run = tmp_path / "plan.json", tmp_path / "run"
     cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "8", "--out", str(file), *asked])
     cli.main(
@@ -137,7 +137,7 @@ def test_accelerators_compute_in_bfloat16_and_keep_parameters() -> None:
     assert spanax.plan(linear(), "v100:8").schedule.compute_dtype is None  # float16 needs a scaled loss
 
 
-def test_a_dtype_of_the_users_is_kept() -> None:
+def test_a_dtype_set_by_the_user_is_preserved() -> None:
     assert spanax.plan(linear(compute_dtype="float32"), "h100:8").schedule.compute_dtype == "float32"
     half = spanax.trace(
         build=lambda rngs: nnx.Linear(256, 256, dtype=jnp.float16, rngs=rngs), optimizer=optax.adam(1e-3),
@@ -182,7 +182,7 @@ def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any
         check_answer(with_flags(CheckCommand("gpt-nano", "cpu:8"), plan=tmp_path / "p.json", **flags))
 
 
-def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
+def test_an_unsupported_policy_raises_or_is_counted() -> None:
     with pytest.raises(SpanaxError, match="remat 'full' has no layer"):
         spanax.search(linear(), "cpu:8", remat=("full",))
     rejected = spanax.search(linear(), "cpu:8").rejected
@@ -203,7 +203,7 @@ def test_requests_that_contradict_each_other_are_errors() -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
+def test_if_nothing_fits_the_message_suggests_remedies() -> None:
     program = load("gpt-nano", batch_size=64).trace(learning_rate=1e-3, num_steps=10, remat="none")
     roomy = spanax.cluster("a100:8")
     asked: dict[str, Any] = {"remat": ("none",), "layout": "data", "mesh": "data=8"}
@@ -223,7 +223,7 @@ def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
         spanax.plan(program, dataclasses.replace(roomy, memory_bytes=two.state_bytes // 10))
 
 
-def test_what_cannot_be_read_of_a_step_of_one_batch_size_is_a_warning() -> None:
+def test_a_step_of_fixed_batch_size_warns() -> None:
     def loss(model: Any, x: jax.Array) -> jax.Array:
         noise = jax.random.normal(jax.random.key(0), (16, 64))
         return (model(noise) ** 2).mean() + (model(x.reshape(16, 64)) ** 2).mean()
@@ -234,7 +234,7 @@ def test_what_cannot_be_read_of_a_step_of_one_batch_size_is_a_warning() -> None:
         )
 
 
-def test_a_run_that_is_resumed_elsewhere_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumed_on_another_platform_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = linear()
     monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster("h100:8"))
     for recorded, resumed in ((None, "float32"), ("bfloat16", "bfloat16")):
@@ -244,6 +244,6 @@ def test_a_run_that_is_resumed_elsewhere_keeps_its_dtype(tmp_path: Path, monkeyp
         assert spanax.plan(again, "h100:8", layout="data").schedule.compute_dtype == resumed
 
 
-def test_a_new_plan_replaces_what_a_resumed_run_was_started_with() -> None:
+def test_a_new_plan_replaces_that_of_a_resumed_run() -> None:
     recorded = {"layout": "fsdp", "remat": "full", "dtype": "bfloat16", "lr": 0.1}
     assert train.without_replaced(recorded, TrainConfig(plan="p.json", resume=True)) == {"lr": 0.1}

@@ -22,7 +22,7 @@ KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 MAX_DEPENDENCIES = 13
 
 
-def test_few_things_are_needed() -> None:
+def test_the_package_has_few_dependencies() -> None:
     assert 0 < len(PROJECT["dependencies"]) <= MAX_DEPENDENCIES
 
 
@@ -87,7 +87,7 @@ def test_the_changelog_is_one() -> None:
         "## [Unreleased]\n### Added\n### Added\n",
     ],
 )  # fmt: skip
-def test_a_changelog_that_is_none_is_found(text: str) -> None:
+def test_an_invalid_changelog_is_detected(text: str) -> None:
     assert len(changelog_problems(text)) == 1
 
 
@@ -112,7 +112,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_true_metadata(built: Path) -> None:
+def test_the_wheel_contains_the_package_and_its_metadata(built: Path) -> None:
     with zipfile.ZipFile(only(built, "*.whl")) as wheel:
         names = wheel.namelist()
         info = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -125,7 +125,7 @@ def test_the_wheel_holds_the_package_and_true_metadata(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_every_tracked_file(built: Path) -> None:
+def test_the_sdist_contains_every_tracked_file(built: Path) -> None:
     with tarfile.open(only(built, "*.tar.gz")) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"Makefile", "CITATION.cff", "docs/index.md", "tests/test_dist.py", "constraints/py311.txt"} <= names
@@ -149,7 +149,7 @@ def test_the_site_is_built_from_the_sdist(built: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_and_trains_where_nothing_else_is(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_installs_and_trains_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "new", with_pip=True)
     binaries = tmp_path / "new" / "bin"
     constraints = ROOT / "constraints" / ("py311.txt" if sys.version_info < (3, 12) else "py312.txt")

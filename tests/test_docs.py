@@ -51,7 +51,7 @@ def test_the_examples_of_a_page_run(page: str) -> None:
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_a_wrong_example_is_found(tmp_path: Path) -> None:
+def test_a_wrong_example_is_detected(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("    >>> 1 + 1\n    3\n")
     result = doctest.testfile(str(tmp_path / "page.md"), module_relative=False, report=False, verbose=False)
     assert result.failed == 1
@@ -140,7 +140,7 @@ OUTPUT = ("python", "text")
 """A block of Python and, next, a block of what it prints."""
 
 
-def test_a_line_that_is_not_printed_is_found() -> None:
+def test_a_line_that_is_not_printed_is_detected() -> None:
     printed = "a plan\nstep 20: loss 2.849\nstep 40: loss 2.693\n"
     assert not differences("a plan\nstep 40: loss 2.70\n", printed)
     assert differences("step 20: loss 2.5\nstep 21: loss 2.849\n", printed) == [
@@ -152,7 +152,7 @@ def test_a_line_that_is_not_printed_is_found() -> None:
 @pytest.mark.parametrize(
     "text", ["import spanax\nspanax.plans(1)\n", "import spanax\nspanax.start(\n", "spanax.local()\n"]
 )
-def test_wrong_python_is_found(text: str) -> None:
+def test_wrong_python_is_detected(text: str) -> None:
     result = blocks(f"```python\n{text}```\n")
     assert [block.kind for block in result] == ["python"]
     with pytest.raises((AttributeError, NameError, SyntaxError)):
@@ -171,7 +171,7 @@ def test_python_is_fenced_as_python(page: str) -> None:
     assert not unmarked((ROOT / page).read_text())
 
 
-def test_unmarked_python_is_found() -> None:
+def test_unmarked_python_is_detected() -> None:
     assert unmarked("Words:\n\n    plan = spanax.plan(\n\n```text\nimport jax\n```\n```python\nx = 1\n```\n") == [3, 5]
 
 
@@ -179,7 +179,7 @@ def test_unmarked_python_is_found() -> None:
 
 
 @pytest.mark.parametrize("page", with_blocks("commands"))
-def test_the_commands_of_a_page_can_be_asked(page: str) -> None:
+def test_the_commands_of_a_page_parse(page: str) -> None:
     for block in PAGES[page]:
         for line in commands(block.text) if block.kind == "commands" else ():
             read(line)
@@ -192,7 +192,7 @@ def test_the_commands_of_a_page_can_be_asked(page: str) -> None:
         "spanax train gpt2 --mesh dta=8", "spanax plan gpt2 --onn cpu:8", "spanax launch slurm -- plan gpt2",
     ],
 )  # fmt: skip
-def test_a_wrong_command_is_found(line: str) -> None:
+def test_a_wrong_command_is_detected(line: str) -> None:
     with pytest.raises((SpanaxError, SystemExit)):
         for command in commands(blocks(f"    {line}    # a word\n")[0].text):
             read(command)
@@ -236,13 +236,13 @@ NAMING_TESTS = [page for page in (*sorted(DOCS.glob("*.md")), ROOT / "SECURITY.m
 
 
 @pytest.mark.parametrize("page", NAMING_TESTS, ids=lambda page: page.name)
-def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+def test_the_tests_named_by_a_page_exist(page: Path) -> None:
     assert not unknown_tests(page.read_text())
 
 
-def test_a_test_that_does_not_exist_is_found() -> None:
-    text = "`tests/test_docs.py::test_a_wrong_example_is_found`, `test_docs.py::no`, `tests/run/test_docs.py`"
-    text += ", `test_a_wrong_example_is_found`, `test_of_nothing`"
+def test_a_missing_test_is_detected() -> None:
+    text = "`tests/test_docs.py::test_a_wrong_example_is_detected`, `test_docs.py::no`, `tests/run/test_docs.py`"
+    text += ", `test_a_wrong_example_is_detected`, `test_of_nothing`"
     assert unknown_tests(text) == ["test_docs.py::no", "run/test_docs.py::", "test_of_nothing"]
 
 
@@ -257,6 +257,6 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     assert not dead_links(ROOT / page)
 
 
-def test_a_dead_link_is_found(tmp_path: Path) -> None:
+def test_a_dead_link_is_detected(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("[here](page.md#part), [there](nowhere.md)")
     assert dead_links(tmp_path / "page.md") == ["nowhere.md"]

@@ -49,7 +49,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "errata.md"
 FORMULA = re.compile(r"`([^`]+)` = (\d[\d,]*(?:\.\d+)?)")
 
 
-def test_there_are_formulas() -> None:
+def test_the_page_has_formulas() -> None:
     assert len(FORMULA.findall(PAGE.read_text())) >= 15
 
 
@@ -60,7 +60,7 @@ def test_a_formula_gives_what_the_page_says(formula: str, output: str) -> None:
     assert f"{result:.{digits}f}" == output
 
 
-def test_every_test_the_page_names_is_here() -> None:
+def test_every_test_named_by_the_page_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
     assert named and named <= set(globals())
 
@@ -79,7 +79,7 @@ def collectives(text: str) -> set[str]:
     return set(re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text))
 
 
-def test_weights_split_over_data_give_the_same_numbers(mesh: Mesh) -> None:
+def test_weights_sharded_over_data_give_the_same_numbers(mesh: Mesh) -> None:
     x, w = put(mesh, 0, (16, 32), "data"), put(mesh, 1, (32, 64), "data")
     multiply = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data")))
     assert collectives(multiply.lower(x, w).compile().as_text()) == {"all-gather"}

@@ -216,7 +216,7 @@ def test_messages_are_the_golden_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_message_is_short_and_whole(name: str) -> None:
+def test_a_message_is_short_and_complete(name: str) -> None:
     lines = message(ERRORS[name]).splitlines()
     assert 1 <= len(lines) <= 4
     assert all(line.strip() and line == line.rstrip() for line in lines)

@@ -20,7 +20,7 @@ QUICK = {
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 
-def test_there_are_examples() -> None:
+def test_examples_exist() -> None:
     assert EXAMPLES
 
 
@@ -29,7 +29,7 @@ def test_an_example_is_under_60_lines(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
 
-def test_an_example_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_an_example_runs_in_a_separate_process(tmp_path: Path) -> None:
     argv = [sys.executable, str(EXAMPLES[0])]
     run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -56,7 +56,7 @@ LONG = {
     sampled(EXAMPLES[1:], [path for path in EXAMPLES[1:] if path.stem not in LONG]),
     ids=lambda path: path.stem,
 )
-def test_an_example_runs_and_says_how_it_ended(
+def test_an_example_runs_and_prints_its_result(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in(tmp_path, monkeypatch, example, QUICK.get(example.stem, []))
@@ -90,7 +90,7 @@ def test_every_model_learns_under_every_layout(
         assert value < worst.get(name.split()[0], worst.get("", 0)), name
 
 
-def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_an_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     result = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else result(name))
     example = next(path for path in EXAMPLES if path.stem == "11_real_images")

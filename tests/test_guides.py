@@ -171,7 +171,7 @@ QUICK = [("data-parallel.md", "layouts"), ("fsdp.md", "nodes"), ("tensor.md", "l
 
 
 @pytest.mark.parametrize("page, name", sampled(TABLES, QUICK), ids=["-".join(key) for key in TABLES])
-def test_a_table_is_what_the_planner_says(page: str, name: str) -> None:
+def test_a_table_equals_the_answer_of_the_planner(page: str, name: str) -> None:
     path, pattern = DOCS / page, re.compile(MARK.format(name=name), re.DOTALL)
     result = TABLES[page, name]()
     if os.environ.get("SPANAX_GOLDEN") == "update":
@@ -181,12 +181,12 @@ def test_a_table_is_what_the_planner_says(page: str, name: str) -> None:
     assert close(f"{result}\n", search_result[2]), f"a price changed: `make golden`\n{result}"
 
 
-def test_a_number_that_is_off_is_found() -> None:
+def test_a_wrong_number_is_detected() -> None:
     assert close("| a | 1.00 GiB |", "| a | 1.02 GiB |")
     assert not close("| a | 1.00 GiB |", "| a | 1.10 GiB |") and not close("| a | 1 GiB |", "| b | 1 GiB |")
 
 
-def test_every_table_of_the_guides_is_made_here() -> None:
+def test_every_table_of_the_guides_is_generated() -> None:
     texts = {path.name: path.read_text() for path in DOCS.glob("*.md")}
     assert {(page, name) for page, text in texts.items() for name in re.findall(r"<!-- table: (\w+) ", text)} == set(
         TABLES

@@ -644,7 +644,7 @@ def test_every_rule_was_seen_failing() -> None:
     assert {rule for rule, *_ in BROKEN} | {crowded} == {*RULES, *TEST_RULES}
 
 
-def test_a_crowded_folder_is_reported(tmp_path: Path) -> None:
+def test_a_folder_with_too_many_entries_is_reported(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     for number in range(MAX_FILES + 1):
         (tmp_path / "plan" / f"module{number}.py").touch()
@@ -670,7 +670,7 @@ def test_the_page_on_architecture_draws_every_folder() -> None:
 
 
 @pytest.mark.parametrize("line", ["import {}", "def f():\n    import {}", "if TYPE_CHECKING:\n    import {}"])
-def test_a_circle_counts_every_import(line: str, tmp_path: Path) -> None:
+def test_import_cycles_include_every_kind_of_import(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import spanax.b\n")
     (tmp_path / "b.py").write_text(line.format("spanax.c") + "\n")
     assert import_cycles(tmp_path) == []
@@ -678,7 +678,7 @@ def test_a_circle_counts_every_import(line: str, tmp_path: Path) -> None:
     assert import_cycles(tmp_path) == ["spanax.a -> spanax.b -> spanax.a"]
 
 
-def test_a_circle_of_packages_is_reported(tmp_path: Path) -> None:
+def test_a_cycle_of_packages_is_reported(tmp_path: Path) -> None:
     files = {"plan/a.py": "import spanax.trace.b", "trace/b.py": "", "trace/c.py": "import spanax.plan.a"}
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -693,7 +693,7 @@ def test_the_longest_name_decides_the_layer() -> None:
     assert layer("spanax.errors") is None
 
 
-def test_down_the_house_is_free(tmp_path: Path) -> None:
+def test_downward_imports_are_allowed(tmp_path: Path) -> None:
     for path, text in {
         "plan/cost.py": "from spanax.errors import SpanaxError\nfrom spanax.plan.layout import Layout\n",
         "models/gpt.py": "import spanax\nimport jax\n",
@@ -762,7 +762,7 @@ def test_every_pin_supports_the_python_of_its_file(constraints: Path, python: st
     assert not problems, "\n".join(problems)
 
 
-def test_a_pin_that_is_too_new_is_reported(tmp_path: Path) -> None:
+def test_a_requirement_pinned_too_new_is_reported(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_text(f"jax=={version('jax')}\nnot-installed-here==1.0\n")
     assert too_new(bad, "3.12") == []
@@ -780,7 +780,7 @@ esac
 
 
 @pytest.mark.parametrize("target", ["install", "docs", "dist", "browser", "bench-peers"])
-def test_make_shows_why_pip_failed(target: str, tmp_path: Path) -> None:
+def test_make_prints_the_error_of_pip(target: str, tmp_path: Path) -> None:
     venvs = [tmp_path / "venv", tmp_path / ".venv-peers"]
     for venv in venvs:
         (venv / "bin").mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_a_killed_loop_continues_bit_for_bit(folder: Path, monkeypatch: pytest.M
     assert bits({"model": again["trained"]}) == bits({"model": expected["model"]})
 
 
-def test_the_loop_goes_back_before_a_bad_step(folder: Path) -> None:
+def test_the_loop_rolls_back_before_a_bad_step(folder: Path) -> None:
     bad = "clean = examples\ndef examples(count, seed):\n    rows = clean(count, seed)\n"
     bad += "    for row in (rows[100], rows[300]) if count == 640 else ():\n"
     bad += "        row['features'] = row['features'] * np.nan\n    return rows\n"

@@ -41,7 +41,7 @@ def test_help_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert all(" ".join(example.split()) in text for example in EXAMPLES[name])
 
 
-def test_the_examples_of_help_can_be_asked() -> None:
+def test_the_examples_of_help_parse() -> None:
     assert set(EXAMPLES) == set(NAMES)
     for examples in EXAMPLES.values():
         for line in commands("\n".join(examples)):
@@ -184,7 +184,7 @@ def in_front() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("when", sampled(AT_WORK, ["at work"]))
-def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path, in_front: None) -> None:
+def test_ctrl_c_prints_one_line(when: str, tmp_path: Path, in_front: None) -> None:
     (tmp_path / "mine.py").write_text(AT_WORK[when])
     argv = [*PYTHON, "axes", "mine.py:workload"]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -223,7 +223,7 @@ def test_ctrl_c_again_changes_no_exit_code(when: str, tmp_path: Path, in_front: 
     assert (done.returncode, done.stderr) == (130, "spanax: interrupted\n")
 
 
-def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path: Path) -> None:
+def test_an_ignored_sigint_remains_ignored(tmp_path: Path) -> None:
     """As a shell asks of what runs in its background."""
     (tmp_path / "mine.py").write_text(f"{BEGIN}os.kill(os.getpid(), signal.SIGINT)\n{READY}raise SystemExit(3)\n")
     argv = ["bash", "-c", f"trap '' INT; exec {' '.join(PYTHON)} axes mine.py:workload"]

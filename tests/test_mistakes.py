@@ -203,7 +203,7 @@ def test_the_traceback_of_a_refused_request(folder: Path, capsys: pytest.Capture
     assert code == 2 and "ConcretizationTypeError" in err and "eager_build=True" in err
 
 
-def test_a_loader_that_raises_in_a_process_of_its_own(folder: Path) -> None:
+def test_a_loader_that_raises_in_a_worker_process(folder: Path) -> None:
     Path("mine.py").write_text(FILE.replace(READ, '        raise OSError("no such shard")'))
     done = subprocess.run([sys.executable, "-m", "spanax", *COMMANDS["train"]], capture_output=True, text=True)
     assert done.returncode == MISTAKE and "spanax: OSError: no such shard" in done.stderr, done.stderr

@@ -35,7 +35,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_an_old_plan_keeps_its_values(name: str) -> None:
+def test_an_old_plan_has_the_same_values(name: str) -> None:
     text = (WRITTEN / f"{name}.json").read_text()
     values = json.loads(spanax.Plan.from_json(text).to_json())
     old = json.loads(text)
@@ -64,7 +64,7 @@ def test_an_old_run_is_verified_and_reported(in_folder: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["reached"] == 2
 
 
-def test_an_old_certificate_keeps_its_values(in_folder: Path) -> None:
+def test_an_old_certificate_has_the_same_values(in_folder: Path) -> None:
     text = Path("certificate.json").read_text()
     old, written = json.loads(text), json.loads(Certificate.from_json(text).to_json())
     assert {name: written[name] for name in old} == old

@@ -38,7 +38,7 @@ def counted(*order: str) -> dict[str, int]:
     return dict(tally(module, instructions))
 
 
-def test_a_gather_around_a_matmul_is_beside_it_and_a_whole_one_is_waited_for() -> None:
+def test_an_asynchronous_gather_overlaps_and_a_synchronous_one_is_exposed() -> None:
     assert counted(PRODUCT, DONE) == {"matmuls": 1, "beside a matmul": 1, "waited for": 1}
     assert counted(DONE, PRODUCT) == {"matmuls": 1, "beside something else": 1, "waited for": 1}
 
@@ -72,7 +72,7 @@ ENTRY main {
 """
 
 
-def test_sums_are_counted_apart_from_gathers() -> None:
+def test_all_reduces_and_all_gathers_are_counted_separately() -> None:
     data = _hlo.hlo_module_from_text(SUMMING).as_serialized_hlo_module_proto()
     module = read_module(data)
     instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
@@ -113,7 +113,7 @@ def test_loops_of_permutes_are_counted_by_what_they_implement() -> None:
     assert tally(module, instructions) == dict.fromkeys(LOOPS.values(), 1)
 
 
-def test_a_fused_scatter_is_waited_for() -> None:
+def test_a_fused_scatter_is_exposed() -> None:
     scattered = SUMMING[SUMMING.index("scattered {") : SUMMING.index("ENTRY")]
     # A computation has either synchronous or asynchronous callers.
     program = SUMMING.replace("ENTRY", scattered.replace("scattered {", "fused {") + "ENTRY").replace(

@@ -38,11 +38,11 @@ def test_the_same_work_in_another_order_of_sums_is_the_same() -> None:
         ({"losses": [3.0, math.nan]}, "loss nan in step 2, not 2.50000"),
     ],
 )
-def test_other_work_is_told(other: dict[str, object], reported: str) -> None:
+def test_other_work_is_reported(other: dict[str, object], reported: str) -> None:
     assert differences({"a": DONE, "b": DONE | other}) == {"b": reported}
 
 
-def test_a_gpu_is_asked_for_unless_a_toy_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_requires_a_gpu_without_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "accelerator", lambda: None)
     monkeypatch.setattr("sys.argv", ["gpu.py"])
     with pytest.raises(SystemExit, match="no GPU is here"):
@@ -60,13 +60,13 @@ def test_mfu_is_that_of_the_convention_and_the_catalogues_peak() -> None:
 
 
 @pytest.mark.parametrize("other", [{"tokens": 32}, {"parameters": 7}, {"flops": 2e9}, {"losses": [3.0, 2.6]}])
-def test_other_work_on_a_gpu_is_told_and_rounding_is_not(other: dict[str, object]) -> None:
+def test_other_work_on_a_gpu_is_reported_but_not_rounding(other: dict[str, object]) -> None:
     assert gpu.other_work({"a": DONE, "b": DONE | {"losses": [3.0, 2.51]}}) == {}
     assert len(gpu.other_work({"a": DONE, "b": DONE | other})) == 1
 
 
 @pytest.mark.slow
-def test_the_toy_runs_here() -> None:
+def test_the_tiny_gpu_benchmark_runs_on_a_cpu() -> None:
     command = [sys.executable, str(gpu.HERE / "gpu.py"), "--tiny", "--rounds", "2", "--only", "spanax"]
     reported = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert reported.returncode == 0 and "| tiny | spanax, scanned |" in reported.stdout, reported.stderr
@@ -80,7 +80,7 @@ def measured_peers(*names: str) -> list[Peer]:
     return peers
 
 
-def test_a_peer_that_does_other_work_gets_no_ratio_and_the_end_is_an_error(
+def test_a_peer_with_other_work_has_no_ratio_and_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers = measured_peers(peers_main.REFERENCE, "alike", "another")
@@ -93,7 +93,7 @@ def test_a_peer_that_does_other_work_gets_no_ratio_and_the_end_is_an_error(
     assert "| alike | 1.000" in reported and "| another | other work: 7 parameters, not 1,000 |" in reported
 
 
-def test_so_does_one_on_a_gpu(
+def test_a_gpu_peer_with_other_work_has_no_ratio(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Peer, "end", lambda _: None)
@@ -115,7 +115,7 @@ def test_so_does_one_on_a_gpu(
     assert [row["peer"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [gpu.HAND, gpu.OURS]
 
 
-def test_who_is_asked_for_is_measured_beside_its_reference() -> None:
+def test_requested_peers_are_measured_with_their_reference() -> None:
     first, scanned = gpu.GROUPS
     assert [*gpu.chosen(first, [])] == [*first] and [*gpu.chosen(first, ["Torch"])] == [gpu.HAND, gpu.TORCH]
     assert gpu.chosen(scanned, ["Torch"]) == {} and [*gpu.chosen(scanned, ["spanax"])] == [*scanned]
@@ -139,7 +139,7 @@ def test_a_start_is_compared_with_starts_of_the_same_model(monkeypatch: pytest.M
         start.measure(1)
 
 
-def test_programs_for_a_gpu_that_multiply_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_programs_with_other_matmuls_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     target = importlib.import_module("spanax.check.compilers.target")
     monkeypatch.setattr(target, "install_command", lambda platform: "")
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", lambda *_, **__: SimpleNamespace(devices=[1]))
@@ -164,7 +164,7 @@ for line in sys.stdin:
 STEP = """print('{"loss": 1.0, "seconds": 0.5, "peak_bytes": 1}', flush=True)"""
 
 
-def test_a_peer_that_dies_costs_its_row(tmp_path: Path) -> None:
+def test_a_peer_that_crashes_has_no_ratio(tmp_path: Path) -> None:
     words = {name: (str(tmp_path / f"{name}.py"),) for name in ("first", "dies", "last")}
     for name, (path,) in words.items():
         Path(path).write_text(PEER.replace("STEP", "sys.exit('out of memory')" if name == "dies" else STEP))

@@ -65,7 +65,7 @@ def test_rows_are_priced_near_what_was_measured(result: dict[str, Any]) -> None:
     assert {id: error for id, error in off.items() if abs(error) > MAY_BE_OFF.get(id, OTHERWISE)} == {}
 
 
-def test_compiled_steps_hold_what_is_predicted(result: dict[str, Any]) -> None:
+def test_the_memory_of_compiled_steps_is_as_predicted(result: dict[str, Any]) -> None:
     of = result["memory"]
     assert of["state of compiled steps"]["mae"] < 0.002
     assert of["state and temporaries, Llama 8B, remat full"]["mae"] < 0.1
@@ -228,7 +228,7 @@ def test_casts_move_what_the_recipe_moves(precision: str, device: str, moved: fl
     assert (narrow in case.terms.matmuls.dtypes) == (moved > 0)
 
 
-def test_the_measured_layer_has_as_many_fused_kernels_as_a_layer_of_gpt() -> None:
+def test_the_measured_layer_has_the_fused_kernels_of_a_gpt_layer() -> None:
     source = (ROOT / "benchmarks" / "eager_dispatch.py").read_text(encoding="utf-8")  # PyTorch is not installed here
     stated = re.search(r"FORWARD_KERNELS, BACKWARD_KERNELS = (\d+), (\d+)", source)
     (case,), _ = cases([row(n_devices="8", framework="Megatron-LM", model="GPT", d_ff="4096")])
@@ -242,7 +242,7 @@ def test_a_published_name_completes_a_shape_that_does_not_contradict_it() -> Non
     assert "d_model" not in completed({"model": "of our own"})
 
 
-def test_experts_are_exchanged_by_all_to_all_and_cost_what_a_token_passes() -> None:
+def test_the_cost_of_experts_is_the_exchange_of_tokens() -> None:
     sizes = {"num_experts": "8", "top_k": "2", "expert_d_ff": "1024", "n_devices": "8", "ep": "8", "zero_stage": "1"}
     dense, mixture = (
         cases([row(framework="Megatron-Core", global_batch_seqs="16", **cells)])[0][0]

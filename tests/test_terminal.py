@@ -169,7 +169,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("columns, num_shown", [(20, 1), (40, 2), (60, 3), (80, 4), (100, 5), (120, 6), (200, 10)])
-def test_a_progress_bar_leaves_out_whole_numbers(columns: int, num_shown: int) -> None:
+def test_a_progress_bar_omits_integer_metrics(columns: int, num_shown: int) -> None:
     terminal, theirs = pty.openpty()
     resize(terminal, columns)
     start = {"event": "start", "step": 0, "steps": 20000, "workload": "", "parameters": 1, "layout": "", "mesh": {}}
@@ -184,7 +184,7 @@ def test_a_progress_bar_leaves_out_whole_numbers(columns: int, num_shown: int) -
     assert shown == NUMBERS[:num_shown] + ["…"] * (num_shown < len(NUMBERS)) and len(bar) <= columns
 
 
-def test_standard_error_in_a_file_stays_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_error_in_a_file_is_not_redirected(capsys: pytest.CaptureFixture[str]) -> None:
     terminal, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as stream, reporter(as_json=False, stream=stream):
         print("a warning", file=sys.stderr)

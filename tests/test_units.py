@@ -26,7 +26,7 @@ from spanax.units import MEASURES, quantity, quantity_text
         ("80.3 %", "share", 0.803),
     ],
 )
-def test_read(text: str, kind: str, value: float) -> None:
+def test_a_quantity_is_parsed(text: str, kind: str, value: float) -> None:
     assert quantity(text, kind, key="x") == pytest.approx(value, rel=1e-12)
 
 
@@ -55,7 +55,7 @@ def test_read(text: str, kind: str, value: float) -> None:
         ("900 %", "share", "is not plausible"),
     ],
 )
-def test_refused(text: object, kind: str, reason: str) -> None:
+def test_an_invalid_value_raises(text: object, kind: str, reason: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         quantity(text, kind, key="inside.rate", where="mine.toml")
     lines = str(caught.value).splitlines()
@@ -64,7 +64,7 @@ def test_refused(text: object, kind: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MEASURES)
-def test_the_examples_and_limits_are_read_themselves(kind: str) -> None:
+def test_the_examples_and_limits_of_units_parse(kind: str) -> None:
     measure = MEASURES[kind]
     for text in (measure.low, measure.high, *measure.example.split(" or ")):
         assert quantity(text, kind, key="x") > 0
@@ -74,6 +74,6 @@ def test_the_examples_and_limits_are_read_themselves(kind: str) -> None:
     ("value", "kind"),
     [(80 * 2**30, "bytes"), (2.039e12, "bytes per second"), (989e12, "operations per second"), (3.4e-6, "seconds")],
 )
-def test_what_is_written_reads_back(value: float, kind: str) -> None:
+def test_a_written_quantity_reads_back(value: float, kind: str) -> None:
     assert quantity(quantity_text(value, kind), kind, key="x") == pytest.approx(value, rel=1e-3)
     assert quantity(quantity_text(0.869, "share"), "share", key="x") == pytest.approx(0.869)

@@ -78,7 +78,7 @@ def test_a_program_that_does_not_fit_reports_its_largest_arrays() -> None:
 
 
 @TPU
-def test_machine_code_changes_no_figure() -> None:
+def test_code_generation_changes_no_figure() -> None:
     early, whole = (check("gpt-nano", "v5e:2x2", "fsdp", codegen=codegen) for codegen in (False, True))
     assert early.compiled.collectives == whole.compiled.collectives
     assert early.compiled.state_bytes == whole.compiled.state_bytes
@@ -112,6 +112,6 @@ def test_a_gpus_compiler_agrees_with_the_plan(on: str) -> None:
 
 
 @CUDA
-def test_a_gpus_compiler_knows_no_limit_so_the_chips_is_taken() -> None:
+def test_a_gpu_compiler_has_no_memory_limit_so_the_chips_is_used() -> None:
     report = check("gpt2-xl", "a100-40gb:8", "data", batch_size=64)
     assert report.fits is False and report.compiled.peak_bytes > report.limit_bytes

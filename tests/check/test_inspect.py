@@ -77,7 +77,7 @@ def test_a_grid_shows_every_shard_once_or_reports_omissions() -> None:
             assert drawing.left_out or len(cells) == len(shards(leaf, plan.mesh))
 
 
-def test_a_checkpoint_says_how_it_really_was_saved(saved: Path) -> None:
+def test_a_checkpoint_records_its_actual_shardings(saved: Path) -> None:
     result, plan = array_placement(saved), planned("fsdp+tensor", "fsdp=4,model=2")
     assert result.origin == "checkpoint 0" and result.plan == plan and result.elsewhere == ()
     text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"

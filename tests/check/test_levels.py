@@ -91,7 +91,7 @@ def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
 
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
 @pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[1:]))
-def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
+def test_the_partitioner_passes_report_the_same_axes(layout: str, mesh: str) -> None:
     passes, simulated_devices = report(layout, mesh, 1), report(layout, mesh, 2)
     for axes, kinds in simulated_devices.compiled.collectives.items():
         if sum(kinds.values()) > 4096:
@@ -115,7 +115,7 @@ def test_a_mesh_of_any_size_needs_no_device() -> None:
     assert report.compiled.collectives and report.target == "v5p:16x16x16"
 
 
-def test_level_0_is_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_0_needs_only_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "lower", lambda *_: pytest.fail("level 0 lowers nothing"))
     program, plan = planned("fsdp", "fsdp=8")
     report = spanax.check(program, plan, MACHINE, level=0)
@@ -235,7 +235,7 @@ def test_too_many_devices_to_simulate_are_refused() -> None:
 @pytest.mark.parametrize(
     "on, line", [("v5e:2x4", "pip install 'spanax[tpu]'"), ("h100:8", "pip install 'spanax[cuda12]'")]
 )
-def test_a_missing_compiler_says_the_one_install_line(on: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_names_the_package_to_install(on: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     program, machine = programs.zoo_program("gpt"), spanax.cluster(on)
     plan = spanax.plan(program, machine, layout="fsdp")
@@ -244,7 +244,7 @@ def test_a_missing_compiler_says_the_one_install_line(on: str, line: str, monkey
     assert line in str(error.value) and checking.highest_level(machine) == 2
 
 
-def test_a_plugin_of_another_version_is_named_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_of_another_version_is_reported_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     monkeypatch.setattr(target, "cuda_folder", lambda: "/cuda")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0" if name == "jaxlib" else "0.11.0")

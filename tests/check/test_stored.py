@@ -41,7 +41,7 @@ def collectives_on(on: str) -> tuple[Collective, ...]:
 
 
 @pytest.mark.parametrize("on", BY_NAME)
-def test_flops_are_those_of_the_plan_to_the_last(on: str) -> None:
+def test_flops_equal_the_plan_exactly(on: str) -> None:
     # Six matmuls of 64 x 256 x 1024 a layer, less the gradient of the batch; over all devices.
     assert program_flops(module(on)) == LAYERS * 6 * 2 * 64 * MATRIX / 8
     case = BY_NAME[on]
@@ -99,7 +99,7 @@ def test_every_loop_is_counted(on: str) -> None:
     assert all(item.is_counted for item in collectives_on(on))
 
 
-def test_text_is_read_as_the_serialized_program_is() -> None:
+def test_text_and_serialized_programs_are_read_alike() -> None:
     from jaxlib import _hlo
 
     case = BY_NAME["v5e:2x4"]
@@ -121,7 +121,7 @@ CONVOLUTION = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
         f'c = (f32[3,3,4,16], u8[0]) custom-call(x, y), {CONVOLUTION}, custom_call_target="__cudnn$convBackwardFilter"',
     ],
 )
-def test_a_convolution_and_its_gradients_take_as_many_flops(line: str) -> None:
+def test_a_convolution_and_its_gradients_count_the_same_flops(line: str) -> None:
     arrays = ("x = f32[2,8,8,4] parameter(0)", "w = f32[3,3,4,16] parameter(1)", "y = f32[2,8,8,16] parameter(2)")
     inside = (3 * 8 - 2) ** 2  # of 3 positions for each of 8 results, one lies outside at either end
     assert program_flops(read_text(hlo_programs.entry(*arrays, line))) == 2 * 2 * 16 * 4 * inside

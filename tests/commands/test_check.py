@@ -32,7 +32,7 @@ def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
     return reply.text, reply.data
 
 
-def test_the_contract() -> None:
+def test_the_json_output_has_its_documented_keys() -> None:
     data = json.loads(json.dumps(ask()[1]))
     figures = {"state_bytes", "peak_bytes", "flops", "collectives", "host_bytes"}
     assert {"level", "fits", "predicted", "compiled", "errors", "versions", "seconds"} <= data.keys()
@@ -44,7 +44,7 @@ def test_the_contract() -> None:
     assert reported == sum(data["compiled"]["collectives"]["fsdp"].values())
 
 
-def test_the_answer_in_words() -> None:
+def test_the_text_output() -> None:
     text, _ = ask(collectives=True, explain_collective=1)
     for part in (
         "predicted (plan)",
@@ -58,7 +58,7 @@ def test_the_answer_in_words() -> None:
     assert max(map(len, text.splitlines())) < 200
 
 
-def test_what_the_compiler_says_is_never_called_a_proof() -> None:
+def test_reports_call_compiled_figures_predictions() -> None:
     reported = Report(
         3, "v5e:2x4", "fsdp", "fsdp=8", True, "the compiler", Figures(4, 8, 2.0, {}), Figures(4, 8, 2.0, {})
     )
@@ -66,7 +66,7 @@ def test_what_the_compiler_says_is_never_called_a_proof() -> None:
     assert "will run" not in report_text(reported)
 
 
-def test_what_does_not_fit_names_its_largest_arrays() -> None:
+def test_a_program_that_does_not_fit_lists_its_largest_arrays() -> None:
     large = Buffer(2**30, "f32[48,1600]", ("up.kernel", "mu.up.kernel"))
     reported = Report(
         3, "v5e:2x4", "data", "data=8", False, "the compiler", Figures(4, 8), Figures(peak_bytes=20 * 2**30),
@@ -77,13 +77,13 @@ def test_what_does_not_fit_names_its_largest_arrays() -> None:
     assert "2 x 1 GiB" in text and "shaped like up.kernel, mu.up.kernel" in text
 
 
-def test_a_collective_that_is_not_there_is_refused() -> None:
+def test_an_unknown_collective_raises() -> None:
     with pytest.raises(SpanaxError, match="no collective 3"):
         collective_text((), 3)
     assert "--level 2" in collectives_text(())
 
 
-def test_the_certificate_is_written(tmp_path: Path) -> None:
+def test_check_writes_a_certificate(tmp_path: Path) -> None:
     text, _ = ask(out=tmp_path / "c.json")
     result = Report.from_json((tmp_path / "c.json").read_text())
     assert result.layout == "fsdp" and str(tmp_path / "c.json") in text
@@ -124,7 +124,7 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_request_is_told(
+def test_a_wrong_request_is_reported(
     args: list[str], code: int, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -152,7 +152,7 @@ def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) 
     assert data["compiled"]["state_bytes"] == data["predicted"]["state_bytes"]
 
 
-def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
+def test_findings_are_in_the_output_and_may_be_allowed(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from spanax.models.workloads import load\nworkload = load('gpt-nano')\n")
     ask_mine = partial(ask, workload=f"{file}:workload", on="h100:8", level=0, dtype="float32", layout="data")
@@ -167,7 +167,7 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
+def test_a_plan_file_may_allow_a_finding(tmp_path: Path) -> None:
     plan = spanax.plan(
         load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100, compute_dtype="float32"),
         spanax.cluster("h100:8"),
@@ -183,14 +183,14 @@ def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
+def test_a_step_with_only_inputs_sharded_is_distinguished() -> None:
     text, data = ask(inputs_only=True)
     assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
     assert {"SPX012", "SPX016"} & {finding["code"] for finding in data["findings"]}
     assert not {"SPX012", "SPX016"} & {finding["code"] for finding in ask()[1]["findings"]}
 
 
-def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_severe_finding_fails_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "check",
         "gpt-nano",
@@ -212,7 +212,7 @@ def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_parity_is_in_the_answer(devices: list[jax.Device]) -> None:
+def test_parity_is_in_the_output(devices: list[jax.Device]) -> None:
     text, data = ask(parity=True, steps=1, level=0, layers=1)
     assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text
 

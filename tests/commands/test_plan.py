@@ -37,7 +37,7 @@ def answered() -> tuple[str, dict[str, Any]]:
     return ask()
 
 
-def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, Any]]) -> None:
     data = json.loads(json.dumps(answered[1]))
     top = {"best", "candidates", "rejected", "layouts_priced", "search_seconds", "trace_seconds"}
     best = {
@@ -58,7 +58,7 @@ def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
     assert data["best"]["restore_bytes"] < plan.state_bytes()
 
 
-def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+def test_the_text_output(answered: tuple[str, dict[str, Any]]) -> None:
     text, data = answered
     for part in ("step ", "memory ", "moved ", "rule ", "ranked:", "layouts priced in"):
         assert part in text
@@ -129,7 +129,7 @@ def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
     assert all(candidate["stages"] == 1 for candidate in ask(on="a100:2x2", top=200, remat="none")[1]["candidates"])
 
 
-def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
+def test_if_nothing_fits_the_nearest_layouts_are_reported() -> None:
     reply = answer(with_flags(SMALL, workload="gpt3-175b", on="a100-40gb:8", global_batch_size=8))
     text, data = reply.text, reply.data
     assert reply.exit_code == 2 and data["best"] is None and data["nearest"][0]["memory"]["peak"] > data["usable_bytes"]
@@ -143,13 +143,13 @@ def test_nothing_fits_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 2 and json.loads(capsys.readouterr().out)["best"] is None
 
 
-def test_a_layout_of_ones_own_is_held_against_the_best() -> None:
+def test_a_requested_layout_is_compared_with_the_best() -> None:
     text, data = ask(layout="tensor", mesh="model=8", remat="none")
     assert data["best"]["mesh"] == {"model": 8} and any("longer than" in line for line in data["warnings"])
     assert "note: tensor" in text
 
 
-def test_a_whole_training() -> None:
+def test_a_complete_training_run() -> None:
     _, data = ask(tokens=1e9, budget_hours=1e9, remat="none")
     steps = 1e9 / (16 * 64)
     assert data["budget"]["hours"] == pytest.approx(steps * data["best"]["step_seconds"] / 3600)
@@ -198,7 +198,7 @@ def test_a_plan_searched_for_simulated_devices_trains(
     assert events[-1]["event"] == "done" and events[0]["layout"] == plan.layout.name
 
 
-def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
+def test_a_searched_plan_with_stages_runs() -> None:
     import spanax
     from spanax.plan.candidate import plan_of
     from spanax.plan.sharding.place import as_planned

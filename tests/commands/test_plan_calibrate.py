@@ -117,7 +117,7 @@ def test_a_cluster_file_reads_back(name: str, tmp_path: Path) -> None:
     assert back.chip.peak_flops.keys() == machine.chip.peak_flops.keys()
 
 
-def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
+def test_invalid_calibration_requests_raise(tmp_path: Path) -> None:
     path = compared(tmp_path / "compared.json", SLOWER, count=1)
     with pytest.raises(SpanaxError, match="--solve-for answers one question, without --calibrate"):
         answer(with_flags(SMALL, calibrate=(path,), solve_for="batch"))
@@ -129,7 +129,7 @@ def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
         answer(with_flags(SMALL, calibrate=(path,), out_cluster=tmp_path / "nowhere" / "mine.toml"))
 
 
-def test_the_code_of_a_recorded_workload_does_not_run(tmp_path: Path) -> None:
+def test_the_code_of_a_recorded_workload_is_not_executed(tmp_path: Path) -> None:
     path = compared(tmp_path / "compared.json", SLOWER, count=1)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     data = json.loads(path.read_text()) | {"workload": f"{tmp_path}/evil.py:main", "fingerprint": "other"}

@@ -78,13 +78,13 @@ def report_output(folder: Path) -> str:
     return report_text(sections(run_report(folder)))
 
 
-def test_the_words_of_a_report(tmp_path: Path) -> None:
+def test_the_text_of_a_report(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 10)
     assert report_output(folder).replace(str(folder), "FOLDER") == SAID
 
 
-def test_what_rounds_to_nothing_is_not_listed(tmp_path: Path) -> None:
+def test_buckets_that_round_to_zero_are_not_listed(tmp_path: Path) -> None:
     seconds = {"step": 7, "idle": 0.04, "data": 0.05}
     text = report_output(
         a_run(tmp_path / "a", TOLD[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}))
@@ -92,14 +92,14 @@ def test_what_rounds_to_nothing_is_not_listed(tmp_path: Path) -> None:
     assert "none of these" not in text and "waiting for batches" in text
 
 
-def test_a_damaged_checkpoint_is_not_the_last_one(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_the_latest(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 6)
     (a_checkpoint(folder, 10) / "arrays" / "data").write_bytes(b"")
     assert "last checkpoint: step 6," in report_output(folder)
 
 
-def test_how_to_go_on_says_what_the_run_needs(tmp_path: Path) -> None:
+def test_the_resume_command_has_the_flags_of_the_run(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "my run", *TOLD)
     assert report_output(folder).endswith(f"to resume: spanax train --output-dir '{folder}' --resume")
     (folder / "heartbeats").mkdir()
@@ -123,7 +123,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["how_to_go_on"] == f"spanax train --output-dir {folder} --resume --steps 24"
 
 
-def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
+def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     """No colours or escapes from a run folder of somebody else, and no more lines than listed."""
     evil = {"event": "died", "why": "[red]why[/red] :smile:\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
     folder = a_run(tmp_path / "a", *TOLD, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
@@ -135,7 +135,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) < 160 + len(str(folder)) * 2
 
 
-def test_what_cannot_be_read_is_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_records_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     (folder / "config.toml").write_text("not toml")
     (folder / "metrics.jsonl").write_text('{"event": "step", "step": 3, "loss": 2.5}\n{"event": "st\n[]\n')
@@ -185,6 +185,6 @@ def test_times_are_rounded_once(seconds: float, text: str) -> None:
     assert not re.search(r"60 (s|min)", duration_text(seconds))
 
 
-def test_a_time_that_no_calendar_has_is_told_of(tmp_path: Path) -> None:
+def test_an_invalid_time_is_reported(tmp_path: Path) -> None:
     begin = {"event": "begin", "step": 0}
     assert "9e+14 s" in report_output(a_run(tmp_path / "a", (9e14 - BEGAN, 0, "rank 0", begin)))

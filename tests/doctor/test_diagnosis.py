@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_probe, "probe_jax", lambda *args: outcome)
 
 
-def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
+def test_every_check_runs(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         verdicts = examine.diagnose(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
@@ -45,12 +45,12 @@ def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_cache_in_a_bucket_is_not_looked_at(started: None, tmp_path: Path) -> None:
+def test_a_cache_in_a_bucket_is_not_inspected(started: None, tmp_path: Path) -> None:
     verdicts = examine.diagnose(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
     assert [item.what.split(":")[0] for item in verdicts if item.name == "disk"] == ["run folder", "temporary"]
 
 
-def test_a_group_is_met(started: None, tmp_path: Path) -> None:
+def test_a_group_of_hosts_is_checked(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
@@ -82,7 +82,9 @@ def test_no_problem_is_exit_code_0(started: None, tmp_path: Path, capsys: pytest
     assert out.splitlines()[-1].startswith("0 problems, ") and "\x1b" not in out
 
 
-def test_a_clock_that_is_set_meanwhile(started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_during_the_check_is_reported(
+    started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ahead = iter([0.0])
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + next(ahead, 3600.0))
@@ -106,7 +108,7 @@ warning  clock          set by +3600.0 s
 1 problem, 1 warning in 3 findings"""
 
 
-def test_the_words() -> None:
+def test_the_text_of_a_diagnosis() -> None:
     assert verdicts_text(FOUND) == SAID
     coloured = verdicts_text(FOUND, in_colours=True)
     assert "\x1b[31mproblem\x1b[0m" in coloured and "\x1b[2J" not in coloured

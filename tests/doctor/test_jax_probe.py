@@ -48,7 +48,7 @@ def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
     assert simulated(ENVIRON, HANG_SECONDS, command=fake(code)).state == "problem"
 
 
-def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jax.py").write_text("import pathlib; pathlib.Path('executed').touch()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
@@ -62,19 +62,19 @@ def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, mo
     assert not (tmp_path / "executed").exists()
 
 
-def test_every_python_that_is_started_leaves_its_folder_out() -> None:
+def test_every_child_python_excludes_its_folder_from_the_path() -> None:
     words = re.compile(r"""(.{6})(["' ]-m["', ]+spanax)""")
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
     starts = [(path.name, *result) for path in files for result in words.findall(path.read_text())]
     assert len(starts) >= 8 and all("-P" in before for _, before, _ in starts), starts
 
 
-def test_the_last_line_of_a_backend_is_told() -> None:
+def test_the_last_line_of_a_backend_is_reported() -> None:
     chosen = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
     assert chosen.where.endswith("no TPU is here")
 
 
-def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_backend_is_stopped_within_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ignores SIGTERM, and its own child holds its standard output."""
     new, pid = tmp_path / "new", tmp_path / "pid"
     code = (
@@ -101,7 +101,7 @@ def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytes
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", "what it started lives on"
 
 
-def test_what_libraries_print_is_no_answer() -> None:
+def test_output_of_libraries_is_ignored() -> None:
     answer = '{"platform": "gpu", "kind": "H200", "devices": 4}'
     code = f"print('[Gloo] hello'); print({MARK + answer!r}); print('goodbye')"
     chosen = devices({**os.environ, "JAX_PLATFORMS": ""}, HANG_SECONDS, command=fake(code))
@@ -124,7 +124,7 @@ def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
         assert devices({"JAX_PLATFORMS": "cpu"}, HANG_SECONDS, command=command, dev=dev).state == "ok"
 
 
-def test_a_flag_that_xla_does_not_know_ends_the_trial_and_not_us() -> None:
+def test_an_unknown_xla_flag_raises_in_a_child_process() -> None:
     chosen = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
     assert chosen.state == "problem" and "remove the flag from XLA_FLAGS" in chosen.fix, chosen
 

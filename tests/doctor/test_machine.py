@@ -43,13 +43,13 @@ def test_no_shared_memory(tmp_path: Path) -> None:
     assert verdict.state == "warning" and "No such file" in verdict.what
 
 
-def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     verdict = machine.disk("run folder", tmp_path / "file" / "a")
     assert verdict.state == "problem" and "Not a directory" in verdict.what
 
 
-def test_a_good_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_the_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MIN_BYTES_PER_SECOND", 0.0)
     monkeypatch.setitem(machine.MIN_FREE, "run folder", 0)
     verdict = machine.disk("run folder", tmp_path / "runs" / "a")
@@ -83,7 +83,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: object, how: int) -> None:
         raise OSError(38, "Function not implemented")
 
@@ -107,7 +107,7 @@ def test_clocks(after: Reading, is_synchronized: bool | None, state: str, what: 
     assert (verdict.state, bool(verdict.fix)) == (state, state != "ok") and what in verdict.what
 
 
-def test_this_clock_is_steady() -> None:
+def test_the_clock_of_this_machine_passes() -> None:
     before = Reading.now()
     assert machine.clock(before, Reading.now(), True).state == "ok"
     assert machine.is_clock_synchronized() in (True, False, None)
@@ -126,7 +126,7 @@ def test_low_limits(which: int, what: str, fix: str) -> None:
     assert what in verdict[0].what and fix in verdict[0].fix and verdict[0].where == "at most 1024"
 
 
-def test_no_limits() -> None:
+def test_unlimited_resources_pass() -> None:
     verdict = machine.limits(lambda asked: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert [item.state for item in verdict] == ["ok"] and verdict[
         0

@@ -73,12 +73,12 @@ def test_the_coordinators_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", ":80", "host:", "host:0", "host:65536", "host:http", "host:9²"])
-def test_addresses_that_are_none(address: str) -> None:
+def test_invalid_addresses_raise(address: str) -> None:
     with pytest.raises(SpanaxError, match="is not an address"):
         network.parse_address(address, "--hosts")
 
 
-def test_a_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reachable_host_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
         verdict = network.reach(f"127.0.0.1:{port}")
         assert verdict.state == "ok" and f"127.0.0.1:{port} answers in" in verdict.what
@@ -87,7 +87,7 @@ def test_a_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert verdict.state == "warning" and "every step waits" in verdict.what
 
 
-def test_a_host_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = network.reach(f"127.0.0.1:{free_port()}")
     assert verdict.state == "warning" and "nothing listens on its port" in verdict.what
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.2)
@@ -116,7 +116,7 @@ def join(address: str, num_hosts: int, rank: int, ahead: float = 0.0) -> Verdict
     return verdict
 
 
-def test_a_group_that_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_connects_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     # Round trips take no time, however busy the machine is.
     monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep))
     address = f"127.0.0.1:{free_port()}"
@@ -128,7 +128,7 @@ def test_a_group_that_meets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result[3].state == "warning" and "-7.0" in result[3].what
 
 
-def test_a_host_of_a_group_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_host_of_a_group_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     address = f"127.0.0.1:{free_port()}"
@@ -142,14 +142,14 @@ def test_a_host_of_a_group_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -
     assert verdict.state == "problem" and f"host 1 did not connect within {HANG_SECONDS} s" in verdict.what
 
 
-def test_a_coordinator_that_does_not_come() -> None:
+def test_a_missing_coordinator_is_reported() -> None:
     environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}
     verdict = network.group(environ, 0.3)
     assert verdict is not None and verdict.state == "problem"
     assert "host 0 was not reached" in verdict.what and "firewall" in verdict.fix
 
 
-def test_something_else_where_the_coordinator_should_be() -> None:
+def test_another_service_on_the_port_of_the_coordinator() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 
@@ -193,7 +193,7 @@ def test_a_stranger_does_not_stop_the_group() -> None:
     assert result[0].state == "ok"
 
 
-def test_an_environment_of_nonsense() -> None:
+def test_an_invalid_environment_raises() -> None:
     with pytest.raises(SpanaxError, match="does not define the rank of this host"):
         network.place({"SPANAX_HOST": "one"})
     assert network.place({"SLURM_PROCID": "3", "SPANAX_NUM_HOSTS": "4"}) == (3, 4)

@@ -26,14 +26,14 @@ def shelf(**changes: str | None) -> Installed:
     }
 
 
-def test_this_environment_is_well() -> None:
+def test_this_environment_passes() -> None:
     installed = installed_packages()
     result = [software.python(installed), software.packages(installed), software.plugins(installed)]
     assert [item.state for item in result] == ["ok"] * 3, result
     assert "jax 0.1" in result[1].what
 
 
-def test_a_good_shelf_is_well() -> None:
+def test_matching_packages_pass() -> None:
     assert software.packages(shelf()).state == software.plugins(shelf()).state == "ok"
     assert software.packages(shelf(jaxlib="0.10.2.dev3")).state == "ok"
     assert software.python(shelf(), "3.15.0rc1").state == "ok"
@@ -91,12 +91,12 @@ def test_a_plugin_of_another_jaxlib() -> None:
         ({"https_proxy": "http" + "://proxy:3128"}, "a proxy is set"),
     ],
 )
-def test_settings_that_are_traps(environ: dict[str, str], what: str) -> None:
+def test_harmful_environment_settings_are_reported(environ: dict[str, str], what: str) -> None:
     verdicts = software.settings(environ, is_group=True)
     assert [item.state for item in verdicts] == ["warning"] and what in verdicts[0].what and verdicts[0].fix
 
 
-def test_settings_that_are_none() -> None:
+def test_invalid_settings_raise() -> None:
     verdicts = software.settings({"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy"}, is_group=False)
     assert [item.state for item in verdicts] == ["ok"] and "NPROC=32" in verdicts[0].what
     assert software.settings({}, is_group=True)[0].what == "nothing is set"

@@ -63,7 +63,7 @@ SAYS = {"link": "a symbolic link", "dangling link": "a symbolic link", "link to 
         "hard link": "has another name", "sparse file": "4,294,967,296 bytes"}  # fmt: skip
 
 
-def test_touching_takes_no_hard_link_and_makes_nothing(run: Folder, outside: Path) -> None:
+def test_touching_refuses_hard_links_and_creates_nothing(run: Folder, outside: Path) -> None:
     before = snapshot(outside)
     run.touch(CONFIG)
     os.link(outside / "file", run.path / EVENTS)
@@ -133,7 +133,7 @@ def test_a_folder_that_is_a_link_is_not_entered(act: str, run: Folder, outside: 
     assert snapshot(outside) == before
 
 
-def test_deleting_takes_links_and_leaves_what_they_lead_to(run: Folder, outside: Path) -> None:
+def test_deleting_removes_links_and_not_their_targets(run: Folder, outside: Path) -> None:
     before = snapshot(outside)
     os.symlink(outside, run.path / "checkpoints")
     (run.path / "tree" / "inner").mkdir(parents=True)
@@ -157,7 +157,7 @@ def test_the_path_of_the_user_may_be_a_link(run: Folder, tmp_path: Path) -> None
     assert Folder.of(tmp_path / "loop").kind() is None
 
 
-def test_a_folder_is_made_where_the_one_that_holds_it_is(tmp_path: Path) -> None:
+def test_a_folder_is_created_if_its_parent_exists(tmp_path: Path) -> None:
     folder = Folder.of(tmp_path / "a" / "run")
     with pytest.raises(FileNotFoundError):
         folder.make("heartbeats")
@@ -167,7 +167,7 @@ def test_a_folder_is_made_where_the_one_that_holds_it_is(tmp_path: Path) -> None
         folder.inner("heartbeats").make_new()
 
 
-def test_what_is_missing_is_no_refusal(run: Folder, tmp_path: Path) -> None:
+def test_a_missing_entry_is_not_refused(run: Folder, tmp_path: Path) -> None:
     for folder in (run, Folder.of(tmp_path / "nowhere"), run.inner("nowhere")):
         assert folder.kind(CONFIG) is None and list(folder.lines(EVENTS)) == []
         with pytest.raises(FileNotFoundError):
@@ -187,7 +187,7 @@ def test_a_replaced_file_is_the_old_one_or_the_new_one(run: Folder) -> None:
     assert run.read(CONFIG) == b"old" and run.names() == ["config.toml", "heartbeats"]
 
 
-def test_a_temporary_file_is_its_own(run: Folder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_file_is_created_exclusively(run: Folder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is random, and what has it already is not followed."""
     before, names = snapshot(outside), set()
     rename = os.rename
@@ -233,7 +233,7 @@ def test_folders_nested_without_end_are_refused(run: Folder) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/etc/passwd", "a/../../b", "a\0b", "."])
-def test_a_name_that_leads_out_is_a_mistake(name: str, run: Folder) -> None:
+def test_a_name_outside_of_the_folder_raises(name: str, run: Folder) -> None:
     for act in (run.kind, run.make, run.remove, run.inner):
         with pytest.raises(ValueError, match="is not the name of an entry"):
             act(name)

@@ -142,7 +142,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_answered(
+def test_bad_input_is_reported_without_a_traceback(
     line: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
@@ -159,13 +159,13 @@ def test_bad_input_is_answered(
     assert not any((place / name).is_dir() and any((place / name).iterdir()) for name in left), left
 
 
-def test_there_are_enough() -> None:
+def test_the_list_of_bad_inputs_is_long() -> None:
     assert len(BAD) >= 80
 
 
 @pytest.mark.parametrize("path", ["", " ", "a ", " a", "a\n", "a\tb", "a\x1b[31m"])
 @pytest.mark.parametrize("before", [["train"], ["launch", "local", "--", "train"]], ids=["train", "launch"])
-def test_a_run_folder_whose_name_is_not_what_it_looks_like(
+def test_a_run_folder_name_with_surrounding_whitespace_raises(
     before: list[str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_a_run_folder_whose_name_is_not_what_it_looks_like(
 
 
 @pytest.mark.parametrize("before", [["train"], ["launch", "slurm", "--dry-run", "--", "train"]], ids=" ".join)
-def test_a_configuration_names_its_run_folder_as_it_is(
+def test_a_configuration_records_the_exact_path_of_its_run_folder(
     before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -197,7 +197,7 @@ def test_a_path_that_is_not_utf_8_is_one_line(words: list[str | bytes], tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_the_first_process_decides_keeps_its_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_text_keeps_its_whitespace(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax.experimental import multihost_utils
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -33,12 +33,12 @@ def test_kills_during_a_save_lose_nothing() -> None:
     assert result["killed in a save"] >= 10 and result["acknowledged"] >= 40
 
 
-def test_damage_anywhere_is_found_and_the_older_step_used() -> None:
+def test_damage_anywhere_is_detected_and_the_older_step_used() -> None:
     outcomes = corruption.campaign(130, seed=1)
     assert outcomes["not found"] == [] and outcomes["older step used"] == 130 and outcomes["files"] >= 10
 
 
-def test_damage_that_is_missed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undetected_damage_fails_the_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "problems", lambda folder: [])
     outcomes = corruption.campaign(5, seed=1)
     assert len(outcomes["not found"]) == 5 and outcomes["older step used"] == 0

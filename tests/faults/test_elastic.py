@@ -71,7 +71,7 @@ def test_eight_four_six_eight(place: Path, course: tuple[tuple[int, int], ...]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [4, 6, 1])
-def test_a_hand_over_changes_no_bit(place: Path, num_devices: int) -> None:
+def test_a_change_of_mesh_preserves_every_bit(place: Path, num_devices: int) -> None:
     go_on(8, 2, layout="fsdp")
     before = arrays(place / "elastic", 2)
     program, plan = _planned(num_devices)
@@ -91,7 +91,7 @@ def _planned(num_devices: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None:
+def test_if_the_layout_does_not_apply_the_planner_chooses(place: Path) -> None:
     go_on(8, 2, layout="fsdp+tensor", mesh="fsdp=2,model=4")
     output = go_on(5, 4, layout="fsdp+tensor")
     (warning,) = (event["message"] for event in output if event["event"] == "warning")
@@ -101,7 +101,7 @@ def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None
     assert manifest.steps(place / "elastic" / "checkpoints") == [2, 4]
 
 
-def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
+def test_a_requested_layout_is_not_replaced(place: Path) -> None:
     go_on(8, 2, layout="fsdp")
     with pytest.raises(SpanaxError, match="model"):
         go_on(5, 4, layout="tensor")
@@ -121,7 +121,7 @@ def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
     ],
     ids=lambda setting: next(iter(setting)),
 )
-def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -> None:
+def test_another_run_is_not_resumed(place: Path, setting: dict[str, Any]) -> None:
     (place / "elastic").mkdir()
     begun = {
         "workload": "small.py:small",
@@ -139,7 +139,7 @@ def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_another_version_is_told_of(place: Path) -> None:
+def test_another_version_warns(place: Path) -> None:
     go_on(8, 2, layout="fsdp")
     path = place / "elastic" / "env.json"
     environment = json.loads(opened(path.read_text()).text)

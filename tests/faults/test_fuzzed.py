@@ -45,7 +45,7 @@ def test_a_fuzzed_run_is_resumed_or_refused(
     assert {0, 65} <= codes
 
 
-def test_the_campaign_sees_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_campaign_detects_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(folder: Path) -> None:
         raise TypeError("a traceback")
 

@@ -54,7 +54,7 @@ def same(run: Launched, whole: Launched) -> None:
     assert digest(run.folder) == digest(whole.folder)
 
 
-def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> None:
+def test_kills_at_random_moments_lose_nothing(place: Path, form: str, whole: Launched) -> None:
     hosts, devices = FORMS[form]
     num_kills, moments = hosts, random.Random(hosts)
     # Three steps an attempt, so that no run ends before its kills.
@@ -71,7 +71,7 @@ def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> No
 
 
 @pytest.mark.slow
-def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Launched, form: str) -> None:
+def test_a_process_that_sleeps_in_python_is_restarted(place: Path, whole: Launched, form: str) -> None:
     """The other process waits for it in a collective, for ever; meanwhile nobody outside can speak to them."""
     if form == "one process":
         pytest.skip("there is no other process")
@@ -93,7 +93,7 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
 
 
 @pytest.mark.slow
-def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launched) -> None:
+def test_a_run_stopped_by_a_signal_saves_and_resumes(place: Path, form: str, whole: Launched) -> None:
     """SIGTERM to one of the processes: all of them stop behind the same step, and none is lost."""
     hosts, devices = FORMS[form]
     asked = {"ASKED_TO_STOP": f"{hosts - 1}:{24 // hosts * 5}:1"}
@@ -108,7 +108,7 @@ def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launch
 
 
 @pytest.mark.slow
-def test_a_request_that_is_refused_is_refused_once(place: Path, form: str) -> None:
+def test_a_refused_request_is_reported_once(place: Path, form: str) -> None:
     """Every process says why; the supervisor says it once, and starts nothing again."""
     hosts, devices = FORMS[form]
     bad = [word if word != "fsdp" else "tensor" for word in TRAIN] + ["--mesh", "model=7,data=3"]

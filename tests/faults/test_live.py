@@ -99,7 +99,7 @@ def finished(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("stays", [[], ["0"]], ids=["no other step", "another step"])
-def test_a_step_that_goes_while_it_is_read_is_passed_over(
+def test_a_step_removed_while_it_is_read_is_skipped(
     stays: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished(tmp_path, *stays, "1", "2.new0")
@@ -120,9 +120,7 @@ def test_a_step_that_goes_while_it_is_read_is_passed_over(
     assert view.verify(tmp_path) == []
 
 
-def test_a_step_that_another_replaces_while_it_is_read_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_replaced_while_it_is_read_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes back saves a step of the same number again."""
     finished(tmp_path, "1", "2")
     problems = manifest.problems
@@ -139,7 +137,7 @@ def test_a_step_that_another_replaces_while_it_is_read_is_no_damage(
     assert {step.state for step in view.describe(tmp_path)} == {"good"} and (tmp_path / "gone").exists()
 
 
-def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_skips_a_step_that_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished(tmp_path, "1", "2")
     problems, warnings = manifest.problems, []
 
@@ -153,7 +151,7 @@ def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints"])
-def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
+def test_inspect_reads_the_newest_step_if_one_is_removed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its plan is read, and between its plan and the shardings that it was saved with."""
@@ -179,14 +177,14 @@ def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
     assert array_placement(tmp_path / place).origin == "checkpoint 4" and next(moments, None) is None
 
 
-def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Path) -> None:
+def test_reading_ends_if_every_step_is_removed(tmp_path: Path) -> None:
     finished(tmp_path, *map(str, range(20)))
     with pytest.raises(DataError, match="every step in '.*' was removed while it was being read"):
         view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
     assert len(manifest.steps(tmp_path)) == 20 - view.MAX_ROUNDS
 
 
-def test_a_save_that_another_machine_makes_is_no_damage(
+def test_a_save_on_another_machine_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Network file systems show the lock of a step to the machine that holds it alone."""

@@ -90,7 +90,7 @@ def fill(disk: Path) -> None:
 # ---- full
 
 
-def test_a_full_disk_ends_no_run_and_leaves_nothing(small_disk: Path) -> None:
+def test_a_full_disk_does_not_end_the_run_or_leave_files(small_disk: Path) -> None:
     out = small_disk / "run"
     reported = run(out, {3: between_saves(lambda: fill(small_disk)), 5: between_saves((small_disk / "ballast").unlink)})
     failed = kinds(reported, "save_failed")
@@ -100,7 +100,7 @@ def test_a_full_disk_ends_no_run_and_leaves_nothing(small_disk: Path) -> None:
     assert recorded(out) == list(range(1, 9)), "lines are buffered"
 
 
-def test_older_steps_make_room_on_a_disk_that_is_too_small(small_disk: Path) -> None:
+def test_older_steps_are_removed_from_a_full_disk(small_disk: Path) -> None:
     out = small_disk / "run"
 
     def leave_little() -> None:
@@ -133,7 +133,7 @@ def size_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
+def test_a_file_size_limit_does_not_end_the_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
     reported = run(
         tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))}
     )
@@ -143,7 +143,7 @@ def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[
     assert checkpoint.verify(tmp_path / "run" / "checkpoints") == []
 
 
-def test_lines_wait_for_room(
+def test_metrics_are_buffered_on_a_full_disk(
     tmp_path: Path, size_limit: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines, path = AppendLog(Folder.of(tmp_path), METRICS), tmp_path / METRICS
@@ -158,7 +158,7 @@ def test_lines_wait_for_room(
     assert capfd.readouterr().err.count("cannot write") == 1
 
 
-def test_of_ten_thousand_waiting_lines_the_oldest_go(tmp_path: Path) -> None:
+def test_the_oldest_of_ten_thousand_buffered_lines_are_dropped(tmp_path: Path) -> None:
     lines = AppendLog(Folder.of(tmp_path / "run"), METRICS)
     for number in range(10_003):
         lines.write(str(number))
@@ -168,7 +168,7 @@ def test_of_ten_thousand_waiting_lines_the_oldest_go(tmp_path: Path) -> None:
     assert len(result) == 10_000 and (result[0], result[-1]) == ("4", "last")
 
 
-def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
+def test_the_only_intact_step_is_never_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "plan.json").write_text("{}")
@@ -200,7 +200,7 @@ def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest
     )
 
 
-def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_run_folder_is_created_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     reported = run(out, {3: between_saves(lambda: shutil.rmtree(out))})
     assert "was removed, and has been created again" in kinds(reported, "warning")[0]["message"]
@@ -209,7 +209,7 @@ def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     assert recorded(out)[-5:] == list(range(4, 9))
 
 
-def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_folder_replaced_by_another_run_is_not_changed(tmp_path: Path) -> None:
     out = tmp_path / "run"
 
     def take() -> None:
@@ -222,7 +222,7 @@ def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None
     assert not (out / "checkpoints").exists() and not (out / "plan.json").exists()
 
 
-def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_does_not_block_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, go_on, at_once = manifest.write, threading.Event(), []
 
     def slow(folder: Folder) -> None:
@@ -256,7 +256,7 @@ with run_lock.claimed(Path(sys.argv[1]), resume=False):
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
-def test_a_lock_goes_with_its_holder(tmp_path: Path, host: str) -> None:
+def test_a_lock_is_released_when_its_holder_ends(tmp_path: Path, host: str) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", host], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and int(holder.stdout.readline()) == holder.pid
@@ -271,7 +271,7 @@ def test_a_lock_goes_with_its_holder(tmp_path: Path, host: str) -> None:
         assert f"process {os.getpid()}" in (tmp_path / "run" / "LOCK").read_text()
 
 
-def test_a_lock_that_a_child_inherited_is_told(tmp_path: Path) -> None:
+def test_an_error_names_the_child_that_holds_the_lock(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", "", "x"], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
@@ -286,7 +286,7 @@ def test_a_lock_that_a_child_inherited_is_told(tmp_path: Path) -> None:
     "name",
     ["LOCK", "metrics.jsonl", "config.toml", "checkpoints", "heartbeats", "events.jsonl", "tensorboard", "wandb"],
 )
-def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: str) -> None:
+def test_a_run_folder_with_a_link_is_refused_unchanged(tmp_path: Path, name: str) -> None:
     out, outside = tmp_path / "run", tmp_path / "outside"
     out.mkdir()
     outside.write_text("precious")
@@ -296,7 +296,7 @@ def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: 
     assert error.value.exit_code == 65 and outside.read_text() == "precious" and names(out) == [name]
 
 
-def test_what_others_wrote_into_a_run_folder_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_events_and_heartbeats_are_ignored(tmp_path: Path) -> None:
     deep = "[" * 100_000
     (tmp_path / "events.jsonl").write_text(f'{{"event": "end", "time": 1}}\n{deep}\n7\n{{"event": "hal')
     (tmp_path / "heartbeats").mkdir()

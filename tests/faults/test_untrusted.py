@@ -59,7 +59,7 @@ def record(kind: Any, **values: Any) -> dict[str, Any]:
     return {field.name: evil(hints[field.name]) for field in fields(kind)} | values
 
 
-def test_every_text_is_evil() -> None:
+def test_every_text_of_a_record_has_control_characters() -> None:
     texts = [field.name for field in fields(TrainConfig) if "str" in str(field.type)]
     match = record(TrainConfig)
     assert len(texts) > 15 and all(match[name] == EVIL for name in texts)
@@ -132,7 +132,7 @@ VERBS = [
 
 
 @pytest.mark.parametrize("argv", VERBS, ids=" ".join)
-def test_no_verb_prints_what_steers_a_terminal(
+def test_no_command_prints_control_characters(
     argv: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -146,7 +146,7 @@ def test_no_verb_prints_what_steers_a_terminal(
         assert "--json" not in argv or not text or json.loads(text)
 
 
-def test_what_is_recorded_is_shown_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_text_is_shown_escaped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No markup, and no emoji code, is interpreted."""
     for argv in (["report", "run"], ["checkpoint", "show", "run"], ["checkpoint", "verify", "run"]):
         with pytest.raises(SystemExit) if argv[1] == "verify" else pytest.MonkeyPatch.context():
@@ -155,7 +155,7 @@ def test_what_is_recorded_is_shown_as_it_is(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("number", range(len(json.loads((fuzzed.OLD / "plan.json").read_text())) + 1))
-def test_no_plan_file_steers_a_terminal(number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_plan_file_prints_control_characters(number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["inspect"], ["report"], ["plan", "--diff", "run/plan.json"]):
         with pytest.raises(SystemExit) as stop:
             cli.main([*argv, f"run/plans/{number}.json"])

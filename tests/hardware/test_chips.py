@@ -13,7 +13,7 @@ TERA = 1e12
 SMALLEST: dict[str, Any] = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "16 GiB", "memory_rate": "1 TB/s"}
 
 
-def test_the_chips() -> None:
+def test_the_catalog_has_these_chips_and_aliases() -> None:
     gpus = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 b300 gb300 l4 mi300x"
     assert set(catalogue()) == {*gpus.split(), *"v3 v4 v5e v5p v6e v7 cpu".split()}
     aliases = {"v100": "v100-32gb", "a100": "a100-80gb", "h100-80gb": "h100", "tpu7x": "v7", "ironwood": "v7"}
@@ -79,11 +79,11 @@ def test_data_sheets(name: str, peak: float, gib: float, rate: float, inside: fl
 @pytest.mark.parametrize(
     ("name", "gib"), [("v3", 15.48), ("v4", 30.75), ("v5e", 15.75), ("v5p", 95.73), ("v6e", 31.24), ("v7", 94.74)]
 )
-def test_what_the_tpu_compiler_gives(name: str, gib: float) -> None:
+def test_the_usable_memory_of_a_tpu_is_that_of_its_compiler(name: str, gib: float) -> None:
     assert chip_named(name).usable_bytes == int(gib * 2**30)
 
 
-def test_there_is_no_bf16_on_a_v100() -> None:
+def test_a_v100_has_no_bf16() -> None:
     with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16"):
         chip_named("v100").flops_per_second("bf16")
     with pytest.raises(SpanaxError, match="rates are not known"):
@@ -106,7 +106,7 @@ def test_by_what_jax_calls_it(kind: str, name: str) -> None:
     assert chip_of_kind(kind).name == name
 
 
-def test_of_an_unknown_kind_nothing_is_known() -> None:
+def test_an_unknown_kind_has_no_numbers() -> None:
     chip = chip_of_kind("NVIDIA H100 PCIe")
     assert (chip.name, chip.inside, chip.memory_bytes, dict(chip.peak_flops)) == ("NVIDIA H100 PCIe", None, None, {})
 
@@ -120,7 +120,7 @@ def test_the_smallest_table() -> None:
     assert chip.inside is None and chip.sources["memory_bytes"] == "as written in mine.toml"
 
 
-def test_a_table_like_another_takes_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_cluster_file_inherits_missing_keys_by_like(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         'like = "a100"\nshape = "2x4"\nmemory_rate = "1.9 TB/s"\npeak = { bf16 = "300 TFLOP/s" }\n'
@@ -160,7 +160,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("table", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
-def test_refused(table: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_raises(table: dict[str, Any], message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         read_chip("mine", SMALLEST | table, "mine.toml", {})
     assert str(caught.value).startswith(message) and "where: mine.toml" in str(caught.value)
@@ -168,7 +168,7 @@ def test_refused(table: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("key", SMALLEST)
-def test_missing(key: str) -> None:
+def test_missing_keys_raise(key: str) -> None:
     with pytest.raises(SpanaxError, match=f"'{key}' is missing"):
         read_chip("mine", {k: v for k, v in SMALLEST.items() if k != key}, "mine.toml", {})
 

@@ -92,7 +92,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "message", "fix"), REFUSED)
-def test_refused(name: str, message: str, fix: str) -> None:
+def test_an_invalid_value_raises(name: str, message: str, fix: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         cluster(name)
     assert str(caught.value).startswith(message) and fix in str(caught.value).partition("fix: ")[2]
@@ -142,7 +142,7 @@ def test_local_tpus_in_their_torus() -> None:
     assert (cores.shape, cores.num_devices) == ((2, 1, 1), 4)
 
 
-def test_local_of_an_unknown_kind_knows_its_memory_alone() -> None:
+def test_a_local_chip_of_unknown_kind_has_only_its_memory() -> None:
     actual = local([Device("Quantum 9") for _ in range(4)])
     assert (actual.chip.name, actual.num_devices, actual.memory_bytes) == ("Quantum 9", 4, 2**30)
     assert actual.chip.inside is None and not actual.chip.peak_flops

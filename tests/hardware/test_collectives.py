@@ -51,7 +51,7 @@ def test_all_reduce_by_size(device: str, name: str, bound: float, large_bound: f
     assert np.abs(errors(device, link, 512 * MIB)).mean() <= large_bound
 
 
-def test_the_page_tells_these_errors() -> None:
+def test_the_page_states_the_measured_errors() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "hardware.md").read_text()
     for device, name, *_ in CURVES:
         link = over_all(cluster(name))
@@ -134,14 +134,14 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert collective_seconds("all_reduce", 1e9, link) == pytest.approx(sum(parts) - link.start_seconds)
 
 
-def test_small_arrays_go_by_trees_and_large_ones_by_rings() -> None:
+def test_small_arrays_use_trees_and_large_ones_rings() -> None:
     n, rate, latency = 64, 100e9, 1e-6
     assert all_reduce_seconds(8, n, rate, latency) == pytest.approx(2 * 6 * latency, rel=1e-3)
     assert all_reduce_seconds(1e12, n, rate, latency) == pytest.approx(2 * 63 / 64 * 10 + 126e-6)
 
 
 @pytest.mark.parametrize("seconds", [all_gather_seconds, all_reduce_seconds, all_to_all_seconds, permute_seconds])
-def test_arrays_and_numbers_alike(seconds) -> None:
+def test_arrays_and_numbers_are_accepted(seconds) -> None:
     num_bytes, sizes = np.array([[1e3], [1e6], [1e9]]), np.array([1, 2, 8, 64])
     result = seconds(num_bytes, sizes, 100e9, 2e-6, 5e-6)
     assert result.shape == (3, 4) and (result[:, 0] == 0).all() and (np.diff(result[:, 1:], axis=0) > 0).all()
@@ -150,7 +150,7 @@ def test_arrays_and_numbers_alike(seconds) -> None:
         assert isinstance(each, float) and each == pytest.approx(result[i, j], rel=1e-12)
 
 
-def test_one_device_alone_waits_for_nobody() -> None:
+def test_one_device_waits_for_no_other() -> None:
     link = axis_link(cluster("h100:8"), MeshShape.of("data=1,model=8"), "data")
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
     assert [collective_seconds(kind, 1e9, link) for kind in kinds] == [0.0] * 5  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def test_the_examples_run() -> None:
     assert tried >= 5 and not failed
 
 
-def test_the_names_are_read() -> None:
+def test_the_cluster_names_on_the_page_are_valid() -> None:
     names = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \| ", PAGE.read_text().partition("## The catalog")[0], re.MULTILINE)
     read = [name for cell in names for name in re.findall(r"`([^`]+)`", cell) if ".toml" not in name]
     assert len(read) >= 10

@@ -37,7 +37,7 @@ LINE = 100e9 * 0.9
         ("data=32,model=1", "model", "one device", math.inf),
     ],
 )
-def test_switches(mesh: str, axes: str | tuple[str, ...], over: str, rate: float) -> None:
+def test_links_through_switches(mesh: str, axes: str | tuple[str, ...], over: str, rate: float) -> None:
     link = axis_link(cluster("h100:4x8"), MeshShape.of(mesh), axes)
     assert link.over == over and link.size == MeshShape.of(mesh).ways((axes,) if isinstance(axes, str) else axes)
     expected = min(rate, NVLINK) if math.isfinite(rate) else rate
@@ -50,7 +50,7 @@ def test_nodes_may_be_smaller_than_usual() -> None:
     assert axis_link(cluster("h100:8x4"), MeshShape.of("data=8,model=4"), "model").over == "nvlink"
 
 
-def test_adding_in_the_switch_takes_enough_devices() -> None:
+def test_in_switch_reduction_requires_enough_devices() -> None:
     actual = cluster("h100:8")
     few = axis_link(actual, MeshShape.of("data=2,model=4"), "model")
     all_of_them = axis_link(actual, MeshShape.of("model=8"), "model")
@@ -86,7 +86,7 @@ def test_an_all_to_all_is_as_fast_as_tokens_are_sent_to_experts(
     assert min(dispatch, combine) * 0.95 < rate < max(dispatch, combine) * 1.05
 
 
-def test_direct_lines_lead_to_one_device_each() -> None:
+def test_direct_links_connect_pairs_of_devices() -> None:
     actual = cluster("mi300x:8")
     two = axis_link(actual, MeshShape.of("data=4,model=2"), "model")
     assert two.bytes_per_second == two.permute_bytes_per_second == pytest.approx(64e9 * 0.7)
@@ -116,7 +116,7 @@ def test_direct_lines_lead_to_one_device_each() -> None:
         ("v6e:8x8", "fsdp=64", "fsdp", 2, "ici 2 axes, not wrapped"),
     ],
 )
-def test_tori(name: str, mesh: str, axes: str | tuple[str, ...], lines: int, over: str) -> None:
+def test_links_of_a_torus(name: str, mesh: str, axes: str | tuple[str, ...], lines: int, over: str) -> None:
     link = axis_link(cluster(name), MeshShape.of(mesh), axes)
     assert (link.bytes_per_second / LINE, link.over) == (pytest.approx(lines), over)
 
@@ -167,7 +167,7 @@ def test_slices_are_joined_by_the_network() -> None:
         (cluster("cpu:2x4"), "data=8", "data", "the link of 'cpu' between nodes is unknown"),
     ],
 )
-def test_refused(actual: Cluster, mesh: str, axes: str, message: str) -> None:
+def test_an_invalid_value_raises(actual: Cluster, mesh: str, axes: str, message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         axis_link(actual, MeshShape.of(mesh), axes)
     assert str(caught.value).startswith(message)

@@ -22,12 +22,12 @@ from spanax.plan.presets import PRESETS
         (MeshShape((("x", 3),)), (("x", 3),)),
     ],
 )
-def test_of(arguments, axes) -> None:
+def test_a_mesh_shape_from_any_argument(arguments, axes) -> None:
     assert MeshShape.of(arguments).axes == axes
 
 
 @pytest.mark.parametrize("text", ["data=4,model=2", "fsdp=8", "a=1,b=2,c=3"])
-def test_its_text_reads_back(text: str) -> None:
+def test_the_text_of_a_mesh_reads_back(text: str) -> None:
     assert repr(MeshShape.of(text)) == text
     assert MeshShape.of(repr(MeshShape.of(text))) == MeshShape.of(text)
 
@@ -52,7 +52,7 @@ def test_counts() -> None:
         ("data=4;model=2", "cannot read 'data=4;model=2' as a mesh axis"),
     ],
 )
-def test_refused(arguments, message: str) -> None:
+def test_an_invalid_value_raises(arguments, message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         MeshShape.of(arguments)
     assert str(caught.value).startswith(message)
@@ -69,7 +69,7 @@ def test_a_real_mesh_has_automatic_axes(devices: list[jax.Device]) -> None:
     assert list(mesh.devices.flat) == devices[:8]
 
 
-def test_a_mesh_takes_the_first_devices_or_those_given(devices: list[jax.Device]) -> None:
+def test_a_mesh_uses_the_first_or_the_requested_devices(devices: list[jax.Device]) -> None:
     assert list(MeshShape.of("data=2").build().devices.flat) == devices[:2]
     assert list(MeshShape.of("data=2").build(devices[4:]).devices.flat) == devices[4:6]
 

@@ -91,7 +91,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return measures
 
 
-def test_a_known_chip_keeps_its_data_sheet(machine: Any, tmp_path: Path) -> None:
+def test_a_known_chip_uses_its_data_sheet(machine: Any, tmp_path: Path) -> None:
     truth, sheet = cluster("h100:2x8"), chip_named("h100")
     machine(truth, 600e12, 3e12)
     devices = [Device("NVIDIA H100 80GB HBM3", process_index=i // 8, limit=60 * 2**30) for i in range(16)]
@@ -111,14 +111,14 @@ def test_a_known_chip_keeps_its_data_sheet(machine: Any, tmp_path: Path) -> None
                 assert seconds == pytest.approx(collective_seconds(kind, num_bytes, true), rel=bound)  # type: ignore[arg-type]
 
 
-def test_a_rate_above_the_data_sheet_is_written_as_it_is(machine: Any, tmp_path: Path) -> None:
+def test_a_rate_above_the_data_sheet_is_written_unchanged(machine: Any, tmp_path: Path) -> None:
     machine(cluster("h100:8"), 1200e12, 4e12)
     actual = read(probe([Device("NVIDIA H100 80GB HBM3") for _ in range(8)], seconds=1), tmp_path)
     assert actual.chip.peak_flops["bf16"] == 1200e12 and actual.chip.flops_per_second("bf16") == 1200e12
     assert actual.chip.memory_bytes_per_second == 4e12 and actual.chip.memory_share == 1
 
 
-def test_a_torus_keeps_its_lines(machine: Any, tmp_path: Path) -> None:
+def test_links_of_a_torus_are_unchanged(machine: Any, tmp_path: Path) -> None:
     truth = cluster("v5e:4x4")
     machine(truth, 150e12, 0.7e12)
     devices = [Device("TPU v5 lite", coords=(x, y, 0), slice_index=0) for x in range(4) for y in range(4)]
@@ -128,7 +128,7 @@ def test_a_torus_keeps_its_lines(machine: Any, tmp_path: Path) -> None:
     assert actual.chip.inside.bytes_per_second == chip_named("v5e").inside.bytes_per_second  # type: ignore[union-attr]
 
 
-def test_of_an_unknown_chip_all_that_is_known_was_measured(machine: Any, tmp_path: Path) -> None:
+def test_an_unknown_chip_has_only_measured_numbers(machine: Any, tmp_path: Path) -> None:
     machine(cluster("a100:8"), 50e12, 1e12)
     actual = read(probe([Device("Quantum 9") for _ in range(8)], seconds=1), tmp_path)
     assert (actual.chip.name, actual.memory_bytes) == ("Quantum 9", 2**30)
@@ -162,14 +162,14 @@ def points(fit: Fit, sizes: Sequence[int]) -> list[Collected]:
 
 @pytest.mark.parametrize("sizes", [(2, 8), (8,), (4,)])
 @pytest.mark.parametrize("fit", [Fit(1e9, 2e-6, 30e-6, 0), Fit(300e9, 0, 5e-6, 0), Fit(20e9, 5e-6, 0, 0)])
-def test_a_fit_finds_what_the_points_were_made_of(fit: Fit, sizes: Sequence[int]) -> None:
+def test_a_fit_recovers_rate_latency_and_start(fit: Fit, sizes: Sequence[int]) -> None:
     result = fitted(points(fit, sizes))
     assert result.error < 1e-6 and result.bytes_per_second == pytest.approx(fit.bytes_per_second, rel=1e-5)
     assert result.latency_seconds == pytest.approx(fit.latency_seconds, abs=1e-12)
     assert result.start_seconds == pytest.approx(fit.start_seconds, abs=1e-12)
 
 
-def test_a_fit_has_nothing_below_zero() -> None:
+def test_a_fit_has_no_negative_parameter() -> None:
     actual = [Collected("all_gather", n, b, b / 1e9 * (1 + b / 2**20)) for n in (2, 8) for b in (2**16, 2**18, 2**20)]
     result = fitted(actual)
     assert (

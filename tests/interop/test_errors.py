@@ -154,7 +154,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told_in_four_lines(name: str, tmp_path: Path) -> None:
+def test_invalid_flags_are_reported_in_four_lines(name: str, tmp_path: Path) -> None:
     with pytest.raises(SpanaxError) as caught:
         WRONG[name](tmp_path)
     assert len(str(caught.value).splitlines()) <= 4
@@ -163,5 +163,5 @@ def test_what_is_wrong_is_told_in_four_lines(name: str, tmp_path: Path) -> None:
     golden_messages.compare(GOLDEN, WRONG, name, f"{message}\n  [exit {caught.value.exit_code}]")
 
 
-def test_the_golden_messages_are_those_of_what_is_wrong() -> None:
+def test_the_golden_messages_of_errors() -> None:
     assert list(golden_messages.sections(GOLDEN)) == list(WRONG)

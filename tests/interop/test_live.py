@@ -77,7 +77,7 @@ NAMES = ["gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_answer_the_same_both_ways(name: str, tmp_path: Path) -> None:
+def test_import_and_export_preserve_logits(name: str, tmp_path: Path) -> None:
     kind, model = theirs(name)
     model.save_pretrained(tmp_path / "theirs")
     inputs = asked(kind)
@@ -92,7 +92,7 @@ def test_both_answer_the_same_both_ways(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workload, kind", [("gpt-nano", "gpt2"), ("llama-nano", "llama"), ("vit-nano", "vit")])
-def test_transformers_reads_what_was_never_its_own(workload: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_reads_a_model_that_was_not_imported(workload: str, kind: str, tmp_path: Path) -> None:
     """Weights and config.json of a run of ours, read by transformers without a word of ours."""
     ours = load(workload, batch_size=8)
     program = ours.trace(learning_rate=0.01, num_steps=4)

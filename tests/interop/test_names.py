@@ -10,7 +10,7 @@ import spanax.interop
 
 
 @pytest.mark.parametrize("name", spanax.interop.__all__)
-def test_a_public_name_is_there_and_explained(name: str) -> None:
+def test_a_public_name_exists_and_is_documented(name: str) -> None:
     result = getattr(spanax.interop, name)
     reported = inspect.getdoc(result) or ""
     assert ">>>" in reported if inspect.isfunction(result) else "Attributes:" in reported
@@ -23,6 +23,6 @@ def test_nothing_heavy_is_imported_for_the_flags() -> None:
     )
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_an_unknown_array_name_raises() -> None:
     with pytest.raises(AttributeError, match="no attribute 'imports'"):
         _ = spanax.interop.imports

@@ -43,7 +43,7 @@ def test_flax_gets_the_specs_of_the_plan(name: str, layout: str, mesh: str) -> N
     assert any(leaf.spec != ((),) * len(leaf.shape) for leaf in expected), "nothing is split: nothing was compared"
 
 
-def test_an_axis_that_is_split_in_two_ways_has_two_names() -> None:
+def test_an_axis_with_two_shardings_has_two_names() -> None:
     plan = spanax.plan(program("gpt-nano"), spanax.cluster("cpu:8"), layout="fsdp+tensor", mesh="fsdp=4,model=2")
     result = export_rules(plan)
     rules = dict(result.rules)

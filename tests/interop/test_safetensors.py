@@ -57,7 +57,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_header_raises(name: str, tmp_path: Path) -> None:
     content, says = HOSTILE[name]
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(DataError, match=says) as caught:
@@ -65,7 +65,7 @@ def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) <= 4
 
 
-def test_a_header_that_does_not_lie_is_read(tmp_path: Path) -> None:
+def test_a_valid_header_is_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(two({}))
     assert sorted(tensors(tmp_path)) == ["a", "b"]
 
@@ -90,7 +90,7 @@ INDEXES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_an_index_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_index_raises(name: str, tmp_path: Path) -> None:
     weight_map, says = INDEXES[name]
     indexed(tmp_path, weight_map)
     with pytest.raises(DataError, match=says):
@@ -128,7 +128,7 @@ PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_place_that_holds_no_weights_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_without_weights_raises(name: str, tmp_path: Path) -> None:
     prepare, says = PLACES[name]
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -138,7 +138,7 @@ def test_a_place_that_holds_no_weights_is_refused(name: str, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_go_along_are_no_way_out_either(tmp_path: Path) -> None:
+def test_copied_files_must_not_be_links(tmp_path: Path) -> None:
     """A tokenizer.json that leads to a secret would be copied, and be given away with the next export."""
     weights = Path(__file__).parent / "weights" / "gpt2"
     for name in (SINGLE, "config.json"):
@@ -171,7 +171,7 @@ def test_a_file_that_is_truncated_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
 )
-def test_every_dtype_comes_back(dtype: str, tmp_path: Path) -> None:
+def test_every_dtype_is_restored(dtype: str, tmp_path: Path) -> None:
     expected = np.arange(6).reshape(3, 2).astype(dtype)
     with Writer(tmp_path / SINGLE, {"a": expected, "none": expected[:0], "one": expected[0, 1]}) as file:
         for name, array in (("one", expected[0, 1]), ("none", expected[:0]), ("a", expected)):

@@ -72,7 +72,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "vit"]))
-def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
+def test_weights_are_imported_and_exported_again(name: str, tmp_path: Path) -> None:
     done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
     assert not done.left_out and view.verify(tmp_path / "in") == []
     export_weights(tmp_path / "in", KINDS[name], tmp_path / "out")
@@ -82,14 +82,14 @@ def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
-def test_a_run_on_a_mesh_begins_with_these_answers(name: str, tmp_path: Path) -> None:
+def test_a_run_on_a_mesh_starts_with_the_imported_logits(name: str, tmp_path: Path) -> None:
     import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
     inputs, logits = inputs_and_logits(name)
     result = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(inputs))
     np.testing.assert_allclose(np.asarray(result), logits, atol=1e-4, rtol=0)
 
 
-def test_a_number_that_is_moved_is_seen(tmp_path: Path) -> None:
+def test_a_changed_number_is_detected(tmp_path: Path) -> None:
     """The comparison above can fail: with one bias of one layer 0.05 larger it does."""
     folder = copied("gpt2", tmp_path)
     path = folder / "model.safetensors"
@@ -147,7 +147,7 @@ def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["bytes_per_device"]["param"] == 4 * 11_904
 
 
-def test_a_run_keeps_the_tokenizer_that_it_trained(
+def test_a_run_saves_the_tokenizer_that_it_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is resumed, exported and imported with the same ids, without the cache and without another training."""
@@ -190,7 +190,7 @@ def test_the_tokenizer_of_a_run_replaces_that_of_its_weights(tmp_path: Path) -> 
         assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == expected
 
 
-def test_one_file_comes_in_and_several_go_out(tmp_path: Path) -> None:
+def test_a_large_file_is_exported_as_several(tmp_path: Path) -> None:
     import_weights(WEIGHTS / "qwen3" / "model.safetensors", "llama", tmp_path / "in")
     done = export_weights(tmp_path / "in", "llama", tmp_path / "out", file_bytes=20_000)
     assert list(done.files) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -223,7 +223,7 @@ def test_a_model_that_was_never_imported_gets_a_config(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, again.params()[path], err_msg=path)
 
 
-def test_the_place_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_destination_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "mine").write_text("")
     with pytest.raises(WriteError, match="is not empty"):

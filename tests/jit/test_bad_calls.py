@@ -100,7 +100,7 @@ def test_bad_options_are_one_error(options: dict[str, Any], message: str) -> Non
         spanax.jit(update, **options)(model(), X)
 
 
-def test_a_function_without_objects_names_what_it_lacks() -> None:
+def test_a_function_without_objects_raises() -> None:
     with pytest.raises(SpanaxError, match=r"`model` has no objects and no arrays to shard(.|\n)*spanax.init"):
         spanax.jit(model, mesh="fsdp=8")()
     with pytest.raises(

@@ -67,7 +67,7 @@ def host(array: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
 
 
-def test_the_objects_are_those_of_eager_code_sharded_as_planned() -> None:
+def test_initialized_objects_equal_eager_ones_and_are_sharded_as_planned() -> None:
     step = spanax.jit(train_step, mesh="fsdp=4,model=2")
     objects, eager = spanax.init(make_objects, like=step, batch=BATCH), make_objects()
     model, mesh = objects[0], step.placement.mesh
@@ -113,7 +113,7 @@ def test_a_batch_is_the_arguments_after_the_objects(form: str) -> None:
     assert "`y` is missing" in str(caught.value)
 
 
-def test_what_cannot_be_created_sharded_raises() -> None:
+def test_objects_that_cannot_be_created_sharded_raise() -> None:
     step = spanax.jit(train_step, mesh="fsdp=8")
 
     def reading() -> nnx.Module:

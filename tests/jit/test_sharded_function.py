@@ -80,7 +80,7 @@ def test_a_loop_ends_with_the_objects_of_one_device(mesh: str) -> None:
         np.testing.assert_allclose(sharded_arrays[path], array, rtol=1e-4, atol=1e-5, err_msg=path)
 
 
-def test_objects_hold_sharded_arrays_and_stay_usable() -> None:
+def test_objects_have_sharded_arrays_and_remain_usable() -> None:
     model = linear()
     before = np.asarray(model(X))
 
@@ -219,7 +219,7 @@ def test_under_a_mesh_of_the_user() -> None:
         assert "all-gather" in step.lower().compile().as_text()
 
 
-def test_without_donation_old_arrays_stay() -> None:
+def test_without_donation_old_arrays_are_preserved() -> None:
     def halve(model: Any) -> None:
         model.kernel[...] *= 0.5
 
@@ -276,7 +276,7 @@ def test_modes_recompile_and_many_compilations_are_reported() -> None:
     ]
 
 
-def test_what_the_command_line_answers() -> None:
+def test_functions_answer_like_the_command_line() -> None:
     step = spanax.jit(lambda model, x: (model(x) ** 2).mean(), layout="fsdp", mesh="fsdp=8")
     abstract = nnx.eval_shape(linear)
     assert step.prepare(abstract, jax.ShapeDtypeStruct((8, 16), "float32")) is step.plan
@@ -342,7 +342,7 @@ def test_padded_axes_change_no_numbers() -> None:
         np.testing.assert_allclose(params[path], array, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
-def test_a_shared_placement_takes_no_padding_of_its_own() -> None:
+def test_a_shared_placement_cannot_set_padding() -> None:
     step = spanax.jit(lambda model, x: model(x), mesh="data=8")
     with pytest.raises(SpanaxError, match="`pad` does not apply: `like` decides"):
         spanax.jit(lambda model, x: model(x), like=step, pad="heads")

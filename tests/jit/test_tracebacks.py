@@ -57,7 +57,7 @@ def functions(error: BaseException) -> list[str]:
     return names
 
 
-def test_an_error_of_user_code_has_its_frames_alone(devices: list[Any]) -> None:
+def test_an_error_of_user_code_shows_only_its_frames(devices: list[Any]) -> None:
     model = Model(nnx.Rngs(0))
     for call in (step, step.prepare):
         error = raised(call, model, X)

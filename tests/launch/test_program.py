@@ -155,7 +155,7 @@ def test_a_hang_is_detected_after_a_heartbeat(tmp_path: Path) -> None:
     assert "in_a_loader" in (tmp_path / "logs" / LOGS / "rank1.log").read_text()
 
 
-def test_without_a_heartbeat_silence_is_no_hang(tmp_path: Path) -> None:
+def test_without_heartbeats_no_hang_is_detected(tmp_path: Path) -> None:
     assert launched(tmp_path, "sleep 1", "--stuck-seconds", "0.1", "--quiet-seconds", "0.2") == 0
     assert names(tmp_path) == ["end"]
 
@@ -181,7 +181,7 @@ def test_a_signal_reaches_every_process_and_75_is_passed_on(tmp_path: Path, capf
     assert "stopping within 120 s" in capfd.readouterr().err
 
 
-def test_a_shell_leaves_no_child_behind(tmp_path: Path) -> None:
+def test_a_stopped_shell_leaves_no_child(tmp_path: Path) -> None:
     """A shell that dies does not end what it started."""
     script = tmp_path / "shell.sh"
     script.write_text(f"sleep 600 & echo $! > {tmp_path}/child\nkill -9 $$")
@@ -240,7 +240,7 @@ def test_the_supervisor_of_a_slurm_job_starts_a_program_with_srun(
         ("train gpt-nano", "--logs .* is for programs"),
     ],
 )
-def test_what_cannot_be_launched(tmp_path: Path, command: str, message: str) -> None:
+def test_invalid_launch_requests_raise(tmp_path: Path, command: str, message: str) -> None:
     with pytest.raises(SpanaxError, match=message) as caught:
         launched(tmp_path, command)
     assert caught.value.exit_code == 2 and not (tmp_path / "logs").exists()

@@ -60,14 +60,14 @@ def test_jax_finds_its_group_and_listens_on_one_address(cluster: str, tmp_path: 
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
 
-def test_a_lost_rank_ends_the_others_and_all_start_again(cluster: str, tmp_path: Path) -> None:
+def test_a_lost_rank_restarts_all_ranks(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, errors = ended(launched(cluster, folder, "killed"))
     assert code == 0, errors
     assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
 
 
-def test_stuck_ranks_write_their_stacks_and_all_start_again(cluster: str, tmp_path: Path) -> None:
+def test_stuck_ranks_log_their_stacks_and_all_restart(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, errors = ended(launched(cluster, folder, "stuck", "--stuck-seconds", "2"))
     assert code == 0, errors
@@ -86,7 +86,7 @@ def test_a_signal_to_the_driver_reaches_every_rank(cluster: str, tmp_path: Path)
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
 
-def test_a_killed_driver_leaves_no_rank_behind(cluster: str, tmp_path: Path) -> None:
+def test_a_killed_driver_stops_its_ranks(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     driver = launched(cluster, folder, "preempted")
     wait_for(lambda: len(attempts(folder)) == 2, 240)
@@ -106,12 +106,12 @@ def test_two_ranks_train_gpt_nano(cluster: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and reported[0]["devices"] == 4
 
 
-def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
+def test_a_cluster_without_free_nodes_raises(cluster: str, tmp_path: Path) -> None:
     code, errors = ended(launched(cluster, tmp_path / "run", "bad", "--hosts", "3", "--wait-seconds", "2"))
     assert code == 2 and "has no room for 3" in errors and "Traceback" not in errors, errors
 
 
-def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path: Path) -> None:
+def test_a_missing_interpreter_on_the_nodes_is_reported(cluster: str, tmp_path: Path) -> None:
     flags = ("--address", cluster, "--device", "cpu", "--python", "/nowhere/python")
     words = [
         sys.executable,
@@ -129,7 +129,7 @@ def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path:
     assert done.returncode == 2 and "/nowhere/python" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_no_cluster_is_told(tmp_path: Path) -> None:
+def test_a_missing_cluster_raises(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'spanax[ray]'")
     code, errors = ended(launched("127.0.0.1:1", tmp_path / "run", "bad"))
     assert code == 2 and "there is no Ray cluster at '127.0.0.1:1'" in errors and "Traceback" not in errors, errors

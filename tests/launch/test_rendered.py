@@ -71,7 +71,7 @@ STEERING = "\x1b[2J\x9b31m\u202e"
 
 
 @pytest.mark.parametrize("name", [name for name in RENDERED if name.startswith("launch_") and "cpu" not in name])
-def test_a_terminal_shows_escapes_and_a_file_has_the_words(
+def test_a_terminal_shows_escapes_and_a_file_the_exact_text(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where, *rest = shlex.split(RENDERED[name])
@@ -96,7 +96,7 @@ def test_the_script_is_one_that_bash_reads(name: str) -> None:
     assert max(directives) < first, "sbatch reads no directive behind a command"
 
 
-def test_words_of_the_command_reach_the_script_whole() -> None:
+def test_arguments_of_the_command_are_quoted_in_the_script() -> None:
     request = TrainRequest.of(["train", "--data", "a'b $HOME", "--output-dir", "runs/x"])
     text = script(SlurmCommand(device="cpu"), request)
     words = shlex.split(text.partition("exec ")[2].replace("\\\n", ""))
@@ -147,7 +147,7 @@ def error_message(arguments: str) -> str:
     return str(caught.value)
 
 
-def test_what_bad_input_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_raises_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     result = "".join(f"[{name}] spanax launch {text}\n{error_message(text)}\n\n" for name, text in BAD.items())
@@ -159,13 +159,13 @@ def test_what_bad_input_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all(len(answer.splitlines()) <= 5 for answer in re.split(r"\n\n(?=\[)", result))
 
 
-def test_a_misspelt_flag_of_the_run_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_flag_of_the_run_raises_before_submission(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["launch", "slurm", "--", "train", "--stpes", "3"])
     assert stop.value.code == 2 and "--steps" in capsys.readouterr().err
 
 
-def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_installation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(SpanaxError, match=r"pip install 'spanax\[ray\]'"):
         ray.launch(ray.RayCommand(), ["train", "--output-dir", "/runs/a"])
@@ -179,7 +179,7 @@ def tool(folder: Path, name: str, code: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_the_script_lies_in_the_run_folder_and_is_submitted(
+def test_the_script_is_written_to_the_run_folder_and_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tool(tmp_path, "sbatch", 'echo "$@" > "$(dirname "$0")/said"; echo "7;here"')
@@ -238,7 +238,7 @@ def misplaced(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [misspelt, a_word_for_a_number, misplaced])
-def test_what_is_not_as_published_is_found(wrong: Callable[[dict[str, Any]], None]) -> None:
+def test_a_deviation_from_the_schema_is_detected(wrong: Callable[[dict[str, Any]], None]) -> None:
     copied = copy.deepcopy(job_set())
     wrong(copied)
     try:
@@ -271,7 +271,7 @@ def test_exit_codes_decide_what_becomes_of_the_job_set() -> None:
     assert {fate(manifest, code) for code in (1, 70, 134, 137, 139)} == {"RestartJobSet"}
 
 
-def test_who_failed_first_is_read_from_what_srun_says() -> None:
+def test_the_first_failed_rank_is_read_from_the_output_of_srun() -> None:
     ended = "srun: error: n0: task 0: Terminated\nsrun: Force Terminated StepId=5.1\n"
     cases = {
         "Exited with exit code 65": (1, 65),

@@ -79,7 +79,7 @@ def test_a_stopped_job_prints_how_to_resume_it(
         ),
     ],
 )
-def test_a_process_of_a_launcher_prints_no_command_of_its_own(
+def test_a_process_of_a_launcher_prints_no_resume_command(
     environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spanax.commands import train

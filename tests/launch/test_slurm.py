@@ -89,7 +89,7 @@ def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
 
-def test_a_lost_rank_ends_the_others_and_all_start_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_lost_rank_restarts_all_ranks(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     began = time.monotonic()
     job = slurm.ended(submitted(slurm, folder, "--python", interpreter(tmp_path, "killed")), 240)
@@ -98,7 +98,7 @@ def test_a_lost_rank_ends_the_others_and_all_start_again(slurm: Slurm, tmp_path:
     print(f"submitted to ended, with one restart: {time.monotonic() - began:.1f} s")
 
 
-def test_stuck_ranks_write_their_stacks_and_all_start_again(slurm: Slurm, tmp_path: Path) -> None:
+def test_stuck_ranks_log_their_stacks_and_all_restart(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--stuck-seconds", "2", "--python", interpreter(tmp_path, "stuck"))
     job = slurm.ended(submitted(slurm, folder, *flags), 240)
@@ -110,13 +110,13 @@ def test_stuck_ranks_write_their_stacks_and_all_start_again(slurm: Slurm, tmp_pa
         assert "most recent call first" in stacks and "rank.py" in stacks
 
 
-def test_a_hopeless_end_is_the_jobs(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_ends_with_an_exit_code_that_a_restart_would_repeat(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = slurm.ended(submitted(slurm, folder, "--python", interpreter(tmp_path, "bad")), 240)
     assert job["ExitCode"] == "65:0" and attempts(folder) == ["0 0 False", "0 1 False"], log(folder)
 
 
-def test_what_sbatch_refuses_is_told(slurm: Slurm, tmp_path: Path) -> None:
+def test_an_error_of_sbatch_is_reported(slurm: Slurm, tmp_path: Path) -> None:
     done = launch(slurm, tmp_path / "run", "--device", "cpu", "--partition", "nowhere")
     assert done.returncode == 2 and "sbatch refused the job" in done.stderr and "partition" in done.stderr
 

@@ -57,7 +57,7 @@ def log_lines(folder: Path) -> list[str]:
     return [event["event"] for event in events.read(folder).records]
 
 
-def test_a_run_that_ends_well_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_that_succeeds_is_not_restarted(tmp_path: Path) -> None:
     watched, output = supervised(tmp_path, "beat('step', 3); beat('end', 3)", num_hosts=2)
     assert watched.watch() == 0 and not output and log_lines(tmp_path) == ["end"]
 
@@ -79,7 +79,7 @@ def test_a_second_supervisor_touches_nothing_of_a_live_run(
     assert watched.watch() == 0 and log_lines(tmp_path) == ["begin", "ledger", "end"]
 
 
-def test_a_killed_process_ends_the_others_and_all_start_again(tmp_path: Path) -> None:
+def test_a_killed_process_restarts_all_processes(tmp_path: Path) -> None:
     code = """
 beat("step", 4 + attempt)
 if attempt == 0 and rank == 1:
@@ -98,7 +98,7 @@ if attempt == 0:
 
 
 @pytest.mark.parametrize("code", [2, 65, 73, 78])
-def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: int) -> None:
+def test_failures_that_would_repeat_are_not_restarted(tmp_path: Path, code: int) -> None:
     script = f"beat('start', 0); print('spanax: the reason.', file=sys.stderr); sys.exit({code})"
     watched, output = supervised(tmp_path, script)
     assert watched.watch() == code and log_lines(tmp_path) == ["died", "stopped"]
@@ -109,7 +109,7 @@ def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: 
 
 
 @pytest.mark.parametrize("code", [3, 70])
-def test_what_may_end_otherwise_is_started_again(tmp_path: Path, code: int) -> None:
+def test_failures_that_may_not_repeat_are_restarted(tmp_path: Path, code: int) -> None:
     watched, _ = supervised(tmp_path, f"beat('step', 1 + attempt); sys.exit(0 if attempt else {code})")
     assert watched.watch() == 0 and log_lines(tmp_path) == ["died", "restart", "end"]
 
@@ -123,7 +123,7 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
+def test_a_few_kills_at_one_step_are_not_a_crash_loop(tmp_path: Path) -> None:
     code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
     watched, output = supervised(tmp_path, code)
     assert watched.watch() == 0 and len(output) == 4
@@ -136,7 +136,7 @@ def test_ten_kills_at_one_step_are_a_crash_loop(tmp_path: Path) -> None:
     assert "Not restarting: it ended 10 times at step 7." in output[-1]
 
 
-def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
+def test_restarts_with_progress_are_not_a_crash_loop(tmp_path: Path) -> None:
     watched, output = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
     assert log_lines(tmp_path).count("restart") == QUICK.restarts and "it was restarted 4 times" in output[-1]
@@ -166,7 +166,7 @@ beat("end" if attempt else "step", 5 + rank + attempt)
 
 
 @pytest.mark.parametrize("what", ["sleeps", "is stopped"])
-def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: Path, what: str) -> None:
+def test_a_hanging_process_is_detected_and_every_stack_is_logged(tmp_path: Path, what: str) -> None:
     hang = "if attempt == 0: in_a_loader()"
     if what == "is stopped":
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
@@ -182,7 +182,7 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
         assert "most recent call first" in text and ("in_a_loader" in text or (rank == 0 and what == "is stopped"))
 
 
-def test_a_long_save_is_no_hang_but_a_short_one_of_a_stopped_disk_is(tmp_path: Path) -> None:
+def test_a_save_counts_as_hung_after_quiet_seconds(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, "beat('save', 5); time.sleep(1.5)")
     watched.limits = Limits(stuck_seconds=0.2, quiet_seconds=240, restarts=0)
     assert watched.watch() == 0
@@ -248,14 +248,14 @@ time.sleep(600)
 """
 
 
-def test_asked_to_stop_it_lets_every_process_save(tmp_path: Path) -> None:
+def test_a_signal_lets_every_process_save(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, WAITS, num_hosts=2)
     assert asked(watched, lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2))) == 75
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2)) and log_lines(tmp_path) == ["end"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+def test_processes_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
     (tmp_path / "deaf").write_text("")
     watched, output = supervised(tmp_path, WAITS)
     watched.limits = Limits(stop_seconds=0.5)
@@ -264,7 +264,7 @@ def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
     assert output == [f"stopped on request: {what} Earlier checkpoints are intact."]
 
 
-def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> None:
+def test_a_signal_between_attempts_starts_no_attempt(tmp_path: Path) -> None:
     watched, _ = supervised(tmp_path, "beat('step', 1); sys.exit(1)")
     watched.limits = Limits(backoff_seconds=240)
     assert asked(watched, lambda: "restart" in log_lines(tmp_path)) == 75
@@ -280,7 +280,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
-def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
+def test_a_killed_supervisor_stops_every_process(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         BEFORE + "from spanax.run.distributed.supervision import attach_supervisor\nattach_supervisor()\n" + WAITS
@@ -312,7 +312,7 @@ def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
     assert watched.watch() == 75 and log_lines(tmp_path) == ["end"]
 
 
-def test_of_several_ends_the_cause_is_told() -> None:
+def test_the_first_failure_of_several_is_reported() -> None:
     assert ending_of([-6, 1]).rank == 1 and ending_of([-6, -9]).rank == 1 and ending_of([1, 65]).code == 65
     assert ending_of([-6, 3]).code == 3 and ending_of([-6, 1]).code == 70
     assert ending_of([1, -9], is_program=True).code == 137 and ending_of([17, -6], is_program=True).code == 17
@@ -320,13 +320,13 @@ def test_of_several_ends_the_cause_is_told() -> None:
     assert ending_of([-6, None]).what == "rank 0 was killed by SIGABRT." and ending_of([75, None, 0]).code == 75
 
 
-def test_limits_that_make_no_sense() -> None:
+def test_invalid_limits_raise() -> None:
     for wrong in (Limits(stuck_seconds=0), Limits(restarts=-1), Limits(backoff_seconds=float("nan"))):
         with pytest.raises(SpanaxError, match="--"):
             check(wrong)
 
 
-def test_the_request_behind_the_dashes() -> None:
+def test_the_command_after_the_dashes_is_parsed() -> None:
     assert request_of(["train", "--output-dir=runs/b", "--resume"], None).argv(is_again=True).count("--resume") == 1
     assert request_of(["train"], None).folder.parent == request_of(["sh"], None).folder.parent == Path("runs")
     for wrong in ([], ["plan"], ["train", "--output-dir"], ["train", "--stpes", "3"]):
@@ -334,7 +334,7 @@ def test_the_request_behind_the_dashes() -> None:
             request_of(wrong, None)
 
 
-def test_it_is_a_process_without_jax() -> None:
+def test_the_supervisor_does_not_import_jax() -> None:
     code = (
         "import sys, spanax.cli, spanax.commands.launch; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
     )

@@ -93,7 +93,7 @@ def test_scanned_equals_unrolled(remat):
 
 
 @pytest.mark.parametrize("scan_layers", sampled([True, False], [True]))
-def test_dropout_draws_anew_each_step_and_rests_in_eval(scan_layers):
+def test_dropout_draws_new_numbers_each_step_except_in_evaluation(scan_layers):
     model = build(dataclasses.replace(TINY, dropout=0.5, scan_layers=scan_layers, remat=True), 0)
     forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
     assert not np.allclose(forward(model, tokens()), forward(model, tokens()))

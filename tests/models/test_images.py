@@ -43,7 +43,7 @@ def test_parameters_match_the_published_models(name, expected):
     assert program.step.axes.coverage == 1.0 and not program.step.axes.unknown
 
 
-def test_vit_1b_is_the_one_of_the_paper():
+def test_vit_1b_is_the_model_of_the_paper():
     """1,011 M: without the classes, and without the class token, which that paper leaves out."""
     num_params = load("vit-1b").trace(learning_rate=1e-4, num_steps=10).num_params
     assert round((num_params - 1000 * 1409 - 2 * 1408) / 1e6) == 1011
@@ -69,7 +69,7 @@ def test_resnet_shapes_are_those_of_the_paper():
 
 
 @pytest.mark.slow
-def test_a_block_of_a_resnet_is_born_the_identity():
+def test_a_resnet_block_is_initialized_to_the_identity():
     model = build(resnet.ResNet, TINY_RESNET)
     x = np.abs(np.random.default_rng(0).normal(size=(2, 8, 8, 32))).astype(np.float32)
     np.testing.assert_array_equal(model.blocks[1](x), x)
@@ -87,7 +87,7 @@ def test_batch_statistics_move_in_training_and_stay_in_evaluation():
 
 
 @pytest.mark.slow
-def test_a_vit_knows_where_a_patch_is():
+def test_a_vit_depends_on_patch_positions():
     model, x = build(vit.ViT, TINY_VIT), noise(16)
     swapped = x.copy()
     swapped[:, :4, :4], swapped[:, 8:12, 8:12] = x[:, 8:12, 8:12], x[:, :4, :4]
@@ -100,7 +100,7 @@ def test_a_vit_knows_where_a_patch_is():
     assert with_positions > 1e-3 and difference() < 1e-5
 
 
-def test_a_vit_is_born_with_the_numbers_of_its_authors():
+def test_a_vit_is_initialized_as_in_the_authors_code():
     model = build(vit.ViT, vit.SIZES["nano"])
     block, uniform = model.blocks, lambda fan_in, fan_out: (2 / (fan_in + fan_out)) ** 0.5  # of a standard deviation
     for kernel, spread in (
@@ -131,7 +131,7 @@ def test_biases_and_norms_do_not_decay_under_sgd():
 
 
 @pytest.mark.parametrize(("model", "config"), [(vit.ViT, TINY_VIT), (resnet.ResNet, TINY_RESNET)])
-def test_the_loss_starts_near_uniform_and_tells_the_accuracy(model, config):
+def test_the_loss_starts_near_uniform_and_reports_accuracy(model, config):
     batch = {"images": noise(config.image_size, 14), "labels": np.arange(14, dtype=np.int32) % 7}
     value, reported = images.loss(build(model, config), batch)
     assert float(value) == pytest.approx(np.log(7), rel=0.5)
@@ -159,7 +159,7 @@ def test_synthetic_images_of_a_class_share_a_pattern():
     assert np.mean(np.array(guessed) == np.arange(20, 40) % 10) > 0.8
 
 
-def test_digits_are_real_ones_and_those_held_out_are_others():
+def test_digits_are_real_and_held_out_ones_differ():
     pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
     digits, held_out = images.Digits(image_size=16), images.Digits(image_size=16, held_out=True)
     assert (len(digits), len(held_out)) == (1437, 360)

@@ -70,7 +70,7 @@ def test_future_tokens_do_not_change_earlier_logits():
     assert not np.allclose(model(before)[:, 9:], model(after)[:, 9:], atol=1e-3)
 
 
-def test_rotation_keeps_lengths_and_makes_scores_relative():
+def test_rotation_preserves_norms_and_makes_scores_relative():
     q_K, k_K = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     q_TK, k_TK = (np.asarray(rotate(jnp.tile(x_K, (1, 16, 1, 1)), 100.0))[0, :, 0] for x_K in (q_K, k_K))
     np.testing.assert_allclose(np.linalg.norm(q_TK, axis=-1), np.linalg.norm(q_K), rtol=1e-5)
@@ -92,7 +92,7 @@ def turned_at_one(theta: float, scaling: RopeScaling | None) -> np.ndarray:
     return np.arctan2(y_K[64:], y_K[:64])
 
 
-def test_rope_scaling_slows_what_turns_seldom_and_nothing_else():
+def test_rope_scaling_changes_only_low_frequencies():
     """The three cases of Meta's own function: wavelengths under 2,048 positions, over 8,192, and between."""
     speed_K, scaled_K = turned_at_one(500_000.0, None), turned_at_one(500_000.0, RopeScaling())
     wavelength_K = 2 * math.pi / speed_K
@@ -103,7 +103,7 @@ def test_rope_scaling_slows_what_turns_seldom_and_nothing_else():
     assert len({*np.digitize(wavelength_K, [2048, 8192])}) == 3  # each of the cases occurs
 
 
-def test_queries_and_keys_are_normed_head_by_head_before_they_are_turned():
+def test_queries_and_keys_are_normalized_per_head_before_rotation():
     plain, normed = (
         Attention(32, 4, 2, 100.0, nnx.initializers.normal(0.02), nnx.Rngs(0), head_dim=16, qk_norm=has)
         for has in (False, True)
@@ -154,7 +154,7 @@ def test_remat_changes_no_number():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), nnx.state(grads), nnx.state(grads_again))
 
 
-def test_half_precision_stays_half_and_the_loss_does_not():
+def test_half_precision_is_preserved_except_in_the_loss():
     model = build(TINY)
     nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
     assert jax.eval_shape(lambda: model(tokens())).dtype == jnp.bfloat16

@@ -91,7 +91,7 @@ def test_slots_for_all_tokens_equal_every_expert_for_every_token():
         np.testing.assert_allclose(result, reference, atol=1e-4 * np.abs(reference).max())
 
 
-def test_without_capacity_no_crowd_is_dropped():
+def test_without_capacity_no_token_is_dropped():
     """All tokens want one expert: of 8 places it gives 8 and drops the rest, without capacity it serves all."""
     crowded = {factor: experts(dataclasses.replace(TINY, capacity_factor=factor)) for factor in (1.0, None)}
     for model in crowded.values():
@@ -135,7 +135,7 @@ def test_the_router_learns_from_the_balance():
     assert float(jnp.abs(grads.router.kernel[...]).max()) > 0
 
 
-def test_half_precision_stays_half():
+def test_half_precision_is_preserved():
     model = nnx.jit(lambda: Mixtral(TINY, nnx.Rngs(0)))()
     nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
     logits, reported = jax.eval_shape(lambda: model(tokens()))

@@ -44,7 +44,7 @@ def test_levels_are_those_of_the_paper(published):
     assert [level.resize is None for level in (*down, *up)] == [False] * 3 + [True] + [False] * 3 + [True]
 
 
-def test_the_time_is_told_in_waves_from_one_to_a_ten_thousandth():
+def test_the_time_embedding_has_the_published_frequencies():
     actual = np.asarray(embed_time(jnp.arange(3), 8))
     np.testing.assert_allclose(
         actual[1], [*np.sin(waves := 10_000.0 ** (-np.arange(4) / 3)), *np.cos(waves)], rtol=1e-5
@@ -53,7 +53,7 @@ def test_the_time_is_told_in_waves_from_one_to_a_ten_thousandth():
 
 
 @pytest.mark.slow
-def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
+def test_the_unet_initially_predicts_zero_and_depends_on_the_time(tiny):
     call, x_BYXC = nnx.jit(lambda model, *args: model(*args)), noise(2, 8, 8, 3)
     assert np.abs(call(tiny, x_BYXC, jnp.array([0, 999]))).max() < 1e-3
     model = nnx.clone(tiny)
@@ -63,14 +63,14 @@ def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
     assert np.abs(early - late).max() > 1e-3
 
 
-def test_the_loss_is_that_of_unit_noise_where_nothing_is_found_and_drawn_anew_each_step(tiny):
+def test_the_initial_unet_loss_is_one_with_new_noise_each_step(tiny):
     batch, item = {"images": noise(64, 8, 8, 3)}, nnx.jit(loss)
     model = nnx.clone(tiny)
     results = [float(item(model, batch)) for _ in range(2)]
     assert results == pytest.approx([1, 1], rel=0.05) and results[0] != results[1]
 
 
-def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
+def test_the_signal_share_falls_from_one_to_zero():
     """The paper's betas: section 4 says that at the last time hardly anything is left."""
     share = np.asarray(signal_share(TINY))
     assert share[0] == pytest.approx(1 - 1e-4) and share[-1] == pytest.approx(4e-5, rel=0.05)
@@ -78,7 +78,7 @@ def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
 
 
 @pytest.mark.slow
-def test_sampling_with_perfect_knowledge_gives_the_images_asked_for():
+def test_sampling_with_the_exact_noise_returns_the_images():
     """Of images that are noise of spread 0.5 themselves, what is noise in a sum is known in closed form."""
     share = signal_share(TINY)
 

@@ -75,7 +75,7 @@ def test_experts_and_images_of_another_depth_and_width():
         ("gpt2", {"num_layers": 0}, "num_layers is 0; expected an integer >= 1"),
     ],
 )
-def test_sizes_that_cannot_be_are_told(name, sizes, says):
+def test_impossible_sizes_raise(name, sizes, says):
     with pytest.raises(spanax.SpanaxError, match=says):
         load(name, **sizes)
 
@@ -100,7 +100,7 @@ def test_a_function_of_a_file_takes_the_sizes_it_knows(tmp_path):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_what_cannot_be_trained_brings_no_data(name):
+def test_only_nano_image_workloads_have_data(name):
     """Images are not shipped: only the nano models have synthetic ones, and held-out ones of them."""
     workload = load(name)
     is_of_images = "images" in workload.batch

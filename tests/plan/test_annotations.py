@@ -68,7 +68,7 @@ def test_a_layout_shards_an_axis_under_a_name_that_it_does_not_know() -> None:
     assert [leaf.spec for leaf in renamed.leaves] == [leaf.spec for leaf in plan.leaves]
 
 
-def test_such_an_axis_is_pinned_and_forbidden_by_its_name() -> None:
+def test_an_annotated_axis_is_pinned_and_forbidden_by_name() -> None:
     traced = program(("narrow", "wide"), ("wide", "narrow"))
     with pytest.raises(spanax.SpanaxError, match="'model' .2. has nothing to shard"):
         spanax.plan(traced, CLUSTER, layout="tensor", mesh="data=4,model=2", forbid=["wide", "narrow"])

@@ -22,7 +22,7 @@ def program(dtype: str | None = "bfloat16", seq_len: int = 512) -> Program:
     return workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype=dtype)
 
 
-def test_a_plan_names_the_kernel_and_keeps_it() -> None:
+def test_a_plan_records_its_attention_kernel() -> None:
     actual = spanax.plan(program(), spanax.cluster("h100:8"), layout="fsdp", attention="flash")
     assert actual.schedule.context == "cudnn" and actual.why.endswith("; attention cudnn for 512 x 512 causal")
     assert Plan.from_json(actual.to_json()) == actual
@@ -45,7 +45,7 @@ def test_by_default_accelerators_use_a_kernel_and_cpus_compute_as_the_model_does
         ("h100:8", "float32", "float32, where cudnn supports float16 or bfloat16"),
     ],
 )
-def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str, dtype: str | None, why: str) -> None:
+def test_without_a_kernel_the_plan_states_why_and_flash_raises(cluster: str, dtype: str | None, why: str) -> None:
     actual = spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="auto")
     assert actual.schedule.context == "gathered" and why in actual.why
     with pytest.raises(SpanaxError, match="no attention of this program is supported by a kernel") as error:
@@ -55,14 +55,16 @@ def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str
 
 @pytest.mark.parametrize("chunks", [4, "auto"])
 @pytest.mark.parametrize(("cluster", "context"), [("cpu:8", "gathered"), ("h100:8", "cudnn")])
-def test_the_plan_says_so_of_logits_in_chunks_too(cluster: str, context: str, chunks: int | str) -> None:
+def test_the_plan_states_why_attention_stays_plain_with_loss_chunks(
+    cluster: str, context: str, chunks: int | str
+) -> None:
     actual = spanax.plan(program(), cluster, layout="fsdp", attention="auto", loss_chunks=chunks)
     error = "attention plain: there is no" if context == "gathered" else "attention cudnn for 512 x 512 causal"
     assert actual.schedule.context == context and error in actual.why
     assert actual.schedule.loss_chunks == 4 or "logits" in actual.why
 
 
-def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
+def test_a_custom_train_step_is_unchanged() -> None:
     actual = spanax.trace(
         build=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
         optimizer=optax.sgd(0.1),
@@ -75,7 +77,7 @@ def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
     )
 
 
-def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:
+def test_a_kernel_stores_no_scores_and_counts_its_flops() -> None:
     each, two = (
         spanax.search(program(seq_len=2048), spanax.cluster("v5p:2x2x2"), layout="fsdp", remat=("none",),
                       microbatches=1, attention=asked)
@@ -91,7 +93,7 @@ def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:
     assert plain.flops - flash.flops == pytest.approx((6 - 7 * 10 / 16) * 2 * 2048**2 * width * heads / 8, rel=1e-6)
 
 
-def test_a_search_says_it_in_a_line() -> None:
+def test_a_search_is_summarized_in_one_line() -> None:
     result = spanax.search(program(), spanax.cluster("h100:8"), layout="fsdp", attention="auto")
     summary = summarize(result)
     assert search_json(summary, 1)["attention"] == ["cudnn for 512 x 512 causal"]

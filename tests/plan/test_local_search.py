@@ -87,7 +87,7 @@ def test_nodes_and_edges_are_sharded_over_the_same_devices() -> None:
     assert "by local search" in plan.why and Plan.from_json(plan.to_json()) == plan
 
 
-def test_what_the_search_chooses_equals_one_device() -> None:
+def test_the_chosen_layout_equals_one_device() -> None:
     assert parity(graph_net(), chosen(on_tpus()), steps=2).passes
 
 
@@ -144,7 +144,7 @@ def test_a_forbidden_axis_is_not_assigned() -> None:
     assert chosen(result)["nodes"].spec[0] == ()
 
 
-def test_an_assignment_has_to_be_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assignment_must_be_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_search, "ASSIGNMENT_MARGIN", 10.0)
     result = searched(graph_net(), spanax.cluster(CLUSTER), Request(), top=100_000)
     assert result.best.assigned is None and result.assignment is None

@@ -114,7 +114,7 @@ def test_moments_have_the_same_spec(which: tuple[str, str | None, str]) -> None:
 
 
 @pytest.mark.parametrize("which", LAYOUTS, ids=IDS)
-def test_the_examples_are_split_over_every_axis_that_splits_them(which: tuple[str, str | None, str]) -> None:
+def test_examples_are_sharded_over_all_axes_of_the_batch(which: tuple[str, str | None, str]) -> None:
     plan = planned(*which)
     target = {axis for axis, size in plan.mesh.axes if "batch" in plan.layout.splits(axis) and size > 1}
     for leaf in plan.batch:
@@ -131,7 +131,7 @@ def test_a_plan_reads_back_equal(which: tuple[str, str | None, str], tmp_path: P
     assert loaded.diff(plan) == []
 
 
-def test_a_plan_keeps_what_it_allows() -> None:
+def test_a_plan_records_its_allowed_findings() -> None:
     plain = planned(*LAYOUTS[0])
     assert '"allow"' not in plain.to_json()
     plan = dataclasses.replace(plain, allow=("SPX001 embed", "SPX013"))
@@ -178,7 +178,7 @@ def by_kind(plan: Plan, kind: str) -> list[Placement]:
         ("context", "data=4,context=2", set(), set()),
     ],
 )
-def test_what_is_stored_split(layout: str, mesh: str, params: set[str], optimizer: set[str]) -> None:
+def test_stored_shardings_follow_the_layout(layout: str, mesh: str, params: set[str], optimizer: set[str]) -> None:
     plan = planned("gpt", layout, mesh)
     positions = set() if layout != "context" else {"context"}  # the table of positions is split with them
     for kind, target in (("param", params), ("optimizer", optimizer)):
@@ -214,7 +214,7 @@ def test_gradients_are_constrained_to_where_they_are_stored(layout: str, expecte
         assert {axis for axes in constraint.spec for axis in axes} == ({"fsdp"} if expected else set())
 
 
-def test_tensor_splits_megatrons_pairs() -> None:
+def test_tensor_shards_megatrons_pairs() -> None:
     plan = planned("gpt", "tensor", "model=8")
     split = {path: [i for i, axes in enumerate(plan[path].spec) if axes] for path in (p.path for p in plan.leaves)}
     axes = {path: [plan[path].axes[i] for i in dims] for path, dims in split.items()}
@@ -224,7 +224,7 @@ def test_tensor_splits_megatrons_pairs() -> None:
     assert axes["blocks.down.bias"] == axes["norm.scale"] == []
 
 
-def test_experts_split_their_weights_and_not_the_router_into_pieces() -> None:
+def test_expert_weights_are_sharded_and_the_router_is_not() -> None:
     plan = planned("moe", "expert", "data=4,expert=2")
     assert plan["blocks.0.up"].spec == plan["blocks.1.down"].spec == (("expert",), (), ())
     assert plan["embed.embedding"].spec == ((), ())
@@ -311,7 +311,7 @@ def test_arguments_of_the_trace_take_precedence() -> None:
     assert (schedule.remat, schedule.microbatches) == ("full", 2)
 
 
-def test_of_an_unknown_chip_data_where_the_state_fits_and_fsdp_where_it_does_not() -> None:
+def test_on_an_unknown_chip_data_or_fsdp_is_chosen_by_memory() -> None:
     state = sum(leaf.num_bytes for leaf in program().leaves)
     chip = dataclasses.replace(spanax.cluster("cpu:8").chip, peak_flops={})
     roomy = dataclasses.replace(spanax.cluster("cpu:8"), chip=chip, memory_bytes=2 * state)
@@ -335,7 +335,7 @@ def test_of_an_unknown_chip_data_where_the_state_fits_and_fsdp_where_it_does_not
         ("data=8,model=1", "data"),
     ],
 )
-def test_a_mesh_alone_means_what_its_names_say(mesh: str, name: str) -> None:
+def test_a_mesh_without_a_layout_implies_one_by_its_names(mesh: str, name: str) -> None:
     plan = planned("gpt", None, mesh)
     assert plan.layout.name == name and plan.why == "implied by the names of the mesh axes"
 
@@ -346,7 +346,7 @@ def test_one_device() -> None:
         assert plan.state_bytes() == sum(leaf.num_bytes for leaf in program().leaves)
 
 
-def test_an_axis_of_any_name_takes_the_part_that_is_left() -> None:
+def test_a_mesh_axis_of_any_name_takes_the_role_in_a_preset() -> None:
     named, renamed = planned("gpt", "fsdp", "fsdp=8"), planned("gpt", "fsdp", "x=8")
     assert [leaf.local_shape for leaf in named.leaves] == [leaf.local_shape for leaf in renamed.leaves]
     assert used(renamed["embed"]) == {"x"}
@@ -375,7 +375,7 @@ def test_a_pin_to_nothing_and_a_forbidden_axis_are_replicated() -> None:
             assert not any(name == "vocab" and axes for name, axes in split)
 
 
-def test_a_layout_of_ones_own() -> None:
+def test_a_custom_layout_is_planned() -> None:
     mine = Layout("mine", computed=(("x", ("batch",)), ("y", ("mlp", "heads"))), exclusive=("y",))
     plan = spanax.plan(program(), spanax.cluster("cpu:8"), layout=mine, mesh="x=4,y=2")
     assert plan["blocks.up.kernel"].spec == ((), (), ("y",))
@@ -414,7 +414,7 @@ def test_an_annotation_that_does_not_divide() -> None:
 # Numbers and words
 
 
-def test_state_bytes_are_what_a_device_holds() -> None:
+def test_state_bytes_equal_those_of_a_device() -> None:
     plan = planned("gpt", "fsdp+tensor", "fsdp=4,model=2")
     for kind in ("param", "optimizer", "other", None):
         leaves = [leaf for leaf in plan.leaves if kind in (None, leaf.kind)]
@@ -424,7 +424,7 @@ def test_state_bytes_are_what_a_device_holds() -> None:
     assert plan.state_bytes("optimizer") == 2 * plan.state_bytes("param") + 4 + 4  # two moments, two counts
 
 
-def test_diff_names_what_moves() -> None:
+def test_diff_lists_moved_arrays() -> None:
     data, fsdp = planned("gpt", "data", "data=8"), planned("gpt", "fsdp", "fsdp=8")
     lines = data.diff(fsdp)
     assert "layout: data -> fsdp" in lines
@@ -435,7 +435,7 @@ def test_diff_names_what_moves() -> None:
     assert "positions: only in the first" in other and "blocks.0.up: only in the second" in other
 
 
-def test_it_prints_the_layout_its_reason_and_every_parameter() -> None:
+def test_a_plan_prints_its_layout_reason_and_every_parameter() -> None:
     text = str(planned("gpt", "fsdp", "fsdp=8"))
     setting = "batch 16, sequence 32, dtypes of the model, attention plain"
     assert text.startswith(f"layout fsdp on 8 devices (fsdp=8), {setting}: as requested\n")
@@ -455,7 +455,7 @@ def test_a_leaf_by_its_path() -> None:
     assert "did you mean 'embed'?" in str(caught.value)
 
 
-def test_a_data_axis_that_no_preset_asked_for_splits_the_batch() -> None:
+def test_a_data_axis_that_no_preset_uses_shards_the_batch() -> None:
     wide = spanax.plan(program("gpt"), spanax.cluster("cpu:8"), layout="tensor", mesh="data=4,model=2")
     both = spanax.plan(program("gpt"), spanax.cluster("cpu:8"), layout="data+tensor", mesh="data=4,model=2")
     assert [place.spec for place in wide.leaves + wide.batch] == [place.spec for place in both.leaves + both.batch]

@@ -18,7 +18,7 @@ from spanax.plan.search import search
 @pytest.mark.parametrize(
     "name, mesh", [("gpt", "fsdp=8"), ("gpt", "data=4,model=2"), ("gpt", "pipe=2,data=4"), ("mlp", "data=8")]
 )
-def test_what_moves_of_each_parameter_adds_up(name: str, mesh: str) -> None:
+def test_the_traffic_of_parameters_adds_up(name: str, mesh: str) -> None:
     machine = cluster("cpu:8")
     actual = plan(zoo_program(name), machine, mesh=mesh)
     price = evaluate(zoo_program(name), actual, machine).prediction

@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_an_invalid_value_raises(name: str) -> None:
     call, first_line, fix = REFUSED[name]
     with pytest.raises(spanax.SpanaxError) as caught:
         call()
@@ -227,5 +227,5 @@ def retried(actual: Program, devices: int, layout: str, mesh: str) -> None:
     ("name", "devices", "layout", "mesh"),
     [("moe", 16, "expert", "expert=16"), ("mlp", 3, "tensor", "model=3"), ("mlp", 8, "tensor", "data=8")],
 )
-def test_the_fix_works(name: str, devices: int, layout: str, mesh: str) -> None:
+def test_the_suggested_fix_works(name: str, devices: int, layout: str, mesh: str) -> None:
     retried(program(name), devices, layout, mesh)

@@ -40,7 +40,7 @@ def test_a_search_prices_zero_bubble_and_every_number_of_chunks_without_padding(
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_a_schedule_costs_as_if_it_were_priced_alone(result: spanax.Search, remat: str) -> None:
+def test_a_schedule_costs_the_same_as_alone(result: spanax.Search, remat: str) -> None:
     program = result.programs[remat]
     family = families(program, result.cluster, result.batch_size, Counter())[0]
     grids = grids_of(family, result.batch_size, program.batch_size, None, num_layers=12)

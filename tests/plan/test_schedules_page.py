@@ -48,7 +48,7 @@ def hops() -> str:
     return "\n".join(rows)
 
 
-def test_the_page_says_what_the_code_says() -> None:
+def test_the_page_equals_the_code() -> None:
     page = PAGE.read_text()
     for name, actual in {"costs": costs(), "hops": hops()}.items():
         block = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->|<!-- {name} -->", re.DOTALL)
@@ -59,7 +59,7 @@ def test_the_page_says_what_the_code_says() -> None:
     assert page == PAGE.read_text(), "a number changed: `make golden`, then read the diff"
 
 
-def test_the_example_on_the_page_says_what_it_prints() -> None:
+def test_the_example_on_the_page_prints_what_is_shown() -> None:
     table = ticks("1f1b", num_stages=4, num_microbatches=8)
     printed = f"{table.num_ticks}, {table.num_in_flight}, {table.bubble_fraction:.3f}"
     assert f"# {printed}" in PAGE.read_text()

@@ -57,7 +57,7 @@ def stored_bytes(plan: Plan, num_stages: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("place", sampled([(place,) for place in PLACES], [(PLACES[2],)]))
-def test_every_candidate_can_be_planned_and_stores_what_it_says(place: tuple[str, str]) -> None:
+def test_every_candidate_can_be_planned_with_its_state_bytes(place: tuple[str, str]) -> None:
     program, result = workload(place[0]), searched(*place)
     known: dict[Any, dict[str, int]] = {}
     assert len(result.candidates) == result.layouts_priced > 1000
@@ -87,7 +87,7 @@ def test_every_candidate_is_sound(place: tuple[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_a_name_that_is_a_presets_means_that_preset(place: tuple[str, str]) -> None:
+def test_the_name_of_a_preset_selects_that_preset(place: tuple[str, str]) -> None:
     names = set()
     for each in searched(*place).candidates:
         if each.layout.removesuffix("+seq") in PRESETS and each.layout not in names:
@@ -131,7 +131,7 @@ def test_two_searches_are_equal() -> None:
 # Remat, batch and pipeline
 
 
-def test_every_remat_is_priced_and_does_what_it_is_for() -> None:
+def test_every_remat_policy_is_priced_and_reduces_memory() -> None:
     result = searched("gpt-nano", "cpu:8")
     by_policy = {
         each.remat: each
@@ -145,12 +145,12 @@ def test_every_remat_is_priced_and_does_what_it_is_for() -> None:
     assert none.flops * 8 == pytest.approx(result.model_flops)
 
 
-def test_only_the_remat_asked_for() -> None:
+def test_only_the_requested_remat_is_applied() -> None:
     result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), remat=("full",), top=EVERYTHING)
     assert {each.remat for each in result.candidates} == {"full"} and set(result.programs) == {"full"}
 
 
-def test_memory_decides_the_remat() -> None:
+def test_memory_determines_the_remat_policy() -> None:
     plenty = searched("gpt-nano", "cpu:8").best
     assert plenty is not None and plenty.remat == "none"
     tight = search(workload("gpt-nano"), with_memory("cpu:8", int(plenty.peak_bytes * 0.6))).best
@@ -193,7 +193,7 @@ def test_a_batch_of_another_size() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [0, -8])
-def test_a_batch_of_nothing_is_refused(batch_size: int) -> None:
+def test_an_empty_batch_raises(batch_size: int) -> None:
     with pytest.raises(SpanaxError, match=f"the batch size is {batch_size}"):
         search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=batch_size)
 
@@ -227,7 +227,7 @@ def test_the_nearest_layouts_are_returned_where_nothing_fits() -> None:
     assert "the layout with the lowest peak needs" in shortfall(result) and "a device has 1 MiB" in shortfall(result)
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_layouts_that_do_not_fit_are_counted() -> None:
     everything = searched("gpt-nano", "cpu:8")
     uppers = [everything.upper_bytes(each) for each in everything.candidates]
     limit = sorted(uppers)[len(uppers) // 2]
@@ -238,13 +238,13 @@ def test_what_does_not_fit_is_counted() -> None:
     ]
 
 
-def test_a_chip_of_which_no_memory_is_known_holds_everything() -> None:
+def test_on_a_chip_of_unknown_memory_every_layout_fits() -> None:
     result = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING, assign=False)
     assert set(result.rejected) == {Reason(Code.STORES_RECOMPUTED)}
     assert result.candidates == searched("gpt-nano", "cpu:8").candidates
 
 
-def test_an_odd_batch_leaves_what_does_not_split_it() -> None:
+def test_an_odd_batch_excludes_meshes_that_do_not_divide_it() -> None:
     program = spanax.trace(build=zoo.MLP, optimizer=optax.adam(1e-3), batch=zoo.VECTORS(7), loss=zoo.squared_error)
     result = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
     assert result.candidates and result.rejected[Reason(Code.BATCH_NOT_DIVISIBLE)] > 0
@@ -283,12 +283,12 @@ def test_a_program_without_a_matmul() -> None:
     assert best is not None and best.seconds["matmuls"] == 0 < best.seconds["memory"]
 
 
-def test_where_no_mesh_takes_the_microbatches_nothing_is_priced() -> None:
+def test_if_no_mesh_divides_the_microbatches_nothing_is_priced() -> None:
     result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), microbatches=3)
     assert result.best is None and result.layouts_priced == 0
 
 
-def test_a_step_of_the_users_own() -> None:
+def test_a_custom_train_step() -> None:
     def train_step(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
         loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)
         optimizer.update(model, grads)

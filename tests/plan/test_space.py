@@ -48,7 +48,7 @@ def own_resolver(program: Program, family: Family, column: int) -> Resolver:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_mesh_takes_all_devices_and_is_there_once(place: tuple[str, str]) -> None:
+def test_every_mesh_uses_all_devices_and_is_listed_once(place: tuple[str, str]) -> None:
     result, _ = space(*place)
     num_devices = spanax.cluster(place[1]).num_devices
     seen = set()
@@ -74,7 +74,7 @@ def test_the_space_of_a_gpt_on_8_devices_by_hand() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_member_resolves_as_the_resolver_it_is_priced_with(place: tuple[str, str]) -> None:
+def test_a_member_resolves_like_the_resolver_of_its_family(place: tuple[str, str]) -> None:
     program = workload(place[0])
     for family, column in members(space(*place)[0]):
         separate, shared = own_resolver(program, family, column), family.resolver
@@ -104,7 +104,7 @@ def priced(
 
 
 @pytest.mark.parametrize("place", [("gpt-nano", "cpu:8"), ("moe-nano", "a100:2x8")])
-def test_a_member_costs_what_it_costs_alone(place: tuple[str, str]) -> None:
+def test_a_member_of_a_family_costs_the_same_as_alone(place: tuple[str, str]) -> None:
     """But for what goes together in one message, and how tables are looked up: small next to the differences."""
     program, cluster = workload(place[0]), spanax.cluster(place[1])
     ratios = []
@@ -142,7 +142,7 @@ def test_meshes_on_which_a_leaf_is_stored_along_its_layers_are_a_family_of_their
     assert by_fsdp[2] == by_fsdp[4] != by_fsdp[8]
 
 
-def test_what_cannot_be_is_counted_by_reason() -> None:
+def test_impossible_layouts_are_counted_by_reason() -> None:
     _, rejected = space("gpt-nano", "cpu:8", batch_size=4)
     batch = Reason(Code.BATCH_NOT_DIVISIBLE)
     assert set(rejected) == {batch} and rejected[batch] > 0
@@ -170,7 +170,7 @@ def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
     assert rejected[Reason(Code.SIZE_NOT_DIVISIBLE)] == 3
 
 
-def test_nothing_is_stored_split_where_there_is_nothing_to_store_split() -> None:
+def test_layouts_that_store_nothing_sharded_are_rejected() -> None:
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(16, 32, rngs=rngs), optimizer=optax.sgd(0.1),
         batch=jax.ShapeDtypeStruct((8, 16), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),

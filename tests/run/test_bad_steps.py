@@ -149,7 +149,7 @@ def test_halt_names_the_step_and_saves_nothing_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mesh", sampled(MADE, ["pipe=2,fsdp=2"]))
-def test_rollback_goes_on_as_if_the_batch_had_not_come(mesh: str, folder: Path, tmp_path: Path) -> None:
+def test_rollback_continues_as_if_the_batch_were_skipped(mesh: str, folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "run", batches({BAD: NAN})
     done = trained(source, config(out, "rollback", mesh=mesh), **MADE[mesh])
     assert done["steps"] == STEPS and math.isfinite(done["train_loss"])
@@ -162,7 +162,7 @@ def test_rollback_goes_on_as_if_the_batch_had_not_come(mesh: str, folder: Path, 
 
 
 @pytest.mark.parametrize("mesh", sampled(MADE, ["data=1"]))
-def test_skip_goes_on_with_the_state_of_before(mesh: str, folder: Path, tmp_path: Path) -> None:
+def test_skip_continues_with_the_previous_state(mesh: str, folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "run", batches({BAD: NAN})
     trained(source, config(out, "skip", mesh=mesh, steps=STEPS + 1), **MADE[mesh])
     assert happened(out, "skipped", "rolled_back") == [{"event": "skipped", "step": BAD + 1, "batch": BAD}]
@@ -174,7 +174,7 @@ def test_skip_goes_on_with_the_state_of_before(mesh: str, folder: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_ignore_saves_what_comes(tmp_path: Path) -> None:
+def test_ignore_saves_any_state(tmp_path: Path) -> None:
     """What the tests above would see if nothing watched."""
     out, source = tmp_path / "run", batches({BAD: NAN})
     trained(source, config(out, "ignore"))
@@ -182,7 +182,7 @@ def test_ignore_saves_what_comes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
-def test_a_run_that_is_resumed_leaves_the_same_out(policy: str, tmp_path: Path) -> None:
+def test_a_resumed_run_skips_the_same_batches(policy: str, tmp_path: Path) -> None:
     """Ended right behind a batch that was left out, and before another."""
     source, whole, out = batches({BAD: NAN, BAD + 2: NAN}), tmp_path / "whole", tmp_path / "stopped"
     settings = config(whole, policy, save_every=2)
@@ -193,7 +193,7 @@ def test_a_run_that_is_resumed_leaves_the_same_out(policy: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
-def test_a_step_that_is_to_be_saved_may_be_the_bad_one(policy: str, tmp_path: Path) -> None:
+def test_a_bad_step_that_is_due_is_not_saved(policy: str, tmp_path: Path) -> None:
     reported: list[dict[str, Any]] = []
     source = batches({7: NAN})
     trained(source, config(tmp_path / "run", policy, steps=8), reported.append)
@@ -201,7 +201,7 @@ def test_a_step_that_is_to_be_saved_may_be_the_bad_one(policy: str, tmp_path: Pa
     assert all(np.isfinite(array).all() for array in saved(tmp_path / "run", source)[8].values())
 
 
-def test_a_run_that_is_asked_to_stop_behind_a_bad_step_does_not_save_it(tmp_path: Path) -> None:
+def test_a_run_stopped_after_a_bad_step_does_not_save_it(tmp_path: Path) -> None:
     """On one device, where the metrics of that step have not come yet."""
     out, source = tmp_path / "run", batches({BAD: NAN})
 
@@ -216,7 +216,7 @@ def test_a_run_that_is_asked_to_stop_behind_a_bad_step_does_not_save_it(tmp_path
 
 
 @pytest.mark.slow
-def test_before_the_first_checkpoint_the_run_begins_anew(folder: Path, tmp_path: Path) -> None:
+def test_a_rollback_before_the_first_checkpoint_restarts_the_run(folder: Path, tmp_path: Path) -> None:
     source = batches({1: NAN})
     trained(source, config(tmp_path / "run", "rollback", steps=2))
     trained([source[0], *source[2:]], config(tmp_path / "without", "rollback", steps=2))
@@ -242,7 +242,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("policy", sampled(ENDS, ["skip"]))
-def test_patience_comes_to_an_end(policy: str, tmp_path: Path) -> None:
+def test_too_many_bad_steps_end_the_run(policy: str, tmp_path: Path) -> None:
     source = batches(dict.fromkeys(range(BAD, 40), NAN))
     with pytest.raises(NumbersError) as caught:
         trained(source, config(tmp_path / "run", policy, max_bad_steps=2))
@@ -252,7 +252,7 @@ def test_patience_comes_to_an_end(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", sampled(["halt", "skip", "rollback"], ["halt"]))
-def test_a_state_that_went_wrong_unseen_is_not_saved(policy: str, tmp_path: Path) -> None:
+def test_a_state_that_became_invalid_unnoticed_is_not_saved(policy: str, tmp_path: Path) -> None:
     """A learning rate that is infinite makes parameters so behind a loss and a gradient that are fine."""
     rate = lambda count: jnp.where(count == 3, jnp.inf, 0.1)  # noqa: E731
     with pytest.raises(NumbersError, match="the state after step 4 is not finite, although its metrics are"):

@@ -12,7 +12,7 @@ from spanax.run.compilation_cache import FOLDER, THRESHOLD, enable_compilation_c
 from spanax.run.data.cache import cache_folder, untrusted
 
 
-def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
+def test_the_least_recently_used_entries_are_removed(tmp_path: Path) -> None:
     for index, name in enumerate(("old", "read", "new")):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (1000 + index, 1000 + index))
@@ -25,7 +25,7 @@ def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["read"]
 
 
-def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
+def test_an_explicit_cache_folder_and_threshold_are_not_changed(tmp_path: Path) -> None:
     output = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
     for threshold, retained in (({}, "0"), ({THRESHOLD: "2"}, "2")):
         environ = output | threshold
@@ -33,7 +33,7 @@ def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
         assert environ == output | {THRESHOLD: retained} and not list(tmp_path.iterdir())
 
 
-def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_read_only_home_folder_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "spanax").write_text("a file where the folder would be")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     with pytest.warns(UserWarning, match="compiled programs are not cached in .*: it is not writable"):
@@ -41,7 +41,7 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
 
 
-def test_no_program_comes_from_the_folder_one_works_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_is_loaded_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for home in ("", "relative"):
@@ -55,7 +55,7 @@ def test_no_program_comes_from_the_folder_one_works_in(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("where", "mode"), [("", 0o777), ("spanax", 0o777), ("spanax/compiled", 0o777), ("spanax", 0o1777)]
 )
-def test_no_program_comes_from_where_everybody_writes(
+def test_no_program_is_loaded_from_a_folder_others_can_write(
     where: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "cache"

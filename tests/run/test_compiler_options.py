@@ -78,7 +78,7 @@ def test_this_jaxlib_knows_the_options_for_gpus(item, devices: list[jax.Device])
         ("default,xla_gpu_autotune_level=-1", ("xla_gpu_autotune_level=-1",)),
     ],
 )
-def test_what_a_user_asks_for(output: str, result: tuple[str, ...]) -> None:
+def test_requested_xla_flags_are_resolved(output: str, result: tuple[str, ...]) -> None:
     assert flags_of(output, (LEVEL,)) == result
 
 
@@ -90,7 +90,7 @@ def test_what_a_user_asks_for(output: str, result: tuple[str, ...]) -> None:
         *("none,xla_gpu_autotune_level=1", "xla_gpu_triton_gemm_any=1", "xla_gpu_triton_gemm_any=True True"),
     ],
 )
-def test_what_is_no_option(output: str) -> None:
+def test_an_invalid_option_raises(output: str) -> None:
     with pytest.raises(SpanaxError, match="cannot set the option"):
         flags_of(output, ())
 
@@ -113,7 +113,7 @@ def test_the_listed_options_write_no_file(devices: list[jax.Device], tmp_path: P
     assert list(tmp_path.iterdir())
 
 
-def test_a_plan_carries_them_and_a_plan_without_is_as_before(devices: list[jax.Device]) -> None:
+def test_a_plan_stores_compiler_options(devices: list[jax.Device]) -> None:
     program, plan = planned("h100:8")
     assert plan.xla_flags == default_flags(spanax.cluster("h100:8")) and plan.xla_flags[0] in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
@@ -123,7 +123,7 @@ def test_a_plan_carries_them_and_a_plan_without_is_as_before(devices: list[jax.D
         Plan.from_json(hostile)
 
 
-def test_those_for_these_devices_reach_the_compiler(devices: list[jax.Device], monkeypatch) -> None:
+def test_the_options_for_these_devices_reach_the_compiler(devices: list[jax.Device], monkeypatch) -> None:
     assert for_platform(GIVEN, "cuda") == {"xla_gpu_autotune_level": "2"}
     program, plan = planned()
     taken: list[dict[str, str] | None] = []
@@ -136,7 +136,7 @@ def test_those_for_these_devices_reach_the_compiler(devices: list[jax.Device], m
 
 
 @pytest.mark.parametrize("flag", ["xla_such=True", "xla_cpu_enable_fast_math=7"])
-def test_what_this_compiler_does_not_know_is_told_at_the_start(flag: str, devices: list[jax.Device]) -> None:
+def test_unknown_compiler_options_raise_at_startup(flag: str, devices: list[jax.Device]) -> None:
     program, plan = planned()
     with pytest.raises(SpanaxError, match="XLA rejects an option: .*" + flag.partition("=")[0]):
         spanax.start(program, replace(plan, xla_flags=(flag,)))

@@ -86,7 +86,7 @@ def expected(folder: Path, rows: list[dict[str, np.ndarray]], build: Any = Net) 
         [(21, "pipe=2,data=2", Blocks)],
     ),
 )
-def test_every_metric_is_of_all_held_out_examples(count: int, mesh: str, build: Any, tmp_path: Path) -> None:
+def test_every_metric_averages_all_held_out_examples(count: int, mesh: str, build: Any, tmp_path: Path) -> None:
     rows = examples(count, seed=1)
     reported = trained(tmp_path / "run", rows, mesh, build)
     (event,) = [event for event in reported if event["event"] == "eval"]
@@ -124,7 +124,7 @@ def step(model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any) -> jax.Ar
     ("count", "mesh", "build", "is_step"),
     [(21, "fsdp=8", Net, False), (35, "data=2,model=2", Net, True), (21, "pipe=2,data=2", Blocks, False)],
 )
-def test_an_own_function_is_evaluated_in_place_of_the_loss(
+def test_a_custom_evaluation_replaces_the_loss(
     count: int, mesh: str, build: Any, is_step: bool, tmp_path: Path
 ) -> None:
     rows, trains = examples(count, seed=1), {"train_step": step} if is_step else {"loss": loss}
@@ -163,9 +163,7 @@ def test_an_own_function_is_evaluated_in_place_of_the_loss(
         (close, "has an `evaluate`, and no held-out examples"),
     ],
 )
-def test_an_evaluation_that_cannot_be_ends_the_run_before_its_first_step(
-    evaluate: Any, reported: str, tmp_path: Path
-) -> None:
+def test_an_invalid_evaluation_ends_the_run_before_its_first_step(evaluate: Any, reported: str, tmp_path: Path) -> None:
     workload = spanax.Workload(build=Net, batch=BATCH, loss=loss, source=examples(64), evaluate=evaluate)
     config = TrainConfig(workload="mine", mesh="data=2", steps=2, output_dir=str(tmp_path / "run"))
     with pytest.raises(spanax.SpanaxError, match=reported):
@@ -173,7 +171,7 @@ def test_an_evaluation_that_cannot_be_ends_the_run_before_its_first_step(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_no_more_batches_are_evaluated_than_asked_for(tmp_path: Path) -> None:
+def test_at_most_the_requested_batches_are_evaluated(tmp_path: Path) -> None:
     rows = examples(37, seed=1)
     reported = trained(tmp_path / "run", rows, eval_batches=2)
     (event,) = [event for event in reported if event["event"] == "eval"]
@@ -209,7 +207,7 @@ IN_BATCHES = [{"x": np.arange(10)[start : start + 4]} for start in (0, 4, 8)]
     [ROWS, lambda: iter(ROWS), IN_BATCHES, lambda: iter(IN_BATCHES)],
     ids=["sequence", "iterator", "batches", "iterator of batches"],
 )
-def test_the_examples_that_do_not_fill_a_batch_come_last(source: Any) -> None:
+def test_the_smaller_batch_comes_last(source: Any) -> None:
     sizes = [batch["x"].tolist() for batch in smaller_batches(source, FLAT, drop_remainder=False)]
     assert sizes == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
@@ -221,7 +219,7 @@ def test_the_remainder_is_that_of_the_last_epoch(source: Any) -> None:
 
 
 @pytest.mark.parametrize("source", [ROWS, lambda: iter(ROWS)], ids=["sequence", "iterator"])
-def test_by_default_they_are_left_out(source: Any) -> None:
+def test_by_default_stages_are_excluded(source: Any) -> None:
     assert len(smaller_batches(source, FLAT)) == 2
 
 

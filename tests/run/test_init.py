@@ -103,7 +103,7 @@ def test_a_stack_begins_from_a_list_in_another_dtype(trained: tuple[spanax.Run, 
     assert held["head.kernel"].dtype == jnp.bfloat16
 
 
-def test_what_an_optimizer_copies_of_parameters_begins_from_the_weights(trained: tuple[spanax.Run, Path]) -> None:
+def test_parameter_copies_of_an_optimizer_start_from_the_weights(trained: tuple[spanax.Run, Path]) -> None:
     """Slow weights of Lookahead, averages: they begin as the parameters, so as the ones that were taken over."""
 
     def averaging() -> optax.GradientTransformation:
@@ -123,7 +123,7 @@ def test_what_an_optimizer_copies_of_parameters_begins_from_the_weights(trained:
     run.step(np.ones((8, 16), "float32"))  # a buffer that two leaves shared could not be donated twice
 
 
-def test_a_pipeline_begins_from_weights(trained: tuple[spanax.Run, Path]) -> None:
+def test_a_pipeline_starts_from_imported_weights(trained: tuple[spanax.Run, Path]) -> None:
     before, folder = trained
     of = program(stacked=True)
     run = spanax.start(of, plan(of, "pipe=2,data=2"), init=folder)
@@ -173,7 +173,7 @@ def grown(stacked: bool = False, build: Any = None) -> spanax.Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_model_with_more_weights_begins_from_those_it_shares(trained: tuple[spanax.Run, Path], stacked: bool) -> None:
+def test_a_model_with_more_weights_loads_the_shared_ones(trained: tuple[spanax.Run, Path], stacked: bool) -> None:
     before, folder = trained
     of = grown(stacked)
     run, fresh = (spanax.start(of, plan(of, "fsdp=4"), init=init, partial=init is not None) for init in (folder, None))
@@ -241,7 +241,7 @@ def test_layers_of_several_dtypes_are_refused(tmp_path: Path) -> None:
         weights.Source.of(tmp_path).groups({"blocks.kernel": jax.ShapeDtypeStruct((2, 2), "float32")})
 
 
-def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_leave_no_files(tmp_path: Path) -> None:
     def broken() -> np.ndarray:
         raise DataError("a file has become shorter.")
 
@@ -252,7 +252,7 @@ def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "steps").iterdir())
 
 
-def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
+def test_the_trainer_loads_initial_weights_once(tmp_path: Path) -> None:
     """`--init` at the start and where nothing was saved yet; a run that goes on from a step of its own does without."""
     rows = [{"x": np.full(16, number % 5, "float32")} for number in range(64)]
 

@@ -28,7 +28,7 @@ def planned(program: spanax.Program) -> spanax.Plan:
     return spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp", mesh="fsdp=8")
 
 
-def test_half_the_bytes_in_the_plan_and_in_the_compiled_step() -> None:
+def test_bfloat16_moments_halve_the_bytes_of_plan_and_compiled_step() -> None:
     whole, half = planned(traced("float32")), planned(program := traced("bfloat16"))
     moments = sum(leaf.local_bytes for leaf in whole.leaves if leaf.kind == "optimizer" and leaf.shape)
     assert moments > 8_000
@@ -40,7 +40,7 @@ def test_half_the_bytes_in_the_plan_and_in_the_compiled_step() -> None:
 
 
 @pytest.mark.slow
-def test_nearly_the_same_course() -> None:
+def test_bfloat16_moments_train_nearly_like_float32() -> None:
     losses = {}
     for state in ("float32", "bfloat16"):
         program = traced(state)
@@ -51,7 +51,7 @@ def test_nearly_the_same_course() -> None:
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
 
 
-def test_a_mean_over_few_steps_forgets_in_bfloat16_and_one_over_many_does_not() -> None:
+def test_only_short_means_of_moments_decay_in_bfloat16() -> None:
     """Why Adam with its usual `b2` keeps its second moment in float32."""
 
     def second_moment(b2: float) -> float:
@@ -66,7 +66,7 @@ def test_a_mean_over_few_steps_forgets_in_bfloat16_and_one_over_many_does_not() 
 
 
 @pytest.mark.parametrize(("optimizer", "in_bfloat16"), [(adamw, {"mu", "nu"}), (sgd, {"trace"}), (adam, {"mu"})])
-def test_what_of_each_optimizer_of_ours_lies_in_bfloat16(optimizer, in_bfloat16) -> None:
+def test_moments_in_bfloat16_by_optimizer(optimizer, in_bfloat16) -> None:
     state = optimizer(1e-3, 100, state_dtype="bfloat16").init({"w": jnp.ones((4, 4))})
     result = jax.tree_util.tree_flatten_with_path(state)[0]
     half = {path for path, leaf in result if leaf.dtype == jnp.bfloat16}
@@ -76,7 +76,7 @@ def test_what_of_each_optimizer_of_ours_lies_in_bfloat16(optimizer, in_bfloat16)
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), lambda rate, steps: optax.sgd(rate)])
-def test_an_optimizer_of_the_users_own_is_as_it_is(optimizer) -> None:
+def test_a_custom_optimizer_is_unchanged(optimizer) -> None:
     local = partial(
         traced, workload=spanax.Workload(build=zoo.MLP, batch=MLP.batch, loss=MLP.loss, optimizer=optimizer)
     )

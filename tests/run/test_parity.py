@@ -197,7 +197,7 @@ class Solved(nnx.Module):
         [(Strided, "fsdp+tensor", "fsdp=2,model=4"), (Fourier, "tensor", "model=8"), (Factors, "tensor", "model=8")],
     ),
 )
-def test_kernels_that_xla_cannot_split(build: Any, layout: str, mesh: str) -> None:
+def test_kernels_that_xla_cannot_partition(build: Any, layout: str, mesh: str) -> None:
     program = spanax.trace(build=build, optimizer=optax.sgd(0.01), batch=batch("mlp", 0), loss=zoo.squared_error)
     losses = []
     for devices, options in ((1, {"layout": "data"}), (8, {"layout": layout, "mesh": mesh})):
@@ -216,7 +216,7 @@ def test_every_preset_is_tried() -> None:
     assert all(layouts <= {layout for layout, _ in MATRIX[name]} for name, layouts in QUICK.items())
 
 
-def test_numbers_that_differ_a_little_are_seen() -> None:
+def test_small_differences_are_detected() -> None:
     """One weight off by a thousandth at the start, one example left out at the end: both show."""
     run = moved("mlp", "fsdp", "fsdp=8")
     at = next(i for i, leaf in enumerate(run.program.leaves) if leaf.path == "mid.kernel")

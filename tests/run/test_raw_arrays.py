@@ -115,7 +115,7 @@ def test_raw_arrays_train_as_under_nnx_jit(step: dict[str, Any]) -> None:
         np.testing.assert_allclose(numbers(arrays[path]), expected, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-def test_a_model_that_comes_back_holds_its_raw_arrays() -> None:
+def test_a_restored_model_has_its_raw_arrays() -> None:
     run = start("data")
     run.step(BATCH)
     model: Any = run.model()

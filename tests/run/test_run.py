@@ -67,7 +67,7 @@ def misplaced(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "layout", "mesh"), sampled(LAYOUTS, LAYOUTS[::2]))
-def test_the_state_lies_as_planned_at_the_start_and_after_three_steps(name: str, layout: str, mesh: str) -> None:
+def test_the_state_is_sharded_as_planned_before_and_after_steps(name: str, layout: str, mesh: str) -> None:
     run = start(name, layout, mesh)
     assert misplaced(run) == []
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_the_state_lies_as_planned_at_the_start_and_after_three_steps(name: str,
     assert_placed(run.plan, run.state, run.mesh)
 
 
-def test_arrays_that_lie_elsewhere_are_seen() -> None:
+def test_arrays_with_other_shardings_are_detected() -> None:
     run = start()
     at = next(i for i, leaf in enumerate(run.plan.leaves) if leaf.path == "up.kernel")
     run.state[at] = jax.device_put(np.asarray(run.state[at]), run.plan.leaves[0].sharding(run.mesh))
@@ -100,7 +100,7 @@ def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2"])
-def test_a_step_that_ignores_its_plan_is_seen(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ignores_its_plan_is_detected(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler splits the parameters like the moments, and leaves them so."""
     run = start("mlp", layout, "fsdp=8")
     unconstrained(monkeypatch)
@@ -112,7 +112,7 @@ def test_a_step_that_ignores_its_plan_is_seen(layout: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("layout", "mesh"), [("zero1", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")])
-def test_the_compiled_step_takes_and_gives_what_was_planned(layout: str, mesh: str) -> None:
+def test_inputs_and_outputs_of_the_compiled_step_are_as_planned(layout: str, mesh: str) -> None:
     run = start("mlp", layout, mesh)
     compiled = run.lower().compile()
     taken, inputs = compiled.input_shardings[0], compiled.output_shardings
@@ -159,7 +159,7 @@ def test_a_step_that_drifts_compiles_again(compilations: list[str], monkeypatch:
     assert compilations
 
 
-def test_the_old_state_is_given_away() -> None:
+def test_the_old_state_is_donated() -> None:
     run = start()
     before = list(run.state)
     run.step(batch())
@@ -179,7 +179,7 @@ def test_steps_are_counted() -> None:
 # What comes back
 
 
-def test_the_model_comes_back_and_evaluates_alike() -> None:
+def test_a_restored_model_evaluates_to_the_same_loss() -> None:
     run = start("dropout")
     run.step(batch())
     model = run.model()
@@ -191,7 +191,7 @@ def test_the_model_comes_back_and_evaluates_alike() -> None:
         np.testing.assert_array_equal(result, array)
 
 
-def test_the_model_outlives_the_next_step_and_does_not_reach_into_the_run() -> None:
+def test_the_returned_model_is_independent_of_the_run() -> None:
     run = start("dropout")
     model = run.model()
     before = np.asarray(model.up.bias[...])
@@ -310,7 +310,7 @@ def test_half_precision_compute_is_close_and_not_equal() -> None:
     assert {str(array.dtype) for array in run.params().values()} == {"float32"}
 
 
-def test_statistics_move_with_every_microbatch() -> None:
+def test_statistics_are_updated_by_every_microbatch() -> None:
     program = spanax.trace(
         build=zoo.CNN,
         optimizer=optax.sgd(0.0),
@@ -328,7 +328,7 @@ def test_statistics_move_with_every_microbatch() -> None:
     np.testing.assert_allclose(run.arrays()["stem_norm.mean"], model.stem_norm.mean[...], rtol=1e-4, atol=1e-6)
 
 
-def test_dropout_draws_anew_each_step() -> None:
+def test_dropout_draws_new_numbers_each_step() -> None:
     run = start("dropout")
     counts = []
     for _ in range(3):
@@ -362,7 +362,7 @@ def test_batches_that_were_not_traced() -> None:
     assert run.num_steps == 0 and not any(array.is_deleted() for array in run.state)
 
 
-def test_an_evaluation_of_a_step_of_ones_own() -> None:
+def test_an_evaluation_of_a_custom_step() -> None:
     def step(model: Any, optimizer: Any, rows: Any) -> Any:
         loss, grads = nnx.value_and_grad(zoo.squared_error)(model, rows)
         optimizer.update(model, grads)
@@ -374,7 +374,7 @@ def test_an_evaluation_of_a_step_of_ones_own() -> None:
     assert "loss=..." in refused("this program has no evaluation", lambda: run.evaluate(batch()))
 
 
-def test_devices_of_ones_own() -> None:
+def test_devices_may_be_passed() -> None:
     run = start("mlp", "fsdp", "fsdp=2", devices=jax.devices()[4:6])
     assert {shard.device.id for shard in run.state[1].addressable_shards} == {
         device.id for device in jax.devices()[4:6]

@@ -76,7 +76,7 @@ MESHES = [("data=1", Net), ("fsdp=2,model=2", Net), ("pipe=2,data=2", Layers)]
 
 
 @pytest.mark.parametrize("mesh, build", sampled(MESHES, MESHES[2:]))
-def test_the_numbers_are_those_of_a_step_a_call(mesh: str, build: Any, devices: Any) -> None:
+def test_several_steps_per_call_equal_single_steps(mesh: str, build: Any, devices: Any) -> None:
     singly, together, inputs = begun(mesh, build), begun(mesh, build), batches(num=7)
     losses = [float(singly.step(batch)["loss"]) for batch in inputs]
     result = [float(together.step(inputs[0])["loss"])]
@@ -135,7 +135,7 @@ def happened(out: Path, *names: str) -> list[tuple[str, int]]:
     return [(event["event"], event["step"]) for event in events.read(out).records if event["event"] in names]
 
 
-def test_a_call_ends_where_something_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
+def test_a_call_ends_at_a_save_or_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
     _, item = trained(tmp_path / "one", batches(), monkeypatch)
     lengths, reported = trained(tmp_path / "four", batches(), monkeypatch, steps_per_call=4)
     assert lengths == [4, 1, 4, 1, 1, 1]
@@ -163,7 +163,7 @@ OUTCOMES = [("rollback", ("rolled_back", 5)), ("skip", ("skipped", BAD + 1))]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy, outcome", OUTCOMES)
-def test_a_bad_step_costs_what_it_costs_alone(
+def test_a_bad_step_in_a_call_has_the_same_effect_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any, policy: str, outcome: tuple[str, int]
 ) -> None:
     inputs = {"on_bad_step": policy, "steps": 11}
@@ -177,9 +177,7 @@ def test_a_bad_step_costs_what_it_costs_alone(
     np.testing.assert_equal(losses(reported), losses(item))
 
 
-def test_what_is_left_of_the_data_goes_step_by_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any
-) -> None:
+def test_the_last_batches_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
     with pytest.raises(DataError, match="the data ended before step 7"):
         trained(tmp_path / "run", iter(batches(num=6)), monkeypatch, steps_per_call=4, save_every=0)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -73,7 +73,7 @@ def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
+def test_the_printed_resume_command_runs(tmp_path: Path) -> None:
     place = tmp_path / "my 'first' \"runs\" $HOME"
     place.mkdir()
     (place / "tiny.py").write_text(WORKLOAD)
@@ -106,7 +106,7 @@ def test_the_events_are_the_contract(whole: list[dict[str, Any]]) -> None:
     assert all(isinstance(done[key], float) for key in keys), done
 
 
-def test_the_folder_holds_what_the_run_was(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_the_run_folder_records_the_run(place: Path, whole: list[dict[str, Any]]) -> None:
     folder = place / "whole"
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints"} <= names
@@ -116,7 +116,7 @@ def test_the_folder_holds_what_the_run_was(place: Path, whole: list[dict[str, An
     assert manifest.steps(folder / "checkpoints") == [4, 6, 8]
 
 
-def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_a_run_folder_has_a_prediction_and_a_page(place: Path, whole: list[dict[str, Any]]) -> None:
     price = Plan.load(place / "whole" / "plan.json").price
     assert price is not None and price.cluster == "cpu:8" and price.moved_of
     kinds = ("parameters", "optimizer", "other state")
@@ -187,7 +187,7 @@ def same_bits(item: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_mesh_goes_on_with_the_same_data(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_another_mesh_continues_with_the_same_data(place: Path, whole: list[dict[str, Any]]) -> None:
     """More steps of the undisturbed run, on one device."""
     events = train(place, "whole", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
     assert events[0]["step"] == 8 and events[-1]["steps"] == 9
@@ -195,7 +195,7 @@ def test_another_mesh_goes_on_with_the_same_data(place: Path, whole: list[dict[s
 
 
 @pytest.mark.slow
-def test_a_mixture_of_tables_goes_on_on_another_mesh_row_for_row(place: Path) -> None:
+def test_a_mixture_of_tables_continues_with_the_same_rows_on_another_mesh(place: Path) -> None:
     for name, field in (("a.jsonl", "content"), ("b.jsonl", "text")):
         rows = (json.dumps({field: f"{name} {number} to be or not to be"}) for number in range(400))
         (place / name).write_text("\n".join(rows))

@@ -48,7 +48,7 @@ def test_optimizer_state_is_counted_and_stored_as_such(program: Program) -> None
 
 
 @pytest.mark.parametrize("layout", ["zero1", "fsdp"])
-def test_its_losses_are_those_of_one_device(program: Program, layout: str) -> None:
+def test_losses_equal_one_device(program: Program, layout: str) -> None:
     rows = np.random.default_rng(0).normal(size=(3, 8, 16)).astype("float32")
     runs = [spanax.start(program, spanax.plan(program, "cpu:8", layout=layout))]
     runs.append(spanax.start(program, spanax.plan(program, "cpu:1", layout="data")))

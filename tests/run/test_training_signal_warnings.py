@@ -60,7 +60,7 @@ def test_a_run_that_does_not_learn_warns_once(name: str, several: bool, recwarn:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_trainer_tells_of_it_in_events(name: str, tmp_path: Path) -> None:
+def test_the_trainer_records_training_warnings(name: str, tmp_path: Path) -> None:
     loss, expected = LOSSES[name]
     workload = spanax.Workload(
         build=lambda rngs: nnx.Linear(8, 8, rngs=rngs), batch={"x": jax.ShapeDtypeStruct((16, 8), "float32")},

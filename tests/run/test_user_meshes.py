@@ -190,7 +190,7 @@ def test_variants_are_traced_under_the_same_mesh(tmp_path: Any) -> None:
         assert run.steps([batch, batch])["loss"].shape == (2,)
 
 
-def test_a_program_that_jax_refuses_under_the_mesh_is_refused_with_what_to_do() -> None:
+def test_a_program_that_jax_refuses_under_the_mesh_raises_with_a_fix() -> None:
     with jax.set_mesh(user_mesh(AxisType.Explicit)):
         with pytest.raises(spanax.SpanaxError, match="under the Explicit mesh data=4,model=2") as caught:
             spanax.trace(build=Constrained, optimizer=optax.sgd(0.1), batch=BATCH, loss=loss)
@@ -208,7 +208,7 @@ def test_a_shard_map_over_other_devices_is_refused(kind: AxisType) -> None:
         spanax.plan(program, spanax.cluster("cpu:4"), layout="fsdp")
 
 
-def test_an_error_of_the_users_own_stays_what_it_is() -> None:
+def test_an_exception_of_user_code_is_not_wrapped() -> None:
     def wrong(model: Any, x: jax.Array) -> jax.Array:
         raise ValueError("mine")
 

@@ -66,19 +66,19 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), cases())
-def test_a_strangers_model_has_the_numbers_of_one_device(name: str, mesh: str) -> None:
+def test_a_third_party_model_equals_one_device(name: str, mesh: str) -> None:
     expected, result = alone(name), trained(name, mesh)
     off = {key: np.abs(result[key] - item).max() / max(np.abs(item).max(), 1e-3) for key, item in expected.items()}
     assert max(off.values()) < TOLERANCE, off
 
 
 @pytest.mark.parametrize("name", WILD)
-def test_all_of_the_work_is_split_along_with_the_batch(name: str) -> None:
+def test_all_computation_is_sharded_with_the_batch(name: str) -> None:
     axes = program(name).step.axes
     assert axes.coverage == 1.0 and not axes.unknown
 
 
-def test_weights_that_nobody_trains_are_stored_split_and_move_as_narrow_as_they_are() -> None:
+def test_frozen_weights_are_stored_sharded_and_gathered_in_their_dtype() -> None:
     run = started("quantized", "fsdp=8")
     base = run.arrays("other")["layers.0.base"]
     assert base.sharding.shard_shape(base.shape) == (32, 16)

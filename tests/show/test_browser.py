@@ -135,7 +135,7 @@ def test_the_keyboard_reaches_what_the_pointer_does(show: Any) -> None:
     assert page.locator(".chosen code").first.text_content() == names[0]
 
 
-def test_an_array_is_found_by_its_path(show: Any) -> None:
+def test_an_array_is_selected_by_its_path(show: Any) -> None:
     page = show("plan", size="phone")
     page.locator(".find").fill("UP_2")
     shown = page.locator(".array:visible code").all_text_contents()
@@ -147,7 +147,7 @@ def test_an_array_is_found_by_its_path(show: Any) -> None:
     assert page.locator(".array:visible dl").first.is_visible()
 
 
-def test_a_curve_is_read_by_pointer_and_by_keys(show: Any) -> None:
+def test_pointer_and_keyboard_read_a_curve(show: Any) -> None:
     page = show("run")
     assert page.evaluate("getComputedStyle(document.querySelector('.line')).stroke") == "rgb(32, 74, 222)"
     plot = page.locator(".plot").first
@@ -161,7 +161,7 @@ def test_a_curve_is_read_by_pointer_and_by_keys(show: Any) -> None:
     assert not plot.locator(".tip").is_visible()
 
 
-def test_layouts_are_sorted_and_sifted(show: Any) -> None:
+def test_layouts_are_sorted_and_filtered(show: Any) -> None:
     page = show("ranked")
     memory = lambda: [float(item) for item in page.evaluate(  # noqa: E731
         "[...document.querySelectorAll('.ranked tbody tr')].filter((row) => !row.hidden)"
@@ -184,7 +184,7 @@ def test_layouts_are_sorted_and_sifted(show: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_what_a_screen_reader_is_told(name: str, show: Any) -> None:
+def test_labels_for_screen_readers(name: str, show: Any) -> None:
     reported = show(name).locator("main").aria_snapshot()
     expected = {
         "plan": ['heading "fsdp+tensor on fsdp=4,model=2: 114 k parameters, batch size 32" [level=1]',

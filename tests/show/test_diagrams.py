@@ -41,7 +41,7 @@ def texts(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sampled(DIAGRAMS, ["specs", "neighbors", "interleaved", "axes", "fsdp"]))
-def test_a_diagram_is_what_the_plan_says(name: str) -> None:
+def test_a_diagram_equals_the_plan(name: str) -> None:
     assert close(draw(name), (IMAGES / f"{name}.svg").read_text()), "python benchmarks/diagrams.py, then look at it"
 
 
@@ -59,7 +59,7 @@ def test_every_diagram_is_on_a_page_with_a_text() -> None:
 
 
 @pytest.mark.parametrize("name", DIAGRAMS)
-def test_a_diagram_is_small_and_says_what_it_shows(name: str) -> None:
+def test_a_diagram_is_small_and_has_a_description(name: str) -> None:
     svg = (IMAGES / f"{name}.svg").read_text()
     root = ElementTree.fromstring(svg)
     assert len(svg.encode()) <= MAX_BYTES

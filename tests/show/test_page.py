@@ -64,7 +64,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(kind: str, written: dict[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_drawn_has_a_name(kind: str, written: dict[str, str]) -> None:
+def test_every_drawing_has_an_accessible_name(kind: str, written: dict[str, str]) -> None:
     read = Read(written[kind])
     for tag, attributes in read.elements:
         if attributes.get("role") in ("img", "region"):
@@ -76,7 +76,7 @@ def test_what_is_drawn_has_a_name(kind: str, written: dict[str, str]) -> None:
     assert ("html", {"lang": "en"}) in read.elements and sum(tag == "h1" for tag, _ in read.elements) == 1
 
 
-def test_a_fault_in_a_page_is_found() -> None:
+def test_a_fault_in_a_page_is_detected() -> None:
     assert Read("<p><b>a</p></b>").problems and Read("<p>").problems and Read("<p class=a class=b></p>").problems
 
 
@@ -131,7 +131,7 @@ def test_short_times_are_in_microseconds() -> None:
     assert seconds_text(5e-6) == "5 µs" and seconds_text(0.005) == "5 ms"
 
 
-def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> None:
+def test_without_sequences_examples_are_counted(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
     rates = '"tokens_per_second": 512.0, "examples_per_second": {}'
     for examples, kind in ((512.0, "examples"), (8.0, "tokens")):
@@ -152,7 +152,7 @@ EVIL = "<script>alert(1)</script>"
 ODD_LOSSES = ("NaN", "1e999", "1" + 400 * "0", '"nan"', '"x"')
 
 
-def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
+def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     plan = a_plan(paths=(EVIL, 'a" onmouseover="alert(1)', "</style><img src=x>", "gnp."))
     plan = replace(plan, why=EVIL, layout=replace(plan.layout, name=EVIL))
     steering = a_plan(paths=("\u202egnp.\ud800",))
@@ -175,7 +175,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     assert "4 of 64 values of the loss are not finite" in read.text and "this is not a profile summary" in read.text
 
 
-def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_run_with_missing_files_is_reported_partially(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").unlink()
@@ -194,7 +194,7 @@ def test_a_page_of_a_thousand_arrays_is_small() -> None:
     assert text.count('class="array"') == 994 + 1  # the 4 scales are one row, and so are their moments
 
 
-def test_of_a_mesh_without_end_the_first_devices_are_drawn() -> None:
+def test_a_large_mesh_is_truncated_to_its_first_devices() -> None:
     text = html(mesh_grid(MeshShape.of("data=128,fsdp=4,model=8")))
     assert text.count('class="cell"') == 256 and "the first 8 of 128 along data" in text
     assert text.count('class="facet"') == 8 and 'data-at="7 3 7"><b>255</b>' in text
@@ -202,7 +202,7 @@ def test_of_a_mesh_without_end_the_first_devices_are_drawn() -> None:
     assert html(mesh_grid(MeshShape.of("data=1048576"))).count('class="cell"') == 256
 
 
-def test_of_a_long_schedule_the_first_ticks_are_drawn() -> None:
+def test_a_long_schedule_is_truncated_to_its_first_ticks() -> None:
     table = ticks("1f1b", 8, 256)
     text = html(schedule_grid(table))
     assert text.count("<rect") == 4000 and f"the first 500 of {table.num_ticks} ticks" in text
@@ -232,7 +232,7 @@ def test_odd_curves_are_drawn(points: list[tuple[float, float]]) -> None:
     assert numbers and "nan" not in text and not Read(text).problems
 
 
-def test_bars_of_nothing_and_beside_a_limit() -> None:
+def test_bars_may_be_empty_or_exceed_a_limit() -> None:
     assert "nothing" in html(stacked("of", [Bar("plan", {"a": 0})], bytes_text))
     near, far = (html(stacked("of", [Bar("plan", {"a": 6})], bytes_text, limit)) for limit in (8, 800))
     assert 'class="limit"' in near and "width:75.000%" in near and "dashed line" in near
@@ -242,7 +242,7 @@ def test_bars_of_nothing_and_beside_a_limit() -> None:
 # ---- what is recognised
 
 
-def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kind_of_a_file_is_detected_from_its_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_plan().save(tmp_path / "a")
     a_certificate().save(tmp_path / "b")
     a_run(tmp_path / "c", a_plan())
@@ -275,7 +275,7 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
         ('{"fingerprint": 1, "leaves": []}', "this is not a plan file"),
     ],
 )
-def test_another_file_is_told_of(content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_file_is_reported(content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["report", str(tmp_path / "x.json"), "-o", str(tmp_path / "x.html")])
@@ -284,14 +284,14 @@ def test_another_file_is_told_of(content: str, says: str, tmp_path: Path, capsys
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_page_that_cannot_be_written_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_plan().save(tmp_path / "p.json")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["report", str(tmp_path / "p.json"), "-o", str(tmp_path / "no" / "x.html")])
     assert stopped.value.code == 73 and "cannot write the page" in capsys.readouterr().err
 
 
-def test_a_certificate_reads_back_and_so_does_what_check_prints() -> None:
+def test_a_certificate_and_the_output_of_check_read_back() -> None:
     reported = a_certificate()
     assert Certificate.from_json(reported.to_json()) == reported
     printed = json.loads(reported.to_json())
@@ -344,7 +344,7 @@ def _lab(colour: str, sight: str) -> list[float]:
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["light", "dark"])
-def test_everybody_can_read_the_words_and_tell_the_colours_apart(at: int) -> None:
+def test_texts_and_colors_have_contrast(at: int) -> None:
     theme = _theme(at)
     for name in ("ink", "quiet", "accent", "good", "bad", "warn"):
         assert min(_contrast(theme[name], theme[below]) for below in ("surface", "raised")) >= 4.5, name
@@ -359,7 +359,7 @@ def test_everybody_can_read_the_words_and_tell_the_colours_apart(at: int) -> Non
         assert min(apart) > 20, sight
 
 
-def test_a_leaf_of_the_tests_is_one() -> None:
+def test_a_leaf_of_these_tests_has_its_local_shape() -> None:
     assert leaf("w", shape=(8, 3, 4)).local_shape == (2, 3, 2) and leaf("b", shape=()).local_bytes == 4
 
 
@@ -415,7 +415,7 @@ def _told(read: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["plan", "check", "run"])
-def test_whatever_a_file_says_there_is_a_page_or_an_error(kind: str, tmp_path: Path) -> None:
+def test_any_file_yields_a_page_or_an_error(kind: str, tmp_path: Path) -> None:
     rng, output = random.Random(7), set[bool]()
     value = {"plan": a_plan(1), "check": a_certificate()}.get(kind)
     folder = a_run(tmp_path / "a", a_plan(0), 5) if value is None else tmp_path

@@ -24,9 +24,7 @@ from spanax.show.page.notebook import SHOWN
 from spanax.show.page.search import search_page
 
 
-def test_a_plan_written_and_drawn_says_what_was_ranked_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, file = tmp_path / "r.html", tmp_path / "p.json"
     cli.main(["plan", "gpt-nano", "--on", "h100:8", "--html", str(page), "--out", str(file), "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -46,7 +44,7 @@ def test_a_plan_written_and_drawn_says_what_was_ranked_first(
     assert {row["data-fits"] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row["data-family"] for row in rows}
 
 
-def test_what_does_not_fit_is_on_the_page_too() -> None:
+def test_layouts_that_do_not_fit_are_on_the_page() -> None:
     machine = cluster("h100:8")
     program = zoo_program("mlp")
     roomy = search(program, machine, top=50)
@@ -93,7 +91,7 @@ def test_every_value_has_a_display() -> None:
     assert "4,096 bytes" not in display(values["MeshShape"]) and "model" in display(values["MeshShape"])
 
 
-def test_a_style_touches_only_what_is_ours() -> None:
+def test_a_style_applies_only_to_spanax_elements() -> None:
     style = Path(spanax.__path__[0], "show", "page", "style.css").read_text()
     style = re.sub(r"/\*.*?\*/", "", style, flags=re.S)
     selectors = [item.strip() for rule in re.findall(r"([^{}]+)\{", style) for item in rule.split(",")]
@@ -101,6 +99,6 @@ def test_a_style_touches_only_what_is_ours() -> None:
     assert not [selector for selector in selectors if not selector.startswith(ours)]
 
 
-def test_without_anybody_who_draws_a_notebook_takes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_html_a_notebook_shows_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spanax.displays._shown", [])
     assert VALUES["MeshShape"]._repr_html_() is None and display(SimpleNamespace()) is None

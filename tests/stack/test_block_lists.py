@@ -109,7 +109,7 @@ def test_a_loop_that_passes_x_on_runs_as_one(forward: Callable[[Any, Any], Any],
 
 
 @pytest.mark.slow
-def test_a_gpt_in_a_list_becomes_the_gpt_in_a_scan() -> None:
+def test_a_stacked_list_gpt_equals_the_scanned_gpt() -> None:
     listed = GPT(LISTED, nnx.Rngs(0))
     stacked = spanax.stack(listed, TOKENS)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_a_gpt_in_a_list_becomes_the_gpt_in_a_scan() -> None:
     assert sorted(names[0]) == sorted(names[1])
 
 
-def test_the_model_given_stays_as_it_is() -> None:
+def test_the_original_model_is_unchanged() -> None:
     listed = Deep(plain)
     stacked = spanax.stack(listed)
     assert isinstance(listed.blocks, nnx.List) and isinstance(stacked.blocks, spanax.Stack)
@@ -153,7 +153,7 @@ class Tower(nnx.Module):
         return self.widths[1](self.widths[0](x))
 
 
-def test_every_list_is_found_and_what_stays_is_said() -> None:
+def test_every_list_is_stacked_or_reported() -> None:
     listed = Tower(nnx.Rngs(0))
     with pytest.warns(UserWarning, match="`widths` remains a list: .*`bias` is float32\\[8\\] and float32\\[16\\]"):
         stacked = spanax.stack(listed, X)
@@ -166,12 +166,12 @@ def test_every_list_is_found_and_what_stays_is_said() -> None:
     np.testing.assert_allclose(stacked(X), listed(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_sequential_is_a_loop_too() -> None:
+def test_a_sequential_is_also_a_loop() -> None:
     listed = nnx.Sequential(*[Block(nnx.Rngs(seed)) for seed in range(3)])
     np.testing.assert_allclose(spanax.stack(listed, X)(X), listed(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_can_ask_which_block_it_has() -> None:
+def test_a_stack_is_indexed_like_its_list() -> None:
     stack = spanax.stack(Deep(plain)).blocks
     assert stack[-1] is stack[3] is list(stack)[3] and len(layers_of(stack, Block, "blocks")) == 4
 
@@ -381,7 +381,7 @@ def test_messages_are_the_golden_ones() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_that_does_more_is_never_run(loop: Callable[[Any, Any], Any]) -> None:
+def test_a_loop_with_other_operations_raises(loop: Callable[[Any, Any], Any]) -> None:
     listed = Deep(loop)
     stacked = spanax.stack(listed)
     # What JAX does to a token without asking it ends in JAX's own error.

@@ -106,7 +106,7 @@ def test_every_layer_draws_its_own_numbers() -> None:
     assert not np.allclose(stack(X), stack(X))
 
 
-def test_the_rest_goes_to_every_layer() -> None:
+def test_additional_arguments_reach_every_layer() -> None:
     blocks = blocks_of(Normed)
     stack = spanax.Stack.of(blocks)
     scale, x = np.full((16,), 0.5, np.float32), X
@@ -115,7 +115,7 @@ def test_the_rest_goes_to_every_layer() -> None:
     np.testing.assert_allclose(stack(X, scale, shift=0.25), x, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_returned_beside_x_comes_back_stacked() -> None:
+def test_additional_results_of_layers_are_stacked() -> None:
     blocks = blocks_of(Telling)
     x, reported = spanax.Stack.of(blocks, remat="full")(X)
     y, means = X, []
@@ -136,7 +136,7 @@ class Writing(Telling):
         return x + self.mix(x)
 
 
-def test_what_a_layer_writes_and_sows_is_there() -> None:
+def test_values_written_and_sown_by_layers_are_returned() -> None:
     blocks = blocks_of(Writing)
     stack, x = spanax.Stack.of(blocks, remat="full"), jnp.asarray(X)
     _, result = nnx.capture(stack, nnx.Intermediate)(x)
@@ -180,7 +180,7 @@ def test_stacks_stack() -> None:
     np.testing.assert_allclose(stack(X), x, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_an_nnx_module_like_another() -> None:
+def test_a_stack_is_an_ordinary_nnx_module() -> None:
     make = lambda: spanax.Stack(Normed, 3, rngs=nnx.Rngs(0))  # noqa: E731
     stack, shapes = make(), nnx.state(nnx.eval_shape(make))
     assert jax.tree.map(jnp.shape, nnx.state(stack)) == jax.tree.map(jnp.shape, shapes)
@@ -199,7 +199,7 @@ def test_it_is_an_nnx_module_like_another() -> None:
     assert losses[-1] < 0.9 * losses[0] and int(stack.drop.rngs.count[0]) == 30
 
 
-def test_names_of_dims_stay_beside_their_dims() -> None:
+def test_names_of_dims_are_preserved() -> None:
     def block(rngs: nnx.Rngs) -> nnx.Linear:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
         with nnx.use_eager_sharding(False):

@@ -24,7 +24,7 @@ def written_out(train: list[int], validation: list[int], vocab_size: int, smooth
 
 @pytest.mark.parametrize("dense_pairs", [bigram.DENSE_PAIRS, 0], ids=["dense", "sparse"])
 @pytest.mark.parametrize("smoothing", [0.5, 2.0])
-def test_the_bigram_loss_is_the_sum_written_out(
+def test_the_bigram_loss_equals_the_explicit_sum(
     smoothing: float, dense_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bigram, "DENSE_PAIRS", dense_pairs)
@@ -36,7 +36,7 @@ def test_the_bigram_loss_is_the_sum_written_out(
 
 
 @pytest.mark.parametrize("dense_pairs", [bigram.DENSE_PAIRS, 0], ids=["dense", "sparse"])
-def test_a_bigram_that_saw_nothing_knows_nothing(dense_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bigram_without_data_is_uniform(dense_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bigram, "DENSE_PAIRS", dense_pairs)
     nothing = np.zeros(0, np.int32)
     assert bigram_loss(nothing, np.arange(16), 16) == pytest.approx(math.log(16))

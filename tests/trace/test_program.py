@@ -75,7 +75,7 @@ def test_leaves_of_a_model_and_its_optimizer() -> None:
     assert {leaf.path: leaf.num_bytes for leaf in program.leaves}["kernel"] == 32
 
 
-def test_statistics_and_random_counts_are_state_that_the_step_moves_on() -> None:
+def test_statistics_and_random_counts_are_updated_state() -> None:
     program = spanax.trace(build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy)
     statistics = {leaf.path for leaf in program.leaves if leaf.kind == "other"}
     assert statistics == {f"{norm}.{name}" for norm in ("stem_norm", "depthwise_norm") for name in ("mean", "var")}
@@ -95,7 +95,7 @@ def test_an_evaluation_draws_nothing_and_returns_no_state() -> None:
     assert len(program.evaluation.graph.body.outputs) == program.evaluation.num_results == 1
 
 
-def test_what_is_not_trained_is_kept_and_has_no_moments() -> None:
+def test_frozen_parameters_are_stored_without_moments() -> None:
     case = zoo.ZOO["lora"]
     program = trace(case.build, optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam))
     moments = {leaf.path for leaf in program.leaves if leaf.kind == "optimizer" and ".mu." in leaf.path}
@@ -208,7 +208,7 @@ def test_compute_dtype_is_what_the_loss_sees_and_nothing_else() -> None:
     assert {str(graph.avals[value].dtype) for value in outputs} == {"float32", "int32", "uint32"}
 
 
-def test_a_compute_dtype_leaves_statistics_alone() -> None:
+def test_a_compute_dtype_does_not_cast_statistics() -> None:
     program = spanax.trace(
         build=zoo.CNN,
         optimizer=optax.sgd(0.1),
@@ -221,7 +221,7 @@ def test_a_compute_dtype_leaves_statistics_alone() -> None:
     assert {str(leaf.dtype) for leaf in program.leaves if leaf.kind == "other"} == {"float32"}
 
 
-def test_metrics_are_the_loss_its_norm_and_what_the_loss_adds() -> None:
+def test_metrics_are_the_loss_the_norm_and_those_of_the_loss() -> None:
     def loss(model: Any, batch: Any) -> Any:
         return zoo.squared_error(model, batch), {"mean": model(batch["x"]).mean()}
 
@@ -244,7 +244,7 @@ def my_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str
     ("returned", "names"),
     [(lambda loss: loss, {"loss"}), (lambda loss: None, set()), (lambda loss: {"a": loss}, {"a"})],
 )
-def test_a_step_of_ones_own(returned: Callable[[Any], Any], names: set[str]) -> None:
+def test_a_custom_step_is_traced(returned: Callable[[Any], Any], names: set[str]) -> None:
     program = trace(train_step=lambda *args: returned(my_step(*args)["loss"]))
     assert summary(program) == summary(trace())
     assert set(jax.tree.unflatten(program.step.result, [0] * len(names))) == names
@@ -283,7 +283,7 @@ def test_neither_loss_nor_step() -> None:
 
 
 @pytest.mark.parametrize("option", [{"microbatches": 2}, {"compute_dtype": jnp.bfloat16}, {"clip_norm": 1.0}])
-def test_options_of_a_loss_do_not_go_with_a_step(option: dict[str, Any]) -> None:
+def test_options_of_a_loss_and_a_train_step_conflict(option: dict[str, Any]) -> None:
     name = next(iter(option))
     assert "leave" in refused(f"`{name}` requires `loss`", train_step=my_step, **option)
 
@@ -293,7 +293,7 @@ def test_microbatches_that_do_not_divide() -> None:
     refused("microbatches=0", microbatches=0)
 
 
-def test_a_loss_that_is_no_scalar() -> None:
+def test_a_loss_that_is_not_a_scalar_raises() -> None:
     assert ".mean()" in refused("not a scalar", loss=lambda model, batch: model(batch["x"]))
 
 
@@ -312,11 +312,11 @@ def test_a_loss_without_a_gradient_dtype_is_refused(loss: Any, dtype: str, micro
     assert "floating" in text and "fix: " in text
 
 
-def test_a_build_that_makes_no_module() -> None:
+def test_a_build_that_returns_no_module_raises() -> None:
     assert "return the model itself" in refused("returned a dict, not an nnx.Module", build=lambda: {"kernel": 1.0})
 
 
-def test_batches_that_are_none() -> None:
+def test_invalid_batches_raise() -> None:
     assert "['x'] is a str" in refused("not an array", batch={"x": "text"})
     assert "['x'] is a ndarray of <U1" in refused("not an array", batch={"x": np.array(["a"])})
     refused("no arrays", batch={})
@@ -374,11 +374,11 @@ def test_a_loss_that_adds_a_variable() -> None:
         ("`train_step` returned a MLP as its metric", {"train_step": lambda model, optimizer, batch: (1.0, model)}),
     ],
 )
-def test_what_is_of_another_kind_than_wanted(output: str, inputs: dict[str, Any]) -> None:
+def test_an_argument_of_the_wrong_type_raises(output: str, inputs: dict[str, Any]) -> None:
     refused(output, **inputs)
 
 
-def test_metrics_behind_a_loss_are_metrics() -> None:
+def test_values_after_the_loss_are_metrics() -> None:
     step = lambda *args: (my_step(*args)["loss"], {"more": {"ones": jnp.ones(3)}})  # noqa: E731
     assert jax.tree.unflatten(trace(train_step=step).step.result, (1, 2)) == {"loss": 1, "more": {"ones": 2}}
 

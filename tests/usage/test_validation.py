@@ -32,7 +32,7 @@ def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> Non
     assert value > 0 or name in ZERO
 
 
-def test_a_negative_rate_suggests_no_zero() -> None:
+def test_a_negative_rate_does_not_suggest_zero() -> None:
     with pytest.raises(RangeError, match="fix: --lr 3e-4"):
         check(TrainConfig(lr=-1.0))
 

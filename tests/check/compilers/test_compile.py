@@ -67,7 +67,7 @@ def test_out_of_memory_errors_are_parsed_with_their_buffers(tmp_path: Path) -> N
     assert _buffers(None) == ()
 
 
-def test_another_error_is_the_compilers(tmp_path: Path) -> None:
+def test_another_error_is_a_compiler_error(tmp_path: Path) -> None:
     with pytest.raises(CompilerError, match="rejects the program: INVALID"):
         _result(folder(tmp_path, error="INVALID: no\nmore"), simulated_target(8))
 

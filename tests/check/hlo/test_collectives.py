@@ -46,7 +46,7 @@ def compiled(function: Callable, mesh: MeshShape, *shapes: tuple[tuple[int, ...]
         ("mesh['a'=2,'b'=4] {'a','b'}", "data+model", 8),
     ],
 )
-def test_groups_in_every_way_that_xla_writes_them(groups: str, axes: str, size: int) -> None:
+def test_replica_groups_in_every_encoding(groups: str, axes: str, size: int) -> None:
     [item] = of(text.all_reduce(groups), SQUARE)
     assert (item.kind, item.axes, item.group_size, item.num_bytes) == ("all-reduce", axes, size, 16)
 
@@ -61,7 +61,7 @@ def test_every_partition_is_in_one_group() -> None:
         assert sorted(device for group in groups_of(result) for device in group) == list(range(8))
 
 
-def test_groups_of_one_device_move_nothing() -> None:
+def test_groups_of_one_device_communicate_nothing() -> None:
     assert of(text.all_reduce("[8,1]<=[8]")) == ()
 
 
@@ -74,17 +74,17 @@ def test_groups_of_one_device_move_nothing() -> None:
         ("ten, ten", "compare(i, n), direction=NE", "add(i, one)", 0),
     ],
 )
-def test_loops_are_counted_where_the_program_does_not_say(start: str, go: str, step: str, runs: int) -> None:
+def test_trip_counts_are_evaluated_without_annotations(start: str, go: str, step: str, runs: int) -> None:
     [item] = of(text.loop(start, go, step))
     assert (item.runs, item.is_counted, item.num_bytes) == (runs, True, 16 * runs)
 
 
-def test_a_loop_that_depends_on_data_counts_once_and_says_so() -> None:
+def test_a_data_dependent_loop_counts_once_with_a_note() -> None:
     [item] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)"))
     assert (item.runs, item.is_counted) == (1, False)
 
 
-def test_a_count_that_the_program_says_is_taken() -> None:
+def test_an_annotated_trip_count_is_used() -> None:
     known = ', backend_config={"known_trip_count":{"n":"7"}}'
     [item] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)", known))
     assert (item.runs, item.is_counted) == (7, True)
@@ -151,7 +151,7 @@ def test_a_scan_compiled_here_counts_its_body() -> None:
     assert totals(result) == {"model": {"all-gather": 6 * row}}
 
 
-def test_lines_of_libraries_are_passed_over() -> None:
+def test_lines_of_libraries_are_ignored() -> None:
     flax, mine = "/x/site-packages/flax/nnx/nn/linear.py", "/home/me/model.py"
     assert user_line([(flax, 1), (mine, 2), ("/home/me/train.py", 3)]) == f"{mine}:2"
     assert user_line([(flax, 1), (str(OURS / "trace" / "step.py"), 2)]) == f"{flax}:1"

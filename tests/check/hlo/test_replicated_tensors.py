@@ -56,7 +56,7 @@ def moved(figures: Figures) -> int:
     return sum(num_bytes for kinds in figures.collectives.values() for num_bytes in kinds.values())
 
 
-def test_both_wordings_of_the_log_are_read() -> None:
+def test_both_formats_of_the_log_are_read() -> None:
     reported = replicated_tensors("I0000 nothing of ours\n" + OLD + NEW + OLD)
     by_name = {line.name: line for line in reported}
     assert len(reported) == len(by_name) == 2

@@ -91,7 +91,7 @@ def test_by_default_the_cheapest_and_each_single_strategy_are_run() -> None:
         layouts(program, here, top=3, every=True)
 
 
-def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
+def test_a_layout_that_cannot_be_planned_is_excluded_with_a_reason() -> None:
     program = spanax.trace(
         build=zoo.ZOO["mlp"].build, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
     )
@@ -100,7 +100,7 @@ def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
     assert here.rejected[Reason(Code.NOTHING_STORED)] > 0
 
 
-def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, Any]]) -> None:
     data = json.loads(json.dumps(answered[1]))
     planned = {"layout", "mesh", "remat", "microbatches", "step_seconds", "seconds", "memory", "collectives", "mfu"}
     measured = {"step_seconds", "seconds", "core_seconds", "state_bytes", "peak_bytes", "collectives"}
@@ -116,7 +116,7 @@ def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
     assert data["choice_ratio"] in ratios and data["best"]["layout"] == data["rows"][0]["layout"]
 
 
-def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+def test_the_text_output(answered: tuple[str, dict[str, Any]]) -> None:
     text = answered[0]
     assert "the planner's choice (*)" in text and "fsdp=8" in text and "moved" in text
     lines = text.splitlines()
@@ -189,7 +189,7 @@ def row(priced: float, ratio: float) -> Compared:
     return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, {})
 
 
-def test_the_choice_and_the_order_are_judged() -> None:
+def test_the_choice_and_the_ranking_are_evaluated() -> None:
     assert distance([row(1, 1.2), row(2, 1.0)]) == core_distance([row(1, 1.2), row(2, 1.0)]) == 1.2
     assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
     assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
@@ -203,7 +203,7 @@ def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -
         compare(searched, steps=1)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_compare_command_prints_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     cli.main(["compare", f"{tmp_path}/mine.py:mine", "--mesh", "data=8", "--steps", "1"])
     out, err = capsys.readouterr()

@@ -78,7 +78,7 @@ def test_the_steps_after_compilation_are_read(tmp_path: Path) -> None:
     assert step.layout == "fsdp on fsdp=8" and step.source == str(tmp_path) and step.predicted(step.cluster) > 0
 
 
-def test_the_last_attempt_alone_is_read(tmp_path: Path) -> None:
+def test_only_the_last_attempt_is_read(tmp_path: Path) -> None:
     """An earlier one may have run on other devices."""
     events = [started(), *steps((9.0, 0.1, *[0.1] * 6)), started(8), *steps((9.0, 9.0, *[0.5] * 6), first=9)]
     write_metrics(run_folder(tmp_path), events)
@@ -94,7 +94,7 @@ def test_damaged_lines_are_skipped_and_waits_counted(tmp_path: Path) -> None:
     assert read(tmp_path).steps.wait_share == pytest.approx(0.1)
 
 
-def test_another_number_of_devices_counts_less(tmp_path: Path) -> None:
+def test_another_number_of_devices_has_less_weight(tmp_path: Path) -> None:
     step = read(run_folder(tmp_path, on="cpu:4"))
     assert step.transfers == ("4 devices",) and step.cluster.num_devices == 4
 
@@ -116,7 +116,7 @@ def test_another_program_that_cannot_be_traced_is_refused(tmp_path: Path) -> Non
     assert "'evil.py:main' may not be loaded" in str(raised.value)
 
 
-def test_another_program_that_can_be_traced_counts_less(tmp_path: Path) -> None:
+def test_another_traceable_program_has_less_weight(tmp_path: Path) -> None:
     program = load("gpt-nano").trace(learning_rate=1e-3, num_steps=100)
     plan = spanax.plan(program, "cpu:8", layout="fsdp")
     folder = run_folder(tmp_path)
@@ -137,7 +137,7 @@ def test_records_of_older_versions_have_no_devices(tmp_path: Path) -> None:
     assert (environment.device_kind, environment.size) == ("", "")
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_run_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read(tmp_path / "nowhere")
     with pytest.raises(DataError):
@@ -190,7 +190,7 @@ def test_every_layout_of_a_comparison_is_read(tmp_path: Path) -> None:
         assert step.predicted(step.cluster) == pytest.approx(row["step_seconds"], rel=0.01)
 
 
-def test_slow_rounds_of_a_comparison_are_no_noise(tmp_path: Path) -> None:
+def test_slow_rounds_of_a_comparison_are_not_noise(tmp_path: Path) -> None:
     """A round runs a step of every layout: what slows all of them is the machine, not a layout."""
     path = comparison(tmp_path / "compared.json")
     data = json.loads(path.read_text())

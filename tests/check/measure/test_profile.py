@@ -106,7 +106,7 @@ def test_axes_are_read_from_the_compiled_program(tmp_path: Path) -> None:
     assert "fsdp" not in profile_event(run)["communication"]
 
 
-def test_waiting_for_data_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_data_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(tmp_path, wait=0.3)
     assert read(run)["seconds"]["input wait"] > 0.25
     assert "SPX019" in [finding["code"] for finding in profile_event(run)["findings"]]
@@ -160,7 +160,7 @@ def test_operations_are_recognized_on_every_platform() -> None:
     assert _operation(event("MemcpyH2D"), "Stream #15", plane, "jit_step") is None
 
 
-def test_masks_of_a_timeline_are_sets_of_times() -> None:
+def test_masks_of_a_timeline_select_times() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         spans = [[(int(a), int(b)) for a, b in np.sort(rng.integers(0, 60, (12, 2)), axis=1)] for _ in range(2)]

@@ -37,7 +37,7 @@ def held(name: str, layout: str, mesh: str) -> Parity:
     ("name", "layout", "mesh"),
     [("mlp", "fsdp+tensor", "fsdp=4,model=2"), pytest.param("gpt", "fsdp", "fsdp=8", marks=pytest.mark.slow)],
 )
-def test_a_layout_that_is_right_passes(name: str, layout: str, mesh: str) -> None:
+def test_a_correct_layout_passes(name: str, layout: str, mesh: str) -> None:
     result = held(name, layout, mesh)
     params = {leaf.path for leaf in zoo_program(name).leaves if leaf.kind == "param"}
     paths = {
@@ -49,7 +49,7 @@ def test_a_layout_that_is_right_passes(name: str, layout: str, mesh: str) -> Non
     )
 
 
-def test_the_contract() -> None:
+def test_the_json_output_has_its_documented_keys() -> None:
     data = json.loads(json.dumps(held("mlp", "fsdp+tensor", "fsdp=4,model=2").to_json()))
     assert {"loss", "gradients", "parameters", "by_path"} <= data.keys()
     for group in GROUPS:
@@ -62,7 +62,7 @@ def test_the_text_shows_differences_and_tolerances() -> None:
 
 
 @pytest.mark.parametrize("broken", ["example", "weight", "nan"])
-def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_are_reported(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One example left out, one weight off by a thousandth, one number that is none: on eight devices only."""
     program, taken, placed = zoo_program("mlp"), module._run_steps, module._placed
 
@@ -193,7 +193,7 @@ def trace(workload: spanax.Workload) -> Program:
 
 
 @pytest.mark.slow
-def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
+def test_a_reduced_workload_keeps_its_shardings() -> None:
     name = functools.partial(load, "gpt2")
     program = trace(name(batch_size=16))
     plan = planned(program, "fsdp+tensor", "fsdp=8,model=2")

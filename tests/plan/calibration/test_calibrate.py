@@ -79,7 +79,7 @@ def test_the_calibrated_cluster_ranks_as_the_true_one_does() -> None:
     assert best(machine) != best(slowed(machine, truth)) == best(calibration.cluster)
 
 
-def test_a_single_run_moves_the_speed_of_everything_alike() -> None:
+def test_a_single_run_changes_all_constants_alike() -> None:
     """It cannot tell the constants apart, so that the order of the layouts hardly changes."""
     on = "cpu:8"
     everything = {constant.name: 1.5 for constant in CONSTANTS}
@@ -123,7 +123,7 @@ def test_noise_widens_what_is_expected() -> None:
     assert noisy.is_applied and noisy.steps[0].uncertainty > 2 * clear.steps[0].uncertainty > 2 * MODEL_ERROR
 
 
-def test_a_run_of_another_program_counts_less() -> None:
+def test_a_run_of_another_program_has_less_weight() -> None:
     on, truth = "cpu:8", {constant.name: 2.0 for constant in CONSTANTS}
     (step,) = measured(on, truth, [0])
     same = calibrate([step], spanax.cluster(on))

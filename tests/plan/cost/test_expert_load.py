@@ -83,7 +83,7 @@ def test_model_flops_are_those_of_the_experts_that_tokens_use(form: str) -> None
     assert program.step.active.is_exact
 
 
-def test_where_no_weight_has_experts_all_count_and_a_search_says_so() -> None:
+def test_if_no_weight_has_experts_all_products_count_with_a_note() -> None:
     program = formed("loop")
     assert model_flops(program) == 3 * 2 * 64 * (16 * 4 + 4 * 2 * 16 * 24)
     searches = {form: spanax.search(formed(form), spanax.cluster("a100:8")) for form in ("loop", "dense")}
@@ -182,7 +182,7 @@ def test_the_busiest_device_determines_the_step_only_where_experts_are_sharded()
     assert replicated[0] == replicated[1] == replicated[2]
 
 
-def test_the_fewer_rows_of_a_group_the_more_of_a_tile_is_padding() -> None:
+def test_small_groups_pad_more_of_a_tile() -> None:
     """Sorted tokens in a kernel: a fourth of the rows of each group take no less than a fourth of the time."""
 
     def cost(num_tokens: int, by_kernel: bool) -> float:

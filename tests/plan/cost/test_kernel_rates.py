@@ -52,7 +52,7 @@ def test_a_head_fills_half_of_a_wider_systolic_array() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(catalogue()))
-def test_every_chip_has_a_rate_or_an_estimate_that_says_so(name: str) -> None:
+def test_every_chip_has_a_rate_or_a_stated_estimate(name: str) -> None:
     chip = chip_named(name)
     if not chip.peak_flops:
         pytest.skip("its rates are measured")

@@ -37,14 +37,14 @@ def test_exposed_time_is_never_negative_and_never_more_than_serial(name: str, sh
         assert (result.hidden[key] >= 0).all()
 
 
-def test_a_serial_runtime_exposes_all_bit_for_bit() -> None:
+def test_a_serial_runtime_exposes_all_communication() -> None:
     result = hidden_with(SERIAL)
     for key, (seconds, _) in MOVED.items():
         assert (result.seconds[key] == seconds).all() and not result.hidden[key].any()
     assert not any(values.any() for values in result.hidden_by_term(ONE, ONE).values())
 
 
-def test_what_is_hidden_grows_with_the_computation_up_to_all_but_the_first_layer() -> None:
+def test_hidden_time_grows_with_computation_except_for_the_first_layer() -> None:
     everything = Overlap(**dict.fromkeys(vars(SERIAL), 1.0))
     totals = [sum(hidden_with(everything, window).hidden.values()).sum() for window in (0.0, 1.0, 5.0, 1000.0)]
     assert totals[0] == 0 and totals == sorted(set(totals))
@@ -66,7 +66,7 @@ def test_hidden_communication_slows_computation() -> None:
     np.testing.assert_allclose(exposed, [0, 0.25 + 0.1 * 0.75, 2.25 + 0.1 * 6.75])
 
 
-def test_gradients_of_a_step_hide_behind_one_microbatch_whatever_their_number() -> None:
+def test_gradients_overlap_with_one_microbatch_for_any_number() -> None:
     result = hidden_with(Overlap(gradient_reductions=1.0))
     few, many = (result.hidden_by_term(ONE, count * ONE)[ONCE] for count in (1, 8))
     np.testing.assert_array_equal(few, many)

@@ -95,7 +95,7 @@ def squared(model: nnx.Module, x: jax.Array) -> jax.Array:
     return (model(x) ** 2).mean()
 
 
-def test_state_bytes_of_what_its_author_annotated_are_the_plans() -> None:
+def test_state_bytes_of_an_annotated_model_are_the_plans() -> None:
     init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "model"))
 
     def build(rngs: nnx.Rngs) -> nnx.Linear:
@@ -194,7 +194,7 @@ def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:
 
 
 @pytest.mark.parametrize(("layout", "mesh"), [("data", "data=1"), ("fsdp+tensor", "fsdp=4,model=2")])
-def test_remat_holds_less(layout: str, mesh: str) -> None:
+def test_remat_reduces_memory(layout: str, mesh: str) -> None:
     program = small_gpt()
     full, dots, none = (
         groups(program.with_remat(policy), layout, mesh)["activations"] for policy in ("full", "dots", "none")
@@ -202,13 +202,13 @@ def test_remat_holds_less(layout: str, mesh: str) -> None:
     assert full < dots < none
 
 
-def test_full_remat_holds_a_carry_a_layer() -> None:
+def test_full_remat_stores_one_carry_per_layer() -> None:
     B, T, D, L = 16, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim, 24
     deep, shallow = (groups(small_gpt(remat=True, num_layers=layers))["activations"] for layers in (L, L // 2))
     assert deep - shallow == pytest.approx(L // 2 * 4 * B * T * D, rel=0.05)
 
 
-def test_stages_divide_layers_and_hold_what_is_in_flight() -> None:
+def test_stages_divide_layers_and_store_activations_in_flight() -> None:
     each, four = (groups(small_gpt(num_layers=4), num_stages=stages) for stages in (1, 4))
     state = {leaf.path: leaf for leaf in small_gpt(num_layers=4).leaves}
     layers = sum(leaf.num_bytes for leaf in state.values() if "layers" in leaf.axes and leaf.kind == "param")
@@ -219,7 +219,7 @@ def test_stages_divide_layers_and_hold_what_is_in_flight() -> None:
     assert busy["parameters"] == four["parameters"]
 
 
-def test_microbatches_hold_less_and_add_up_gradients() -> None:
+def test_microbatches_store_less_and_accumulate_gradients() -> None:
     """The sum of the gradients so far lies beside those of one microbatch, as they are stored."""
     program = zoo_program("gpt")
     whole, split = (groups(program, *position)["parameters"] for position in (("data", "data=8"), ("fsdp", "fsdp=8")))
@@ -237,7 +237,7 @@ def test_microbatches_hold_less_and_add_up_gradients() -> None:
         assert four["batch"] == each["batch"]
 
 
-def test_fused_attention_holds_no_scores() -> None:
+def test_fused_attention_stores_no_scores() -> None:
     B, H, T, L = 16, 8, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.num_layers
     plain, fused = (groups(small_gpt(), fused_attention=fused)["activations"] for fused in (False, True))
     assert plain - fused >= L * B * H * T * T * 4

@@ -159,7 +159,7 @@ def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> N
         assert whole / 2 <= split <= whole
 
 
-def test_a_long_sum_is_cut_into_parts_where_its_result_is_of_few_tiles() -> None:
+def test_a_long_sum_with_few_tiles_is_divided_into_parts() -> None:
     chip, k = chip_named("a100"), 2**20
     assert chip.num_cores and chip.memory_bytes_per_second
     by_one_core = 2 * TILE**2 * k * chip.num_cores / (chip.flops_per_second("bf16") * chip.sustained_share)
@@ -193,7 +193,7 @@ def test_activations_are_cast_before_the_matmuls_with_weights(dtype: str) -> Non
     assert added == {"weight": pytest.approx(by_hand, abs=1e-9), "gradient of the weight": 0}
 
 
-def test_four_bits_are_faster_than_eight() -> None:
+def test_four_bit_matmuls_are_faster_than_eight_bit() -> None:
     fp4, fp8 = (seconds("b200", one_matmul(8192, 8192, 8192, dtype=dtype)) for dtype in ("fp4", "fp8"))
     chip = chip_named("b200")
     assert fp4 / fp8 == pytest.approx(chip.flops_per_second("fp8") / chip.flops_per_second("fp4"), rel=0.05)
@@ -264,7 +264,7 @@ def test_twice_the_batch_takes_twice_as_long_in_matmuls_and_as_long_in_the_updat
     assert two["update"][0] == each["update"][0] and two["gradient sync"][0] == each["gradient sync"][0]
 
 
-def test_what_stores_less_updates_less_and_gathers_more() -> None:
+def test_sharded_storage_updates_less_and_gathers_more() -> None:
     ddp, zero1, fsdp = (
         cost(large(), layout, mesh).terms
         for layout, mesh in (("data", "data=8"), ("zero1", "fsdp=8"), ("fsdp", "fsdp=8"))
@@ -275,7 +275,7 @@ def test_what_stores_less_updates_less_and_gathers_more() -> None:
     assert zero1["weights between devices"][0] > 0  # what was updated in parts is gathered
 
 
-def test_a_repeated_forward_pass_gathers_again_where_weights_were_let_go() -> None:
+def test_a_recomputed_forward_pass_gathers_freed_weights_again() -> None:
     stored, once, again = (
         price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), arguments).terms
         for arguments in (
@@ -289,7 +289,7 @@ def test_a_repeated_forward_pass_gathers_again_where_weights_were_let_go() -> No
     assert stored["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
 
 
-def test_what_goes_over_the_logits_more_often_touches_more_around_the_layers_only() -> None:
+def test_passes_over_the_logits_affect_only_memory_traffic_outside_layers() -> None:
     once, thrice = (
         price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), arguments).terms
         for arguments in (Assumptions(), Assumptions(touched_around=3.0))
@@ -310,13 +310,13 @@ def test_a_host_dispatches_collectives_of_activations_like_kernels() -> None:
     assert abs(seconds["tensor", (1,)]) < 1
 
 
-def test_alone_nothing_moves() -> None:
+def test_one_device_communicates_nothing() -> None:
     result = cost(small_gpt(), "data", "data=1").terms
     for name in ("gradient sync", "weights between devices", "activations between devices", "pipeline"):
         assert result[name][0] == 0
 
 
-def test_remat_computes_more() -> None:
+def test_remat_increases_flops() -> None:
     full, none = (cost(small_gpt(remat=remat), "data", "data=8").terms["matmuls"][0] for remat in (True, False))
     assert none < full < 4 / 3 * none * 1.05
 
@@ -343,7 +343,7 @@ def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "mesh"), [("gpt", "fsdp+tensor+seq", "fsdp=2,model=2"), ("moe", "expert", "data=2,expert=2")]
 )
-def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, mesh: str) -> None:
+def test_many_meshes_at_once_cost_the_same_as_each_alone(name: str, layout: str, mesh: str) -> None:
     program, cluster = zoo_program(name), spanax.cluster("a100:4x8")
     result = terms(program, layout, mesh)
     sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)]
@@ -356,7 +356,7 @@ def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, 
             assert values[0] == pytest.approx(together.terms[key][index], rel=1e-12)
 
 
-def test_a_table_made_once_is_that_made_for_each_grid() -> None:
+def test_a_cached_table_equals_one_built_for_each_grid() -> None:
     result, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
     two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
     table = Table(cluster, result.axes, [two, four], Assumptions())
@@ -365,7 +365,7 @@ def test_a_table_made_once_is_that_made_for_each_grid() -> None:
         assert (together.step_seconds == price(result, cluster, each).step_seconds).all()
 
 
-def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
+def test_matmuls_that_differ_in_one_number_have_separate_rows() -> None:
     cluster, alone = spanax.cluster("a100:8"), grid((8,))
     shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
     table = Table(cluster, ("data",), [alone], Assumptions()).select(alone)
@@ -391,7 +391,7 @@ def test_stages_wait_for_each_other() -> None:
     assert 0.4 * work < staged.terms["pipeline"][0] < work
 
 
-def test_interleaving_waits_less() -> None:
+def test_interleaving_has_a_smaller_bubble() -> None:
     program, cluster = small_gpt(num_layers=4), spanax.cluster("h100:4")
     plain, chunked = (
         cost(program, "data", "data=2", cluster, stages=2, microbatches=4, scale=0.25, schedule=name, num_chunks=count)
@@ -454,7 +454,7 @@ def test_megatron_reduces_activations_twice_a_block_each_way() -> None:
 # What a chip cannot
 
 
-def test_a_chip_without_bfloat16_says_so() -> None:
+def test_a_chip_without_bfloat16_raises() -> None:
     case = zoo.ZOO["mlp"]
     program = spanax.trace(
         build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), loss=case.loss, compute_dtype="bfloat16"
@@ -465,7 +465,7 @@ def test_a_chip_without_bfloat16_says_so() -> None:
     assert "fp16" in str(caught.value) and len(str(caught.value).splitlines()) <= 4
 
 
-def test_the_compiler_for_the_cpu_sends_every_weight_by_itself() -> None:
+def test_the_cpu_compiler_does_not_combine_collectives() -> None:
     cluster = spanax.cluster("cpu:8")
     combining = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, shared=False))
     apart, together = (

@@ -86,7 +86,7 @@ QUICK = [*CELLS[:3], CELLS[5], *CELLS[7:9]]
 
 
 @pytest.mark.parametrize("cell", sampled([(cell,) for cell in CELLS], [(cell,) for cell in QUICK]), ids=" ".join)
-def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
+def test_predicted_communication_equals_that_of_xla(cell: tuple[str, str, str]) -> None:
     assert apart(cell) == {}
     assert sum(compiled(*cell).values()) > 10_000
 
@@ -111,7 +111,7 @@ BREAKAGES = [
 
 
 @pytest.mark.parametrize("where, name, broken, cell", BREAKAGES, ids=lambda part: part if type(part) is str else "")
-def test_what_is_left_out_is_seen(
+def test_an_omitted_cost_term_is_detected(
     where: object, name: str, broken: object, cell: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, broken)
@@ -149,7 +149,7 @@ def test_a_table_smaller_than_its_rows_is_gathered() -> None:
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("fsdp", "reduce-scatter"), ("zero1", "all-gather")])
-def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, kind: str) -> None:
+def test_the_traffic_of_weights_is_the_sum_over_leaves(layout: str, kind: str) -> None:
     program, plan = planned("gpt", layout, "fsdp=8")
     resolver, total = resolver_of(program, plan), 0.0
     for index, leaf in enumerate(program.leaves):
@@ -161,7 +161,7 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
 
 
-def test_what_is_done_once_a_step_does_not_grow_with_microbatches() -> None:
+def test_per_step_costs_do_not_grow_with_microbatches() -> None:
     for layout, kind in (("zero1", "all-gather"), ("data", "all-reduce")):
         program, plan = planned("gpt", layout, "data=8" if layout == "data" else "fsdp=8")
         result = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))

@@ -84,7 +84,7 @@ def test_without_hops_the_closed_form_is_exact(schedule: str, p: int, m: int, v:
 
 
 @pytest.mark.parametrize("schedule, p, m, v", EVERY)
-def test_with_hops_the_closed_form_is_exact_where_it_says_so_and_never_above(
+def test_with_hops_the_closed_form_is_a_lower_bound_and_exact_where_stated(
     schedule: str, p: int, m: int, v: int
 ) -> None:
     for times, hop in itertools.product(TIMES, HOPS):
@@ -99,7 +99,7 @@ def test_with_hops_the_closed_form_is_exact_where_it_says_so_and_never_above(
         assert bound == seconds if exact else bound <= seconds
 
 
-def test_the_bound_is_one_and_no_more() -> None:
+def test_closed_forms_are_not_exact_outside_of_their_conditions() -> None:
     """Beyond what is exact the simulation is longer somewhere: the conditions are not written out of caution."""
     assert predicted("interleaved", 2, 8, 2, (1, 1, 1), 2.0) < simulated("interleaved", 2, 8, 2, (1, 1, 1), 2.0).seconds
     assert predicted("zero-bubble", 4, 8, 1, (1, 1, 2), 2.0) < simulated("zero-bubble", 4, 8, 1, (1, 1, 2), 2.0).seconds
@@ -114,7 +114,7 @@ def test_short_hops_are_counted(schedule: str, p: int, m: int, v: int) -> None:
 
 
 @pytest.mark.parametrize("schedule, p, m, v", EVERY)
-def test_the_slowest_part_bounds_from_above(schedule: str, p: int, m: int, v: int) -> None:
+def test_the_slowest_stage_gives_an_upper_bound(schedule: str, p: int, m: int, v: int) -> None:
     draw = np.random.default_rng(p * m * v)
     forward, backward = draw.integers(4, 9, (2, p * v)).tolist()
     weight = draw.integers(0, 5, p * v).tolist()
@@ -137,7 +137,7 @@ def test_in_flight_is_the_published_table() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_arrays_give_what_single_counts_give(schedule: str) -> None:
+def test_arrays_of_counts_equal_single_counts(schedule: str) -> None:
     v = 2 if schedule == "interleaved" else 1
     stages, microbatches, forward = np.array([1, 2, 4]), np.array([[4], [8]]), np.array([1.0, 2.0, 3.0])
     seconds = step_seconds(schedule, stages, microbatches, v, forward_seconds=forward, hop_seconds=0.25)
@@ -153,7 +153,7 @@ def test_arrays_give_what_single_counts_give(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("closed_form", [step_seconds, bubble_over_ideal, num_in_flight])
-def test_closed_forms_refuse_what_schedules_refuse(closed_form: object) -> None:
+def test_closed_forms_and_schedules_raise_alike(closed_form: object) -> None:
     assert callable(closed_form)
     with pytest.raises(SpanaxError, match="unknown schedule 'zerobubble'.*\n  fix: did you mean 'zero-bubble'?"):
         closed_form("zerobubble", 4, 8)

@@ -33,7 +33,7 @@ def test_every_device_does_all_of_its_work_once(schedule: str, p: int, m: int, v
 
 
 @pytest.mark.parametrize("schedule, p, m, v", SIZES)
-def test_a_gradient_comes_after_what_it_is_the_gradient_of(schedule: str, p: int, m: int, v: int) -> None:
+def test_a_gradient_is_computed_after_its_forward_value(schedule: str, p: int, m: int, v: int) -> None:
     for order in orders(schedule, p, m, v):
         when = {task: index for index, task in enumerate(order)}
         for kind, microbatch, chunk in order:
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_schedule_can_take_is_refused(name: str) -> None:
+def test_invalid_schedules_raise(name: str) -> None:
     call, what, fix = REFUSED[name]
     with pytest.raises(SpanaxError) as caught:
         call()
@@ -127,5 +127,5 @@ def test_what_no_schedule_can_take_is_refused(name: str) -> None:
     assert not fix or f"  fix: {fix}" in str(caught.value)
 
 
-def test_no_candidates_are_no_error() -> None:
+def test_a_search_without_candidates_does_not_raise() -> None:
     check_counts("interleaved", np.array([], int), np.array([], int), 2)

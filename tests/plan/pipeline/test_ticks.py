@@ -18,7 +18,7 @@ def table(request: pytest.FixtureRequest) -> Ticks:
     return ticks(*request.param)
 
 
-def test_every_task_once_and_after_what_it_needs(table: Ticks) -> None:
+def test_every_task_runs_once_after_its_dependencies(table: Ticks) -> None:
     when = table._when
     parts, counts = range(table.num_parts), range(table.num_microbatches)
     kinds = "FBW" if table.is_split else "FB"
@@ -43,7 +43,7 @@ def test_ticks_and_idle_ticks_are_those_of_the_formula(table: Ticks) -> None:
     assert table.bubble_fraction == pytest.approx(1 - work / table.num_ticks)
 
 
-def test_as_many_activations_as_the_schedule_promises(table: Ticks) -> None:
+def test_the_number_of_stored_activations_equals_the_schedule(table: Ticks) -> None:
     counts = (table.num_stages, table.num_microbatches, table.num_chunks)
     assert table.num_in_flight == num_in_flight(table.schedule, *counts)
 

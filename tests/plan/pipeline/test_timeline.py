@@ -85,7 +85,7 @@ def test_random_times_give_the_earliest_timeline(schedule: str, p: int, m: int, 
 
 @pytest.mark.parametrize("schedule, p, m, v", CASES)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_times_keep_what_must_hold(schedule: str, p: int, m: int, v: int, seed: int) -> None:
+def test_random_times_preserve_the_invariants(schedule: str, p: int, m: int, v: int, seed: int) -> None:
     actual, times, hops = random_case(schedule, p, m, v, seed)
     timeline = simulate(actual, times, hops)
     starts, ends = (
@@ -141,7 +141,7 @@ def test_one_device_neither_hops_nor_idles() -> None:
     assert timeline.seconds == 18.0 and timeline.bubble_over_ideal == 0.0
 
 
-def test_orders_of_ones_own_may_split_some_backwards_and_stop_after_the_forward() -> None:
+def test_custom_orders_may_split_some_backward_passes() -> None:
     mixed = (tuple(Task(*t) for t in (("F", 0), ("F", 1), ("B", 0), ("B", 1), ("W", 1))),)
     timeline = simulate(mixed, StageSeconds((1,), (2,), (4,)))
     assert timeline.end_seconds == ((1, 2, 8, 10, 14),) and timeline.peak_in_flight == (2,)

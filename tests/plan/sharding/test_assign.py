@@ -105,7 +105,7 @@ class Grouped(nnx.Module):
         return jnp.tanh(means[:, None, None] * x)
 
 
-def test_a_value_with_two_dims_of_the_batch_is_sharded_along_the_one_that_divides() -> None:
+def test_a_value_with_two_batch_dims_is_sharded_along_the_divisible_dim() -> None:
     program = spanax.trace(
         build=Grouped, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((16, 8), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),

@@ -20,6 +20,6 @@ def test_reasons_are_equal_by_value() -> None:
     assert len({first, second}) == 2 and str(second) == "mlp (10) is not divisible by 8"
 
 
-def test_an_old_plan_loads_with_its_sentences() -> None:
+def test_an_old_plan_loads_with_its_texts() -> None:
     plan = Plan.load(Path(__file__).parents[2] / "data" / "run_unsealed" / "plan.json")
     assert plan.why.startswith("as asked") and Plan.from_json(plan.to_json()) == plan

@@ -53,18 +53,18 @@ def stepping(turn: Callable[[Any, Any], Any]) -> spanax.Program:
 
 
 @pytest.mark.parametrize("name", sampled(["gpt", "gpt-unrolled", "dropout", "moe", "lora"], ["gpt", "moe"]))
-def test_every_gradient_of_a_loop_over_microbatches_is_summed_behind_it(name: str) -> None:
+def test_gradients_of_a_microbatch_loop_are_reduced_after_it(name: str) -> None:
     program = of_zoo(name, 2)
     result = put_off(program, layout="data+tensor")
     assert set(result.ends.values()) == {("data",)}
     assert len(result.ends) == sum(leaf.kind == "param" for leaf in program.leaves)
 
 
-def test_without_a_loop_nothing_is_put_off() -> None:
+def test_without_a_loop_no_sum_is_deferred() -> None:
     assert not put_off(of_zoo("gpt", 1)).ends
 
 
-def test_what_is_stored_in_parts_is_summed_and_split_at_once() -> None:
+def test_a_gradient_stored_sharded_is_not_deferred() -> None:
     result = put_off(of_zoo("mlp", 2), "data=2,fsdp=4", "hsdp")
     assert set(result.ends.values()) == {("data",)}  # over fsdp it would take all of the gradients on every device
     assert put_off(of_zoo("mlp", 2), "fsdp=8", "zero2").ends.keys() == set()
@@ -83,12 +83,12 @@ def test_what_is_stored_in_parts_is_summed_and_split_at_once() -> None:
         (lambda total, grad: total + jnp.clip(grad, -1, 1), False),
     ],
 )
-def test_only_what_is_linear_in_a_sum_is_put_off(turn: Callable[[Any, Any], Any], is_put_off: bool) -> None:
+def test_only_linear_functions_of_a_sum_are_deferred(turn: Callable[[Any, Any], Any], is_put_off: bool) -> None:
     assert bool(put_off(stepping(turn), "data=8", "data").ends) is is_put_off
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_gradients_move_once_a_step_however_many_microbatches(microbatches: int) -> None:
+def test_gradients_are_reduced_once_per_step_for_any_number_of_microbatches(microbatches: int) -> None:
     program, cluster = of_zoo("gpt", microbatches), spanax.cluster("cpu:8")
     error = predictions(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
     losses = 4 * microbatches  # the metric of each microbatch, a single number

@@ -92,14 +92,14 @@ def test_a_weight_gradient_is_summed_over_the_batch() -> None:
     assert split.work == DATA | FSDP | MODEL
 
 
-def test_batch_dims_stay_split() -> None:
+def test_batch_dims_remain_sharded() -> None:
     moves, split = einsum("bhtk,bhsk->bhts", (DATA, MODEL, 0, 0), (DATA, MODEL, 0, 0), (DATA, MODEL, 0, 0))
     assert moves == [] and split.work == DATA | MODEL
     moves, split = einsum("bhts,bhsk->bhtk", (DATA, MODEL, 0, 0), (DATA, MODEL, 0, 0), (DATA, MODEL, 0, 0))
     assert moves == [] and split.result == (DATA, MODEL, 0, 0)
 
 
-def test_what_is_split_along_a_batch_dim_is_exchanged_behind_it() -> None:
+def test_values_sharded_along_a_batch_dim_are_exchanged_after_a_matmul() -> None:
     """Tokens on their way to experts: put together where they are, and then sent."""
     moves, split = einsum("bte,btd->bed", (DATA, 0, 0), (DATA, 0, 0), (0, DATA, 0))
     assert moves == [("all-to-all", "out", DATA, 0)]
@@ -107,7 +107,7 @@ def test_what_is_split_along_a_batch_dim_is_exchanged_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("spec", "out"), [("bte,ebd->btd", (DATA, 0, 0)), ("btd,ebd->bte", (DATA, 0, 0))])
-def test_what_is_split_otherwise_takes_its_part_of_a_batch_dim(spec: str, out: Masks) -> None:
+def test_values_with_another_sharding_are_exchanged_before_a_batched_matmul(spec: str, out: Masks) -> None:
     """Tokens on their way back from experts: sent, and then taken apart; in the gradient of places too."""
     moves, split = einsum(spec, (DATA, 0, 0), (DATA, 0, 0), out)
     assert moves == [("all-to-all", "w", DATA, 0)]
@@ -119,7 +119,7 @@ def test_an_operand_replicated_along_a_batch_dim_is_sliced() -> None:
     assert moves == [] and split.work == DATA
 
 
-def test_a_sum_split_on_one_side_is_split_on_the_other_for_nothing() -> None:
+def test_a_contraction_sharded_in_one_operand_slices_the_other() -> None:
     moves, split = einsum("bf,fd->bd", (0, MODEL), (0, 0), (0, 0))
     assert moves == [("all-reduce", "out", MODEL, 0)]
     assert split.operands == ((0, MODEL), (MODEL, 0)) and split.work == MODEL
@@ -193,7 +193,7 @@ def test_a_reduction_over_another_dim_moves_nothing() -> None:
     assert divided(lambda x: x.sum(1), [(8, 8)], [(DATA, 0)], (DATA,), [(B, D), (B,)])[0] == []
 
 
-def test_what_works_along_a_split_dim_gathers_it() -> None:
+def test_operations_along_a_sharded_dim_gather_it() -> None:
     moves, _ = divided(lambda x: x[:, 1:5], [(8, 8)], [(DATA, MODEL)], (DATA, 0), [(B, T), (B, None)])
     assert moves == [("all-gather", "x", MODEL, DATA)]
 

@@ -65,7 +65,7 @@ def test_flops_of_a_convolution_are_those_of_its_compiled_form(
     assert share == pytest.approx(ratio, abs=1e-4)
 
 
-def test_the_examples_on_one_device_decide() -> None:
+def test_the_examples_per_device_determine_the_division() -> None:
     """The gradient of the kernel sums over examples: its window is the result, and it is not divided."""
     assert shares(program(8, 16, 3, 1, "SAME"), "data=1") == [1.0, 1.0]
     assert shares(program(8, 16, 3, 1, "SAME"), "data=2") == [pytest.approx(1.5652, abs=1e-4), 1.0]

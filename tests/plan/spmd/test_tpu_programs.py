@@ -58,7 +58,7 @@ class Skipped(nnx.Module):
         return self.leave(jnp.concatenate([self.enter(x), x], -1))
 
 
-def test_of_the_gradient_of_a_concatenation_only_the_part_that_is_read_is_computed() -> None:
+def test_only_the_used_part_of_a_concatenation_gradient_is_computed() -> None:
     program = traced(Skipped, 32, squared)
     before, after = (flops(counted(program, "data", "data=4", is_tpu_program=is_tpu)) for is_tpu in (False, True))
     assert before - after == 2 * BATCH * 8 * (48 - 16)

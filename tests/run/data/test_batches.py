@@ -67,7 +67,7 @@ def opened() -> Iterator[Callable[..., Batches]]:
 
 
 @pytest.mark.parametrize("num_examples", [1, 2, 3, 5, 64, 300])
-def test_every_example_comes_once_an_epoch(num_examples: int) -> None:
+def test_every_example_occurs_once_per_epoch(num_examples: int) -> None:
     order = Order(num_examples, batch_size=7, seed=3)
     stream = np.concatenate([order.examples(k, np.arange(7)) for k in range(1 + 3 * num_examples // 7)])
     epochs = stream[: 3 * num_examples].reshape(3, num_examples)
@@ -218,7 +218,7 @@ def test_the_validation_split_is_another_text(tmp_path: Path, opened: Callable[.
     assert set(np.ravel(next(opened(path, plan, split="validation"))["inputs"]).tolist()) == {ord("b")}
 
 
-def test_a_bin_of_uint32_is_read_by_its_sidecar(tmp_path: Path, opened: Callable[..., Batches]) -> None:
+def test_a_uint32_bin_file_uses_the_dtype_of_its_sidecar(tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(70_000, 70_100, dtype="<u4").tofile(path)
     Path(f"{path}.json").write_text('{"dtype": "uint32"}')
@@ -406,7 +406,7 @@ def test_a_position_gives_the_same_batches_at_every_step(
 
 
 @pytest.mark.parametrize("kind", sources())
-def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batches]) -> None:
+def test_skipped_batches_remain_skipped(kind: str, opened: Callable[..., Batches]) -> None:
     expected = [values(image_batch(k)) for k in (0, 2, 3)]
     reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     reader.skip(4, 1)
@@ -421,7 +421,7 @@ def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batc
     assert take(again, 99) == expected
 
 
-def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> None:
+def test_a_grain_dataset_seeks_to_the_position(opened: Callable[..., Batches]) -> None:
     read: list[int] = []
     dataset = (
         grain.MapDataset.range(800)
@@ -436,7 +436,7 @@ def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> N
     assert len(read) == 1 + B  # the first example, to see what it is, and the batch
 
 
-def test_what_is_ready_ahead_does_not_count(opened: Callable[..., Batches]) -> None:
+def test_prefetched_batches_do_not_count(opened: Callable[..., Batches]) -> None:
     indices: list[int] = []
 
     def loader() -> Iterator[dict[str, Any]]:
@@ -491,7 +491,7 @@ NO_POSITIONS = [{}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "
 
 
 @pytest.mark.parametrize("state", NO_POSITIONS)
-def test_what_is_no_position_is_refused(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
+def test_an_invalid_position_raises(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
     with pytest.raises(DataError, match="this is not a position in data"):
         opened(text, TEXT_PLAN).restore(state)
 
@@ -506,7 +506,7 @@ def failing(index: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_an_error_reaches_the_caller_in_its_turn(prefetch: int, opened: Callable[..., Batches]) -> None:
+def test_an_error_is_raised_at_its_position(prefetch: int, opened: Callable[..., Batches]) -> None:
     reader = opened(lambda: failing(2), IMAGE_PLAN, prefetch=prefetch)
     assert len([next(reader), next(reader)]) == 2
     for _ in range(2):  # and is not taken for the end the next time
@@ -663,7 +663,7 @@ def test_a_leaf_that_does_not_fit(label: np.ndarray, message: str) -> None:
     assert refused(DataError, [{**image_batch(0), "label": label}]).splitlines()[0] == message
 
 
-def test_a_later_batch_that_does_not_fit(opened: Callable[..., Batches]) -> None:
+def test_a_later_batch_of_another_shape_raises(opened: Callable[..., Batches]) -> None:
     bad = {**image_batch(1), "label": np.zeros(3, np.int32)}
     reader = opened(lambda: iter([image_batch(0), bad]), IMAGE_PLAN)
     next(reader)
@@ -680,7 +680,7 @@ def test_too_few_examples_for_a_batch() -> None:
     assert refused(DataError, [example(0)] * 5).splitlines()[0] == "list has 5 examples, and one batch needs 8."
 
 
-def test_nothing_at_all() -> None:
+def test_an_empty_source_raises() -> None:
     assert refused(DataError, []).splitlines()[0] == "list is empty."
     assert refused(DataError, lambda: iter(())).splitlines()[0] == "function is empty."
 

@@ -34,7 +34,7 @@ def xs(num: int, source: Any = None, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("weights", [(7, 3), (1, 1, 1), (5, 3, 2), (97, 2, 1), (1,) * 9, (1, 10**6)])
-def test_every_stretch_has_its_shares(weights: tuple[int, ...]) -> None:
+def test_every_prefix_has_its_shares(weights: tuple[int, ...]) -> None:
     for start in (0, 10**11):
         part_R, inner_R = picked(start + np.arange(2000), weights)
         for part, weight in enumerate(weights):
@@ -47,13 +47,13 @@ def test_every_stretch_has_its_shares(weights: tuple[int, ...]) -> None:
                 assert abs(indices[0] - share * start) < 2
 
 
-def test_weights_are_kept_exactly() -> None:
+def test_mixture_weights_are_represented_exactly() -> None:
     assert mixture({"a": 0.7, "b": 0.3}).weights == (7, 3)
     assert mixture({"a": 1, "b": 1.0, "c": 2}).weights == (1, 1, 2)
     assert mixture([("a", 1e-3), ("b", 0.999)]).weights == (1, 999)
 
 
-def test_the_deal_is_the_same_forever() -> None:
+def test_the_order_of_a_mixture_is_stable() -> None:
     """A saved position means nothing if a new version deals otherwise."""
     part_R, inner_R = picked(np.arange(10), (5, 3, 2))
     assert part_R.tolist() == [0, 1, 0, 1, 0, 2, 0, 1, 0, 2]
@@ -61,7 +61,7 @@ def test_the_deal_is_the_same_forever() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(40, 9, 16), (1, 1, 1), (1000, 1, 1)])
-def test_no_part_is_asked_for_more_than_it_has(sizes: tuple[int, ...]) -> None:
+def test_no_part_of_a_mixture_is_exceeded(sizes: tuple[int, ...]) -> None:
     most = places_until(sizes, (5, 2, 1))
     counts = [Counter(picked(np.arange(num), (5, 2, 1))[0].tolist()) for num in (most, most + 1)]
     assert [all(count[part] <= size for part, size in enumerate(sizes)) for count in counts] == [True, False]
@@ -168,7 +168,7 @@ def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
         ({"a": 0.123456789, "b": 1}, "the weights have too many digits."),
     ],
 )
-def test_weights_that_are_none(sources: dict[str, Any], message: str) -> None:
+def test_invalid_mixture_weights_raise(sources: dict[str, Any], message: str) -> None:
     with pytest.raises(SpanaxError) as error:
         mixture(sources)
     assert error.value.args[0].splitlines()[0] == message

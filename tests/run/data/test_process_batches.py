@@ -144,7 +144,7 @@ def _losses_of_one_process() -> list[float]:
     return [float(run.step(x)["loss"]) for _ in range(2)]
 
 
-def test_a_process_by_itself() -> None:
+def test_local_batch_works_in_a_single_process() -> None:
     batch = spanax.local_batch({"x": np.arange(16.0).reshape(8, 2), "y": np.arange(3, dtype="int64")})
     assert batch["x"].sharding.shard_shape((8, 2)) == (8 // jax.device_count(), 2)
     assert batch["y"].sharding.is_fully_replicated and batch["y"].tolist() == [0, 1, 2]
@@ -153,7 +153,7 @@ def test_a_process_by_itself() -> None:
             spanax.local_batch({"x": wrong})
 
 
-def test_verdicts() -> None:
+def test_shapes_and_digests_of_batches_are_judged() -> None:
     texts = [json.dumps(["8 rows", digest]) for digest in ("a", "b", "a")]
     assert _judge_local(texts) == "" and _judge_local(texts[:1]) == "" and _judge_local([texts[0]] * 2) == "same"
     assert _judge_global(texts) == "process 0 has 8 rows with digest a; process 1 has 8 rows with digest b"

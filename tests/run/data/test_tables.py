@@ -185,14 +185,16 @@ def ended(folder: Path, **config: Any) -> str:
     "config, end",
     [({}, 3), ({"eos_token": "<stop>"}, 4), ({"eos_token": {"content": "<stop>"}}, 4), ({"eos_token": None}, None)],
 )
-def test_the_end_of_text_is_the_tokenizers_own(config: dict[str, Any], end: int | None, tmp_path: Path) -> None:
+def test_the_end_of_text_token_is_that_of_the_tokenizer(
+    config: dict[str, Any], end: int | None, tmp_path: Path
+) -> None:
     encoder = load_tokenizer(ended(tmp_path, **config))
     assert encoder.end_id == end
     ids = Column(open_table(written(tmp_path, "a.jsonl")), "text").tokens(encoder).ids
     assert ids[:8].tolist() == ([0, 2, 1, end, 0, 2, 1, end] if end else [0, 2, 1, 0, 2, 1, 0, 2])
 
 
-def test_a_bpe_is_trained_on_the_texts_that_are_not_held_out(tmp_path: Path, cache: Path) -> None:
+def test_a_bpe_is_trained_only_on_the_training_split(tmp_path: Path, cache: Path) -> None:
     rows = [{"text": "zebra " * 50 if number % 20 == 1 else "the cat sat on the mat "} for number in range(100)]
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     column = Column(open_table(tmp_path / "a.jsonl"), "text")
@@ -204,7 +206,7 @@ def test_a_bpe_is_trained_on_the_texts_that_are_not_held_out(tmp_path: Path, cac
     assert text == "the cat sat on the mat \n" * 95
 
 
-def test_a_large_text_and_many_small_ones_are_encoded_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_encoding_does_not_depend_on_the_number_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spanax.run.data.formats import column
     from spanax.run.data.text import tokenizer
 
@@ -257,7 +259,7 @@ print(len(tokens.ids), peak_kib() - before)
 """
 
 
-def test_only_what_is_not_packed_is_mapped(tmp_path: Path) -> None:
+def test_only_uncompressed_files_are_memory_mapped(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     names = ("plain.feather", "stream.arrow", "packed.feather", "a.parquet")
     kinds = [type(open_table(written(tmp_path, name)).parts[0]).__name__ for name in names]
@@ -287,7 +289,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: 
     assert num_tokens > 108_000_000 and grown_kib < most_mib << 10
 
 
-def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_of_several_processes_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, encoder, write = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._write
     calls: list[int] = []
 
@@ -305,7 +307,7 @@ def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- which files
 
 
-def test_what_is_a_table(tmp_path: Path) -> None:
+def test_tables_are_recognized(tmp_path: Path) -> None:
     for folder, names in {
         "tables": ["b/2.jsonl", "a/1.jsonl", "README.md", ".git/x.py"],
         "text": ["a.jsonl", "a.py"],
@@ -321,7 +323,7 @@ def test_what_is_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["{split}-00000.jsonl", "{split}/0.jsonl"])
 @pytest.mark.parametrize("validation", ["validation", "val", None])
-def test_a_folder_may_have_splits_of_its_own(layout: str, validation: str | None, tmp_path: Path) -> None:
+def test_a_folder_may_define_its_splits(layout: str, validation: str | None, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for split in filter(None, ["train", validation, "test"]):
         path = folder / layout.format(split=split)
@@ -393,7 +395,7 @@ def message_of(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options
     return error.value.args[0]
 
 
-def test_a_field_that_nobody_named(tmp_path: Path) -> None:
+def test_a_table_without_a_known_field_raises(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 1, "content": "x"}\n')
     assert message_of(SpanaxError, tmp_path / "a.jsonl") == (
         "'a.jsonl' has no field 'text' or 'input_ids'.\n"
@@ -402,7 +404,7 @@ def test_a_field_that_nobody_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_field_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_field_raises(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl")
     assert message_of(DataError, path, field="txt") == (
         "'a.jsonl' has no field 'txt'.\n  fix: did you mean 'text'? known: text, ids, image, label"
@@ -469,7 +471,7 @@ def test_tokens_leave_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "text"])
-def test_a_data_folder_is_not_left_by_a_link(name: str, tmp_path: Path) -> None:
+def test_a_link_out_of_a_data_folder_raises(name: str, tmp_path: Path) -> None:
     (tmp_path / "data" / "inside").mkdir(parents=True)
     content = lines(ROWS) if name == "a.jsonl" else b"to be or not to be\n" * 400
     (tmp_path / name).write_bytes(content)
@@ -524,7 +526,7 @@ def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [0.5], "7", [[1]]])
-def test_what_is_no_token_id(ids: Any, tmp_path: Path) -> None:
+def test_an_invalid_token_id_raises(ids: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines([{"input_ids": [1]}, {"input_ids": [1]}, {"input_ids": ids}]))
     assert message_of(DataError, tmp_path / "a.jsonl").startswith(
         "row 2 of 'a.jsonl' does not have token ids in 'input_ids'."
@@ -532,7 +534,7 @@ def test_what_is_no_token_id(ids: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".gz"))])
-def test_a_file_cut_short_or_of_another_kind(name: str, tmp_path: Path) -> None:
+def test_a_truncated_file_or_one_of_another_kind_raises(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, name)
     complete = path.read_bytes()
     for content in (complete[: len(complete) // 2], b"", b"nonsense" * 999):
@@ -542,7 +544,7 @@ def test_a_file_cut_short_or_of_another_kind(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
-def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> None:
+def test_invalid_offsets_raise(kind: str, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     rows = ["aaaaa", "bbbbbbb"] if kind == "text" else [[1] * 5, [2] * 7]
     batch = pyarrow.RecordBatch.from_arrays([pyarrow.array(rows)], ["text"])
@@ -555,7 +557,7 @@ def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> Non
     assert message_of(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
 
 
-def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
+def test_too_few_held_out_examples_warn(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from spanax.errors import TooFewExamplesError
@@ -577,7 +579,7 @@ def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
             Job.held_out_batches(job("damaged.jsonl"), telemetry)
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_raise(tmp_path: Path) -> None:
     assert message_of(DataError, tmp_path / "no.jsonl").startswith(f"cannot read '{tmp_path}/no.jsonl': No such file")
     assert message_of(DataError, f"{tmp_path}/*.parquet").startswith(f"no file matches '{tmp_path}/*.parquet'.")
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -610,7 +612,7 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch:
         assert message_of(WriteError, source, plan).startswith("cannot write '")
 
 
-def test_damaged_rows_are_no_failure_to_write(tmp_path: Path) -> None:
+def test_a_damaged_row_is_not_a_write_error(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     from pyarrow import parquet
 

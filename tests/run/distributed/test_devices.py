@@ -39,7 +39,7 @@ print(len(devices), os.environ.get("NPROC", "none"))
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux lends a process a part of its cores")
 @pytest.mark.parametrize(("count", "threads"), sampled([(1, "2"), (2, "4"), (8, "16")], [(8, "16")]))
-def test_two_threads_a_device_and_none_waits_for_ever(count: int, threads: str) -> None:
+def test_two_threads_per_device_do_not_deadlock(count: int, threads: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
     done = subprocess.run(
@@ -53,14 +53,14 @@ def test_two_threads_a_device_and_none_waits_for_ever(count: int, threads: str) 
     assert done.stdout.split() == [str(count), threads]
 
 
-def test_a_number_of_threads_that_is_said_stays() -> None:
+def test_an_explicit_number_of_threads_is_not_changed() -> None:
     environ = os.environ | {"NPROC": "5", "XLA_FLAGS": ""}
     code = "import os; from spanax.run.distributed.devices import simulate; simulate(8); print(os.environ['NPROC'])"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["5"], done.stderr[-1000:]
 
 
-def test_after_jax_has_started_the_environment_stays() -> None:
+def test_after_jax_has_started_the_environment_is_unchanged() -> None:
     before = dict(os.environ)
     assert "--xla_force_host_platform_device_count" in before["XLA_FLAGS"]
     jax.devices()
@@ -68,7 +68,7 @@ def test_after_jax_has_started_the_environment_stays() -> None:
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_group_on_cpus_keeps_no_programs(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_on_cpus_caches_no_programs(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax.config.jax_enable_compilation_cache
     monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
     try:

@@ -20,7 +20,7 @@ from spanax.run.record.telemetry import open_telemetry
 GROUP = {"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "4"}
 
 
-def test_the_environment_says_who_it_is() -> None:
+def test_the_environment_defines_rank_and_group() -> None:
     assert Hosts.of({}) == Hosts()
     assert Hosts.of(GROUP | {"SPANAX_HOST": "3", "SPANAX_ATTEMPT": "2"}) == Hosts(4, 3, 2, "127.0.0.1:9911")
     assert Hosts.of(GROUP | {"SLURM_PROCID": "1"}).rank == 1
@@ -38,7 +38,7 @@ def test_the_environment_says_who_it_is() -> None:
         ({"SPANAX_ATTEMPT": "-1"}, "SPANAX_ATTEMPT"),
     ],
 )
-def test_an_environment_that_makes_no_sense(environ: dict[str, str], names: str) -> None:
+def test_a_contradictory_environment_raises(environ: dict[str, str], names: str) -> None:
     with pytest.raises(SpanaxError, match=names):
         Hosts.of(environ)
 
@@ -50,7 +50,7 @@ def test_the_coordinator_is_bound_to_one_interface() -> None:
             _bound_to(wrong)
 
 
-def test_a_port_that_is_taken_is_told_of() -> None:
+def test_a_port_in_use_raises() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -124,7 +124,7 @@ def test_jax_detects_tpu_pods(monkeypatch: pytest.MonkeyPatch, request: pytest.F
 
 
 @pytest.mark.parametrize(("ours", "method"), [("SPANAX_HOST", "deactivate"), ("SLURM_PROCID", None)])
-def test_a_group_of_ours_keeps_its_devices_inside_of_a_cluster(
+def test_a_group_inside_a_cluster_uses_its_devices(
     monkeypatch: pytest.MonkeyPatch, ours: str, method: str | None
 ) -> None:
     """JAX's detection gives a Slurm task one GPU, also where each task is a launcher of several processes."""
@@ -278,7 +278,7 @@ def test_a_library_program_never_trains_alone_in_a_group(environ: dict[str, str]
     assert process.returncode == 1 and message in err, (out, err)
 
 
-def test_a_port_on_every_interface_is_warned_about(
+def test_a_port_on_all_interfaces_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events: list[dict[str, Any]] = []

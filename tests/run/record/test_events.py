@@ -10,7 +10,7 @@ from spanax.entries.names import EVENTS
 from spanax.run.record.events import KINDS, Begin, Events, read
 
 
-def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
+def test_an_incomplete_line_does_not_affect_the_next(tmp_path: Path) -> None:
     events = Events(tmp_path)
     events.append("begin", step=0)
     with open(tmp_path / EVENTS, "ab") as file:
@@ -19,12 +19,12 @@ def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
     assert [event["event"] for event in read(tmp_path).records] == ["begin", "end"]
 
 
-def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_folder_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Events(tmp_path / "gone").append("end", step=7)
     assert "cannot write" in capsys.readouterr().err and read(tmp_path / "gone").records == []
 
 
-def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> None:
+def test_damaged_or_newer_events_are_counted(tmp_path: Path) -> None:
     """A line that is being written is neither."""
     Events(tmp_path).append("begin", step=3, more={"of": "a newer version"})
     lies = [

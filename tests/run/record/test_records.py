@@ -87,7 +87,7 @@ def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig) if "str" in str(field.type)])
-def test_what_is_not_utf8_is_refused_at_the_start(name: str) -> None:
+def test_settings_that_are_not_utf8_are_refused_at_startup(name: str) -> None:
     with pytest.raises(SpanaxError, match="is not UTF-8") as error:
         check(replace(TrainConfig(output_dir="a"), **{name: "caf\udce9"}))
     assert len(str(error.value).splitlines()) == 2
@@ -151,7 +151,7 @@ def test_a_record_of_another_format_is_refused() -> None:
         opened(sealed("lr = 1\n").replace(f"format = {FORMAT}", f"format = {FORMAT + 1}"))
 
 
-def test_a_record_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     def named(descriptor: int) -> str:
@@ -181,14 +181,14 @@ def old(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return Path("old")
 
 
-def test_an_old_run_goes_on_and_is_sealed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_old_run_resumes_and_receives_checksums(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["train", "--output-dir", "old", "--resume", "--steps", "3"])
     output = capsys.readouterr().out
     assert "config.toml, plan.json, env.json of 'old' have no checksum" in output and "step 3  checkpoint" in output
     assert check_records(old) == [] and recorded(old)["steps"] == 3
 
 
-def test_an_old_record_that_was_cut_is_refused(old: Path) -> None:
+def test_a_truncated_old_record_is_refused(old: Path) -> None:
     assert set(UNSEALED) <= set(recorded(old))
     content = (old / CONFIG).read_bytes()
     for end in range(len(content)):

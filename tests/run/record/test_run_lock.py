@@ -47,7 +47,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 @pytest.mark.parametrize("second", CLAIMS)
 @pytest.mark.parametrize("first", CLAIMS)
-def test_who_may_hold_a_run_folder_together(first: str, second: str, tmp_path: Path) -> None:
+def test_shared_locks_of_a_run_folder(first: str, second: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     with CLAIMS[first](folder), ExitStack() as stack:
         before = snapshot(folder)
@@ -63,9 +63,7 @@ def test_who_may_hold_a_run_folder_together(first: str, second: str, tmp_path: P
         pass
 
 
-def test_a_lock_that_was_removed_and_made_again_is_not_held_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recreated_lock_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between opening a lock and holding it, whoever had it may remove it, and somebody else make it anew."""
     folder, flock, raced = run_folder(tmp_path / "run"), run_lock.fcntl.flock, iter([True])
 
@@ -92,14 +90,14 @@ def test_a_link_is_refused_before_a_lock_is_made(name: str, tmp_path: Path) -> N
     assert os.listdir(tmp_path / "run") == [name] and (tmp_path / "outside").read_text() == "precious"
 
 
-def test_what_a_killed_process_was_writing_goes(tmp_path: Path) -> None:
+def test_files_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / f".config.toml.{'a' * 16}.new").touch()
     with claimed(folder, resume=True):
         assert sorted(os.listdir(folder)) == ["LOCK", "events.jsonl", "heartbeats", "log"]
 
 
-def test_a_refused_request_leaves_nothing_but_what_is_not_its_own(tmp_path: Path) -> None:
+def test_a_refused_request_leaves_only_files_of_others(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claimed(folder, resume=False):
         Pulse(folder, 0, 0).beat("start", 0)

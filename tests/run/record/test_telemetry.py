@@ -46,7 +46,7 @@ def test_each_kind_of_event_reaches_its_files(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "heartbeats" / "0.json").read_text())["phase"] == "end"
 
 
-def test_a_process_that_is_not_the_first_only_beats(tmp_path: Path) -> None:
+def test_other_processes_only_write_heartbeats(tmp_path: Path) -> None:
     with open_telemetry(tmp_path, rank=1, attempt=0, emit=None) as telemetry:
         report(telemetry, "begin", "start", "step", "bad_step")
         telemetry.finish({"event": "done"}, step=1)
@@ -54,7 +54,7 @@ def test_a_process_that_is_not_the_first_only_beats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("no space left"), BrokenPipeError()])
-def test_a_callback_on_a_full_disk_ends_nothing(error: OSError, tmp_path: Path) -> None:
+def test_a_callback_on_a_full_disk_does_not_end_the_run(error: OSError, tmp_path: Path) -> None:
     def emit(event: Any) -> None:
         raise error
 

@@ -60,7 +60,7 @@ def test_two_attempts_make_one_account(tmp_path: Path) -> None:
     assert json.loads(json.dumps(times.to_json()))["reached"] == times.reached == 12
 
 
-def test_what_is_told_of_another_attempt_or_by_the_supervisor_is_not_its_own(tmp_path: Path) -> None:
+def test_records_of_other_attempts_are_not_counted(tmp_path: Path) -> None:
     """The second attempt gets stuck before it can say that it begins."""
     around = [
         (999.0, 0, "supervisor", {"event": "begin"}),
@@ -73,7 +73,7 @@ def test_what_is_told_of_another_attempt_or_by_the_supervisor_is_not_its_own(tmp
     assert [event["event"] for event in times.faults] == ["died", "restart", "stuck"]
 
 
-def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
+def test_time_after_a_finished_run_is_not_downtime(tmp_path: Path) -> None:
     later = [
         (9000.0, 0, "rank 0", {"event": "begin", "step": 12}),
         (9010.0, 0, "rank 0", {"event": "ledger", "step": 15, "seconds": {"start": 3, "step": 7}}),
@@ -86,9 +86,7 @@ def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "last", "lost"), [("step", 1030.0, 0), ("step", 1043.0, 10), ("save", 1043.0, 10), ("step", 1035.0, 3)]
 )
-def test_what_a_process_hung_is_no_step_though_it_was_woken(
-    phase: str, last: float, lost: float, tmp_path: Path
-) -> None:
+def test_the_time_of_a_hang_is_not_step_time(phase: str, last: float, lost: float, tmp_path: Path) -> None:
     """Silent from 1032 to 1042, and then woken to write its stacks down; usually it is never heard of again."""
     seconds = {"start": 4, "compile": 6, "step": 18, "save": 2}
     seconds[phase] += last - 1030
@@ -104,7 +102,7 @@ def test_what_a_process_hung_is_no_step_though_it_was_woken(
     assert times.wall_seconds == 1070 - 1000
 
 
-def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) -> None:
+def test_an_attempt_that_failed_before_training_counts(tmp_path: Path) -> None:
     """Two died while JAX started: one before the first beginning, one after it."""
     reported = [
         (990.0, 0, "rank 0", {"event": "ledger", "step": 0, "seconds": {"start": 10}}),
@@ -125,7 +123,7 @@ def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path
     assert times.seconds["restart"] == 8 and times.wall_seconds == 30 + 25
 
 
-def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
+def test_the_time_after_a_preemption_counts_as_restart(tmp_path: Path) -> None:
     """The supervisor ends with the run; both say so, and a later one begins anew."""
     reported = [
         *FAULTY[:3],
@@ -140,7 +138,7 @@ def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> 
     assert times.seconds["restart"] == (1080 - 1030) + 5 and not times.paused_seconds
 
 
-def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None:
+def test_a_manual_restart_after_a_kill_counts_as_a_restart(tmp_path: Path) -> None:
     """Nobody counts attempts then: both are number 0, and the second takes its beginning for the first."""
     again = [
         (1090.0, 0, "rank 0", {"event": "begin", "step": 6}),
@@ -152,7 +150,7 @@ def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None
     assert times.wall_seconds == 1095 - 1000
 
 
-def test_half_lines_missing_ends_and_nonsense_are_borne(tmp_path: Path) -> None:
+def test_incomplete_lines_and_invalid_values_are_tolerated(tmp_path: Path) -> None:
     write(tmp_path, FAULTY[:6])
     with open(tmp_path / "events.jsonl", "a") as file:
         for seconds in ('{"step": NaN}', '{"step": "9"}', '{"step": 1e300}', "{}", "[]", "7", "null"):
@@ -179,7 +177,7 @@ def test_the_last_heartbeat_counts_where_events_end(tmp_path: Path, monkeypatch:
     assert reached(tmp_path) == 10
 
 
-def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
+def test_a_heartbeat_is_recorded_before_the_next_attempt_overwrites_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, FAULTY[:2])
@@ -196,7 +194,7 @@ def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
     assert times.wall_seconds == 1070 - 1000
 
 
-def test_a_leader_that_is_gone_was_killed(tmp_path: Path) -> None:
+def test_a_missing_leader_counts_as_killed(tmp_path: Path) -> None:
     write(tmp_path, FAULTY[:3])
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -60,7 +60,7 @@ def test_any_walk_through_the_buckets_adds_up_to_the_wall() -> None:
     assert ledger.record(1999)["wall_seconds"] == sum(ledger.seconds().values())
 
 
-def test_a_bucket_ends_though_its_work_fails() -> None:
+def test_a_bucket_ends_when_its_work_raises() -> None:
     clock = Clock()
     ledger = Ledger(clock=clock)
     with pytest.raises(OSError), ledger.within("save"):
@@ -70,7 +70,7 @@ def test_a_bucket_ends_though_its_work_fails() -> None:
     assert spent(ledger) == {"save": 1.0, "start": 2.0}
 
 
-def test_steps_taken_again_are_recomputed_and_no_others() -> None:
+def test_exactly_the_repeated_steps_are_recomputed() -> None:
     """The attempt before had finished step 5; this one goes on from step 2, and later falls back to step 6 itself."""
     clock = Clock()
     ledger = Ledger(attempt=1, reached=5, clock=clock)
@@ -84,7 +84,7 @@ def test_steps_taken_again_are_recomputed_and_no_others() -> None:
     assert ledger.record(11)["step"] == ledger.reached == 11
 
 
-def test_an_unknown_bucket_is_a_mistake() -> None:
+def test_an_unknown_bucket_raises() -> None:
     with pytest.raises(KeyError, match="stpe"):
         Ledger().enter("stpe")
 

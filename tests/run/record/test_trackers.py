@@ -65,7 +65,7 @@ def run_of(num_steps: int = 0) -> Any:
 # ---- what is told
 
 
-def test_a_tracker_is_told_of_steps_and_evaluations() -> None:
+def test_a_tracker_receives_steps_and_evaluations() -> None:
     reported, warnings = Told(), list[str]()
     trackers = Trackers({"told": reported}, about(Path("runs/a"), step=4, reached=6), warnings.append)
     for event in [
@@ -89,7 +89,7 @@ def test_a_tracker_is_told_of_steps_and_evaluations() -> None:
 
 
 @pytest.mark.parametrize("fails", ["begin", "log", "back", "end"])
-def test_a_tracker_that_fails_is_told_of_once_and_left_out(fails: str) -> None:
+def test_a_failing_tracker_warns_once_and_is_disabled(fails: str) -> None:
     bad, good, warnings = Told(fails), Told(), list[str]()
     trackers = Trackers({"bad": bad, "good": good}, about(Path("runs/a")), warnings.append)
     for event in [{"event": "start"}, *STEPS[:2], {"event": "rolled_back", "step": 1}, *STEPS[1:3]]:
@@ -107,7 +107,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_loop_of_ones_own_writes_metrics_and_tells(tmp_path: Path) -> None:
+def test_a_custom_loop_writes_metrics_and_calls_trackers(tmp_path: Path) -> None:
     reported = Told()
     with track([reported], tmp_path / "a", run_of(), settings={"lr": 0.1}) as tracking:
         for step in (1, 2, 3):
@@ -119,14 +119,14 @@ def test_a_loop_of_ones_own_writes_metrics_and_tells(tmp_path: Path) -> None:
     assert reported.said == [("begin", 0, 0), *(("log", step, {"loss": float(step)}) for step in (1, 2, 3)), ("end",)]
 
 
-def test_numbers_that_are_none_stay_lines_of_json(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
     reported = Told()
     with track([reported], tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": np.float32("nan")})
     assert read(tmp_path) == [{"event": "step", "step": 1, "loss": "nan"}] and math.isnan(reported.said[1][2]["loss"])
 
 
-def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
+def test_a_continued_loop_logs_each_step_once(tmp_path: Path) -> None:
     reported = Told()
     with track("", tmp_path, run_of()) as tracking:
         for step in range(1, 6):
@@ -139,7 +139,7 @@ def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
     assert reported.said[0] == ("begin", 3, 5) and ("back", 3) in reported.said
 
 
-def test_a_new_run_does_not_take_the_place_of_another(tmp_path: Path) -> None:
+def test_a_new_run_does_not_overwrite_another(tmp_path: Path) -> None:
     with track("", tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": 0})
     with pytest.raises(WriteError, match="already contains a run"), track("", tmp_path, run_of()):
@@ -193,7 +193,7 @@ def test_a_failing_tracker_is_in_the_metrics(tmp_path: Path, capsys: pytest.Capt
     assert "tracker 'Told' failed" in capsys.readouterr().err
 
 
-def test_the_last_step_is_told_when_the_loop_fails(tmp_path: Path) -> None:
+def test_the_last_step_is_logged_when_the_loop_fails(tmp_path: Path) -> None:
     reported = Told()
     with pytest.raises(ZeroDivisionError), track([reported], tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": 0})
@@ -215,7 +215,7 @@ def test_names_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatc
     assert check_trackers("") == [] and check(TrainConfig()).track is None
 
 
-def test_no_tracker_is_imported_that_is_not_asked_for() -> None:
+def test_only_requested_trackers_are_imported() -> None:
     code = "import sys, spanax.run.tracking; print(sorted({'tensorboardX', 'wandb'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "[]", done.stderr
@@ -230,7 +230,7 @@ def board(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_event_files_hold_what_was_told(board: Path) -> None:
+def test_event_files_contain_the_logged_values(board: Path) -> None:
     tracker = TensorBoard()
     tracker.begin(about(board))
     tracker.log(1, {"loss": 2.5, "val_loss": math.nan})
@@ -257,7 +257,7 @@ def test_no_step_is_shown_twice(board: Path) -> None:
     assert shown(board, "loss")[3] == (4, 0.25)
 
 
-def test_a_full_disk_ends_the_tracker_and_not_the_run(board: Path, small_disk: Path) -> None:
+def test_a_full_disk_disables_the_tracker_but_not_the_run(board: Path, small_disk: Path) -> None:
     warnings: list[str] = []
     trackers = Trackers({"board": TensorBoard()}, about(small_disk), warnings.append)
     trackers.begin()

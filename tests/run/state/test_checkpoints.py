@@ -199,7 +199,7 @@ def test_an_attribute_of_the_model_has_no_other_objects_name() -> None:
 # ---- steps
 
 
-def test_steps_are_kept_and_damage_is_skipped(tmp_path: Path) -> None:
+def test_intact_steps_are_read_and_damaged_ones_skipped(tmp_path: Path) -> None:
     warnings: list[str] = []
     with spanax.Checkpoints(tmp_path, keep=2, warn=warnings.append) as checkpoints:
         assert checkpoints.latest() is None

@@ -63,7 +63,7 @@ def started(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_same_model_goes_on_otherwise_laid_out(started: Path) -> None:
+def test_a_checkpoint_resumes_under_another_layout(started: Path) -> None:
     events = run(started, tiny(), resume=True, steps=4, lr=0.5, mesh="data=2", dtype="bfloat16")
     assert events[-1]["steps"] == 4 and warnings(events) == []
 
@@ -95,7 +95,7 @@ def test_other_parameters_are_listed_and_never_loaded(started: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_train_step_of_ones_own_goes_on_with_more_steps(tmp_path: Path) -> None:
+def test_a_custom_train_step_continues_with_more_steps(tmp_path: Path) -> None:
     """It contains the schedule, which follows from `--steps` and `--lr`."""
     run(tmp_path / "run", tiny(owns_step=True))
     events = run(tmp_path / "run", tiny(owns_step=True), resume=True, steps=4)
@@ -105,7 +105,7 @@ def test_a_train_step_of_ones_own_goes_on_with_more_steps(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_with_other_versions_arrays_alone_are_compared(started: Path) -> None:
+def test_with_other_versions_only_arrays_are_compared(started: Path) -> None:
     step = started / "checkpoints" / "2"
     saved = json.loads((step / "meta.json").read_text())
     saved["meta"]["computation"]["versions"]["jax"] = "0.9.9"

@@ -64,7 +64,7 @@ def test_another_mesh_has_the_same_bits_and_the_next_example(
     data.close()
 
 
-def test_going_on_equals_never_having_stopped(program: spanax.Program, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(program: spanax.Program, tmp_path: Path) -> None:
     plan = plan_on(program, "fsdp=4,model=2")
 
     def steps(run: spanax.Run, data: spanax.Batches, count: int) -> None:

@@ -136,7 +136,7 @@ def wide() -> Program:
     )
 
 
-def test_no_device_holds_more_than_its_shard_and_bounded_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialization_stores_only_shards_and_bounded_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     shard = 512 * 1024 * 4 // 8
     wide_program = wide()
     watched = Watched(monkeypatch)
@@ -150,14 +150,14 @@ def test_no_device_holds_more_than_its_shard_and_bounded_temporaries(monkeypatch
     assert set(held.values()) == {run.plan.state_bytes()}
 
 
-def test_a_birth_on_one_device_is_seen_as_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initialization_on_one_device_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     wide_program = wide()
     watched = Watched(monkeypatch)
     spanax.start(wide_program, spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="data"))
     assert watched.largest_bytes >= 512 * 1024 * 4
 
 
-def test_nothing_else_stays_alive() -> None:
+def test_initialization_leaves_no_other_live_arrays() -> None:
     wide_program = wide()
     planned = spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="fsdp")
     spanax.start(wide_program, planned)  # constants and keys that JAX keeps
@@ -168,7 +168,7 @@ def test_nothing_else_stays_alive() -> None:
     assert left == []
 
 
-def test_arrays_made_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_with_equal_initializers_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = program("gpt-unrolled")
     compiled = []
     original = jax.jit
@@ -187,7 +187,7 @@ class Filled(nnx.Module):
         self.large = nnx.Param(jnp.full((1025, 1024), 3.0))
 
 
-def test_small_arrays_of_one_number_take_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_constant_arrays_need_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     built = spanax.trace(
         build=Filled,
         optimizer=optax.sgd(0.1, momentum=0.9),
@@ -206,7 +206,7 @@ def test_small_arrays_of_one_number_take_no_program(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["orthogonal", "scan", "cond"])
-def test_births_that_take_more_than_draws(kind: str) -> None:
+def test_initializers_with_loops_and_decompositions(kind: str) -> None:
     """Decompositions and loops in an initializer run as they were traced."""
 
     def kernel(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32, **_: Any) -> Any:
@@ -228,7 +228,7 @@ def test_births_that_take_more_than_draws(kind: str) -> None:
     np.testing.assert_allclose(host(run.params()["kernel"]), host(built), rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_that_are_given_as_arrays() -> None:
+def test_parameters_may_be_arrays() -> None:
     inputs = np.arange(64, dtype=np.float32).reshape(8, 8)
 
     class Given(nnx.Module):

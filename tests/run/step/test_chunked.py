@@ -104,7 +104,7 @@ def compiled(plan: Plan) -> Any:
         pytest.param("hsdp", "data=2,fsdp=4", 1, marks=pytest.mark.slow),
     ],
 )
-def test_the_numbers_are_those_of_one_device_with_logits_whole(layout: str, mesh: str, microbatches: int) -> None:
+def test_chunked_losses_equal_one_device_without_chunks(layout: str, mesh: str, microbatches: int) -> None:
     result, expected = trained(planned(layout, mesh, 8, microbatches)), whole_on_one_device(microbatches)
     assert result.keys() == expected.keys()
     for name, array in expected.items():
@@ -115,7 +115,7 @@ def test_the_numbers_are_those_of_one_device_with_logits_whole(layout: str, mesh
     ("layout", "mesh"),
     [("fsdp", "fsdp=4"), pytest.param("data", "data=4", marks=pytest.mark.slow)],
 )
-def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: str) -> None:
+def test_loss_chunks_add_no_communication_and_store_no_logits(layout: str, mesh: str) -> None:
     plans = [planned(layout, mesh, chunks) for chunks in (1, 8)]
     steps = [compiled(plan) for plan in plans]
     moved = [hlo_bytes.by_axis(step.as_text(), dict(plans[0].mesh.axes)) for step in steps]
@@ -135,7 +135,7 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
 
 
 @pytest.mark.slow
-def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
+def test_auto_chunks_if_they_save_memory_at_little_cost() -> None:
     config = gpt.GPTConfig(vocab_size=50257, seq_len=256, num_layers=2, num_heads=4, embed_dim=256)
     build = lambda rngs: gpt.GPT(config, rngs)  # noqa: E731
     batch = gpt.example_batch(64, 256)  # 4,096 tokens a device
@@ -155,14 +155,14 @@ def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
     assert suiting_chunks(traced, built[1], tight)[0] > count
 
 
-def test_auto_leaves_logits_whole_where_chunks_have_few_tokens() -> None:
+def test_auto_does_not_chunk_few_tokens() -> None:
     plan = planned("data", "data=4", "auto")  # 64 tokens a device
     assert plan.schedule.loss_chunks == 1
     assert re.search(r"; logits in one chunk: 2 chunks take \d+% longer$", plan.why)
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
+def test_if_nothing_fits_loss_chunks_are_suggested() -> None:
     # A row a device: no microbatch makes its logits smaller.
     batch = {name: jax.ShapeDtypeStruct((4, 512), "int32") for name in BATCH}
     traced = spanax.trace(build=lambda rngs: Net(rngs), optimizer=optax.sgd(0.3), batch=batch, loss=loss)
@@ -179,7 +179,7 @@ def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
         spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))
 
 
-def test_auto_leaves_small_logits_whole() -> None:
+def test_auto_does_not_chunk_small_logits() -> None:
     build = lambda rngs: nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.tanh, nnx.Linear(512, 4, rngs=rngs))  # noqa: E731
     traced = spanax.trace(
         build=build,
@@ -197,14 +197,14 @@ def library(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def test_a_number_of_chunks_that_cannot_be_is_told() -> None:
+def test_an_invalid_number_of_chunks_raises() -> None:
     with pytest.raises(SpanaxError, match="5 chunks do not divide the 32 tokens of a row"):
         planned("data", "data=4", 5)
     with pytest.raises(SpanaxError, match="loss chunks are 'some'"):
         planned("data", "data=4", "some")
 
 
-def test_a_step_of_ones_own_decides_itself() -> None:
+def test_loss_chunks_of_a_custom_step_raise() -> None:
     def train_step(model: Net, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         (value, _), grads = nnx.value_and_grad(loss, has_aux=True)(model, batch)
         optimizer.update(model, grads)

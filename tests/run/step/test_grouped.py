@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_one_device(groups: int, strides: int, cells: l
 
 
 @pytest.mark.parametrize(("layout", "mesh"), sampled(CELLS, CELLS[3:]))
-def test_what_moves_is_what_is_priced(layout: str, mesh: str) -> None:
+def test_compiled_communication_equals_the_predicted(layout: str, mesh: str) -> None:
     program, machine = traced(8, 1), spanax.cluster("cpu:8")
     plan = spanax.plan(program, machine, layout=layout, mesh=mesh)
     report = spanax.check(program, plan, machine, level=2, cache=False)

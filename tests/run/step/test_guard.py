@@ -66,7 +66,7 @@ SPIKES: dict[str, tuple[float | None, int, list[float], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", SPIKES)
-def test_spikes_are_told_from_what_wavers(name: str) -> None:
+def test_spikes_are_distinguished_from_noise(name: str) -> None:
     spike, window, values, expected = SPIKES[name]
     assert list(bad_steps(spanax.Guard(spike=spike, window=window), values)) == expected
 
@@ -77,7 +77,7 @@ def test_the_reason_names_the_value_and_its_limit() -> None:
     }
 
 
-def test_the_last_step_may_be_late() -> None:
+def test_the_metrics_of_the_last_step_may_be_pending() -> None:
     """With or without the value of the step before, the limit is the same."""
     guard = spanax.Guard(spike=3, window=4)
     history = functools.reduce(lambda seen, step: guard.seen(seen, step, {"loss": float(step)}), range(1, 9), History())
@@ -86,7 +86,7 @@ def test_the_last_step_may_be_late() -> None:
     assert guard.limit(history, 10, "loss") != guard.limit(early, 10, "loss")
 
 
-def test_a_history_that_was_saved_decides_as_before() -> None:
+def test_a_restored_history_decides_as_before() -> None:
     guard = spanax.Guard(spike=2, window=16)
     history, values = History(), np.random.default_rng(0).normal(3, 1, 40).tolist()
     for step, value in enumerate(values, 1):
@@ -107,7 +107,7 @@ def test_a_history_that_was_saved_decides_as_before() -> None:
         ({"metrics": "loss"}, "must be a tuple of names"),
     ],
 )
-def test_a_guard_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+def test_an_invalid_guard_raises(options: dict[str, Any], says: str) -> None:
     with pytest.raises(spanax.SpanaxError, match=says):
         spanax.Guard(**options)
 
@@ -115,7 +115,7 @@ def test_a_guard_that_cannot_be_is_refused(options: dict[str, Any], says: str) -
 # In a loop without a Run
 
 
-def test_a_watch_decides_as_a_run_does() -> None:
+def test_a_watch_decides_like_a_run() -> None:
     guard = spanax.Guard("skip", spike=3, window=8, patience=6)
     values = [2.0] * 10 + [9.0, 2.0, NAN, 2.0]
     watch = guard.watch()
@@ -155,7 +155,7 @@ def test_a_watch_follows_its_policy() -> None:
     assert watch.judge(4, {"loss": 1.0}) is None and watch.num_bad == 0
 
 
-def test_a_watch_that_was_restored_decides_as_before() -> None:
+def test_a_restored_watch_decides_as_before() -> None:
     guard, values = spanax.Guard("skip", spike=2, window=16), np.random.default_rng(0).normal(3, 1, 60).tolist()
     watch, again = guard.watch(), guard.watch()
     for step, value in enumerate(values, 1):
@@ -248,7 +248,7 @@ PLACES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("place", sampled(PLACES, ["one device", "fsdp+tensor", "padded pipeline"]))
-def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
+def test_a_skipped_batch_changes_no_state(place: str) -> None:
     """Parameters, moments, statistics, counts and keys: the bits of a run that did not have the batch."""
     program, plan = (make() for make in PLACES[place])
     begin = lambda: spanax.start(program, plan, guard=spanax.Guard("skip", spike=50))  # noqa: E731
@@ -270,7 +270,7 @@ def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", sampled(["data=1", "fsdp=8"], ["fsdp=8"]))
-def test_where_no_step_is_bad_the_guard_changes_no_number(mesh: str) -> None:
+def test_without_bad_steps_the_guard_changes_no_number(mesh: str) -> None:
     """Bit-equal on jax 0.10.2; the compiler of 0.12 rounds once in a while where it joins other operations."""
     runs = [spanax.start(net(), on(net(), mesh), guard=guard) for guard in (None, spanax.Guard("skip", spike=50))]
     for index in range(3):
@@ -280,7 +280,7 @@ def test_where_no_step_is_bad_the_guard_changes_no_number(mesh: str) -> None:
         np.testing.assert_allclose(array, runs[1].arrays("param")[path], rtol=1e-5, atol=1e-7, err_msg=path)
 
 
-def test_without_the_guard_the_same_batch_ruins_all() -> None:
+def test_without_the_guard_the_bad_batch_ruins_the_state() -> None:
     """What the test above would see."""
     run = spanax.start(net(), on(net(), "fsdp=8"))
     before = bits(run)
@@ -304,7 +304,7 @@ def test_a_spike_is_skipped_by_the_limit_of_its_step() -> None:
     assert run.judge(5, values) == f"loss is {values['loss']:.6g}, over its limit of {limit:.6g}"
 
 
-def test_a_state_may_be_infinite_where_that_is_meant() -> None:
+def test_a_state_may_contain_intended_infinities() -> None:
     """A mask is no number that went wrong; a NaN is one anywhere."""
 
     class Masked(nnx.Module):
@@ -344,7 +344,7 @@ def own_step(model: Plain, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_bad_gradient_behind_a_fine_loss_is_caught_in_its_step(policy: str) -> None:
+def test_a_bad_gradient_with_a_finite_loss_is_detected_in_its_step(policy: str) -> None:
     program = spanax.trace(build=Plain, optimizer=optax.adamw(1e-2), batch=rows(0), train_step=own_step)
     run = spanax.start(program, on(program, "fsdp=8"), guard=spanax.Guard(policy))
     assert bool(run.step(rows(0))["step_ok"])

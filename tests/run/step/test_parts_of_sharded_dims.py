@@ -80,7 +80,7 @@ def losses(program: spanax.Program, plan: spanax.Plan) -> list[float]:
 
 
 @pytest.mark.parametrize("part", sampled(PARTS, ["window"]))
-def test_experts_are_sharded_whatever_is_made_of_their_sizes(part: str) -> None:
+def test_experts_are_sharded_for_any_sizes(part: str) -> None:
     program = traced(partial(Sorted, part))
     plan = spanax.plan(program, "cpu:4", layout="expert", mesh="data=2,expert=2")
     assert plan["up"].spec[0] == plan["down"].spec[0] == ("expert",)

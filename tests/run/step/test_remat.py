@@ -121,7 +121,7 @@ def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh
         ("cnn with batch norm", "dots", "mean"),
     ],
 )
-def test_what_the_forward_pass_changes_is_changed_once(name: str, policy: str, moves: str) -> None:
+def test_the_forward_pass_updates_state_once(name: str, policy: str, moves: str) -> None:
     """Counts of random numbers and running averages: though the forward pass ran twice."""
     after = []
     for built in (program(name), program(name).with_remat(policy)):
@@ -143,7 +143,7 @@ sine.defvjp(lambda x: (sine(x), x), lambda x, g: (3 * g,))  # not the derivative
 
 
 @pytest.mark.parametrize("policy", ["none", "dots", "full", "offload"])
-def test_a_derivative_of_ones_own_survives(policy: str) -> None:
+def test_a_custom_derivative_is_preserved(policy: str) -> None:
     def loss(w: Any, x: Any) -> Any:
         return lax.scan(lambda x, w: (jax.jit(sine)(jax.nn.silu(x) @ w), None), x, w)[0].sum()
 
@@ -178,7 +178,7 @@ def test_two_loops_are_one(policy: str, is_reverse: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_under_another_policy(tmp_path: Any) -> None:
+def test_a_checkpoint_continues_under_another_remat_policy(tmp_path: Any) -> None:
     name, plan = "scanned", spanax.plan(program("scanned"), spanax.cluster("cpu:1"))
     run = spanax.start(program(name), plan)
     run.step(CASES[name].batch(SIZE))

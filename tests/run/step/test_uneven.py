@@ -106,7 +106,9 @@ def test_uneven_stages_give_the_numbers_of_one_device() -> None:
         ("mixtral-5", "pipe=2", "interleaved", 4, None),
     ],
 )
-def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, count: int, remat: str | None) -> None:
+def test_all_schedules_and_models_equal_one_device(
+    name: str, mesh: str, schedule: str, count: int, remat: str | None
+) -> None:
     built = program(name, count, remat)
     run = spanax.start(built, planned(built, mesh, schedule), seed=3)
     assert_same(reference(name, count, remat), trained(run, name))
@@ -114,7 +116,7 @@ def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, cou
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_so_does_a_stage_that_skips_its_padding(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+def test_a_stage_that_skips_its_padding_equals_one_device(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """As on accelerators, where a stage is split and takes no other's tasks along."""
     pipelined_loop = pipeline.pipelined_loop
     run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
@@ -124,7 +126,7 @@ def test_so_does_a_stage_that_skips_its_padding(monkeypatch: pytest.MonkeyPatch,
     assert_same(reference("gpt-5", 4, None), trained(run, "gpt-5"))
 
 
-def test_padding_is_kept_and_never_shown(tmp_path: Path) -> None:
+def test_padding_is_stored_but_never_returned(tmp_path: Path) -> None:
     """Arrays, the model, the evaluation and a checkpoint have six layers; what is kept has eight rows."""
     built, run, result = six_in_four()
     index = [leaf.path for leaf in built.leaves].index("blocks.up.kernel")
@@ -147,7 +149,7 @@ def test_padding_is_kept_and_never_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
+def test_a_sharded_initialization_equals_one_device() -> None:
     built = program("gpt-5", 4)
     plan = planned(built, "pipe=2", "interleaved")
     run = spanax.start(built, plan, seed=3)
@@ -183,9 +185,7 @@ def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
     [(5, 2, "gpipe"), (5, 4, "zero-bubble"), (5, 2, "interleaved"), (4, 2, "interleaved")],
 )
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_what_is_made_of_all_layers_at_once_has_no_padding_in_it(
-    num_layers: int, stages: int, schedule: str, dtype: Any
-) -> None:
+def test_functions_of_all_layers_exclude_padding(num_layers: int, stages: int, schedule: str, dtype: Any) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     built = spanax.trace(
         build=lambda rngs: Watched(rngs, num_layers, is_scaled=True), optimizer=optax.sgd(0.1), batch=rows,
@@ -208,7 +208,7 @@ def test_what_is_made_of_all_layers_at_once_has_no_padding_in_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pipe=4", "pipe=4,data=2"])
-def test_a_step_moves_computes_and_holds_what_the_plan_says(mesh: str) -> None:
+def test_bytes_flops_and_memory_of_a_step_equal_the_plan(mesh: str) -> None:
     built = program("gpt-6", 4)
     plan = planned(built, mesh, "1f1b")
     report = spanax.check(built, plan, spanax.cluster("cpu", plan.mesh.size), level=2)
@@ -284,7 +284,7 @@ def message(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def test_what_cannot_be_is_refused_in_these_words() -> None:
+def test_unsupported_pipelines_raise_the_golden_messages() -> None:
     text = "".join(f"[{name}]\n{message(call())}\n\n" for name, call in REFUSED.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":
         GOLDEN.write_text(text, newline="")
@@ -304,7 +304,7 @@ def by_all_layers(updates: Any) -> Any:
     return jax.tree.map(lambda update: scaled(update) if update.ndim == 2 and len(update) > 4 else update, updates)
 
 
-def test_what_adds_layers_up_outside_of_them_has_no_padding_in_it() -> None:
+def test_sums_over_layers_in_the_optimizer_exclude_padding() -> None:
     """Rows of padding are noughts, and would count for ones."""
     change = optax.stateless(lambda updates, params: by_all_layers(updates))
     steps = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)), 2)

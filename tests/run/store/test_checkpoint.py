@@ -136,7 +136,7 @@ def test_no_key_names_a_file(from_4x2: Path) -> None:
     assert not [name for name in stored if re.search(r"^\.|[^\w.%-]", name, re.ASCII)]
 
 
-def test_what_is_on_disk_is_told(from_4x2: Path) -> None:
+def test_describe_lists_the_checkpoint_on_disk(from_4x2: Path) -> None:
     (record,) = checkpoint.describe(from_4x2)
     assert (record.step, record.state, record.num_leaves, record.problems) == (30, "good", len(SPECS), ())
     assert record.meta["loss"] == 2.5 and record.bytes > 1000 and re.match(r"20\d\d-.*\+00:00$", record.when)
@@ -158,7 +158,7 @@ def test_donating_right_after_save_changes_nothing(tmp_path: Path) -> None:
     assert bits(checkpoint.restore(tmp_path, target).arrays["w"]) == bits(fresh(jax.random.key(0)))
 
 
-def test_a_deleted_array_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_deleted_array_raises_and_leaves_no_file(tmp_path: Path) -> None:
     arrays = values()
     arrays["step"].delete()
     with pytest.raises(RuntimeError, match="deleted"):
@@ -170,7 +170,7 @@ def test_a_deleted_array_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 # ---- damage
 
 
-def test_every_flip_and_truncation_is_found(tmp_path: Path) -> None:
+def test_every_flip_and_truncation_is_detected(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     files = sorted(path for path in (tmp_path / "1").rglob("*") if path.is_file() and path.stat().st_size)
     assert len(files) >= 7
@@ -196,7 +196,7 @@ def flip(step: Path) -> str:
     return path.relative_to(step).as_posix()
 
 
-def test_a_damaged_step_is_passed_over_loudly(tmp_path: Path) -> None:
+def test_a_damaged_step_is_skipped_with_a_warning(tmp_path: Path) -> None:
     first, second = saved(tmp_path, 1), saved(tmp_path, 2)
     saved(tmp_path, 3)
     flipped = flip(tmp_path / "3")
@@ -228,7 +228,7 @@ def test_the_default_warning_goes_to_stderr(tmp_path: Path, capfd: pytest.Captur
     )
 
 
-def test_nothing_to_restore_says_where_it_looked(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_names_the_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"no checkpoint found.*\n.*{tmp_path}/none does not exist"):
         checkpoint.restore(tmp_path / "none", targets())
     (tmp_path / "5").mkdir()
@@ -241,7 +241,7 @@ def test_nothing_to_restore_says_where_it_looked(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path, targets(), step=5)
 
 
-def test_another_model_is_told_by_its_paths(from_4x2: Path) -> None:
+def test_another_model_is_reported_by_its_paths(from_4x2: Path) -> None:
     expected = targets()
     expected["step"] = jax.ShapeDtypeStruct((), jnp.int16, sharding=expected["step"].sharding)
     expected["head.bias"] = expected.pop("mask")
@@ -270,7 +270,7 @@ def test_a_sharding_that_does_not_divide_is_one_error(from_4x2: Path) -> None:
         checkpoint.restore(from_4x2, expected)
 
 
-def test_what_orbax_cannot_load_is_one_error(tmp_path: Path) -> None:
+def test_a_failure_of_orbax_is_one_error(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     shutil.rmtree(tmp_path / "1" / "arrays")
     manifest.write(tmp_path / "1")
@@ -284,7 +284,7 @@ def test_what_orbax_cannot_load_is_one_error(tmp_path: Path) -> None:
     [{"step": -1}, {"step": True}, {"step": 10**18}, {"keep": 0}, {"arrays": {}}, {"meta": {"x": {1}}}],
     ids=str,
 )
-def test_what_cannot_be_saved_is_refused_before_a_file_is_made(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_objects_that_cannot_be_saved_raise_before_a_file_is_created(tmp_path: Path, changes: dict[str, Any]) -> None:
     good = {"step": 1, "arrays": values(), "plan_json": "{}", "meta": {}, "keep": None}
     with pytest.raises(SpanaxError):
         checkpoint.save(tmp_path / "new", **{**good, **changes})
@@ -294,7 +294,7 @@ def test_what_cannot_be_saved_is_refused_before_a_file_is_made(tmp_path: Path, c
 # ---- one save after the other
 
 
-def test_keep_leaves_the_newest_and_the_one_just_saved(tmp_path: Path) -> None:
+def test_keep_retains_the_newest_and_the_one_just_saved(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         saved(tmp_path, step)
     saved(tmp_path, 40, keep=3)
@@ -336,7 +336,7 @@ def test_a_step_is_replaced_only_by_a_finished_one(tmp_path: Path, monkeypatch: 
     assert_same(checkpoint.restore(tmp_path, targets()).arrays, second)
 
 
-def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_does_not_touch_a_save_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, reached, go_on = manifest.write, threading.Event(), threading.Event()
 
     def slow(folder: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("read", ["restore", "weights"])
-def test_a_step_that_is_removed_while_its_arrays_are_read_is_no_damage(
+def test_a_step_removed_while_its_arrays_are_read_is_not_damage(
     read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 1)
@@ -380,7 +380,7 @@ def test_restore_waits_for_the_save_in_progress(tmp_path: Path, monkeypatch: pyt
     pending.wait()
 
 
-def test_an_error_nobody_waited_for_comes_with_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_error_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "write", raises(OSError(5, "Input/output error")))
         checkpoint.save(tmp_path, 1, values(), plan_json="{}", meta={})
@@ -393,7 +393,7 @@ def test_an_error_nobody_waited_for_comes_with_the_next_save(tmp_path: Path, mon
 # ---- full and read-only disks
 
 
-def test_a_full_disk_costs_one_save_and_no_byte(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_one_save_and_leaks_no_bytes(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first = saved(small_disk, 1)
     free = os.statvfs(small_disk).f_bfree
     noise = {f"w{i}": jax.random.bits(jax.random.key(i), (256, 256)) for i in range(8)}
@@ -418,7 +418,7 @@ def test_a_read_only_folder_is_a_write_error(small_disk: Path) -> None:
     assert_same(checkpoint.restore(small_disk, targets()).arrays, first)
 
 
-def test_a_folder_that_cannot_be_made_is_a_write_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_write_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "inside"):
         with pytest.raises(WriteError, match="step 1 was not saved"):
@@ -489,7 +489,7 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", DEATHS)
-def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
+def test_a_kill_at_any_moment_leaves_an_intact_step(graves: Path, where: str) -> None:
     root, left = graves / where, values(2 if DEATHS[where] else 1)
     assert names(root) != ["1"]
     assert {step.state for step in checkpoint.describe(root)} <= {"good", "unfinished"}, "nobody saves any more"
@@ -500,7 +500,7 @@ def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_without_waiting_loses_nothing_older(graves: Path) -> None:
+def test_a_program_that_exits_during_a_save_keeps_older_steps(graves: Path) -> None:
     root = graves / "not waited for"
     restored = checkpoint.restore(root, targets(), warn=no_warning)
     assert_same(restored.arrays, values(restored.step))

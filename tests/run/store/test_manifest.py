@@ -137,7 +137,7 @@ def test_links_and_special_files_are_refused(step: Path) -> None:
     ]
 
 
-def test_a_linked_step_is_no_step_and_never_removed(step: Path) -> None:
+def test_a_linked_step_is_ignored_and_never_removed(step: Path) -> None:
     link = step.parent / "50"
     link.symlink_to(step)
     assert manifest.steps(step.parent) == [40] and paths(manifest.unfinished(step.parent)) == [link]
@@ -178,7 +178,7 @@ def test_clear_removes_dead_saves_and_nothing_else(step: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["2024", "40", "metrics.jsonl"]
 
 
-def test_half_a_removed_step_is_never_taken_for_one(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partially_removed_step_is_not_a_step(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(_: str, *, dir_fd: int) -> None:
         raise OSError(16, "Device or resource busy")
 
@@ -237,7 +237,7 @@ def test_a_finished_successor_takes_over_its_number(step: Path) -> None:
     assert (step / "plan.json").read_bytes() == b"newer" and manifest.problems(step) == [] and not new.exists()
 
 
-def test_a_damaged_successor_never_costs_the_good_one(step: Path) -> None:
+def test_a_damaged_successor_does_not_replace_an_intact_step(step: Path) -> None:
     new = copied(step, "40.new7")
     (new / "plan.json").write_bytes(b"damaged")
     manifest.settle(step.parent)
@@ -248,7 +248,7 @@ def test_a_damaged_successor_never_costs_the_good_one(step: Path) -> None:
     assert manifest.problems(step)[0].startswith("plan.json: size differs")
 
 
-def test_describe_and_verify_tell_good_bad_and_unfinished(step: Path) -> None:
+def test_describe_and_verify_report_good_bad_and_unfinished_steps(step: Path) -> None:
     bad = copied(step, "41")
     (bad / "plan.json").unlink()
     (step.parent / "42").mkdir()

@@ -92,7 +92,7 @@ def noise(array: jax.Array, rng: np.random.Generator) -> jax.Array:
         pytest.param("stack", "list", "fsdp=4,model=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_the_other_form_and_back(here: str, there: str, mesh: str, tmp_path: Path) -> None:
+def test_a_run_continues_in_the_other_form_and_back(here: str, there: str, mesh: str, tmp_path: Path) -> None:
     layout = "fsdp+tensor" if "model" in mesh else "fsdp"
     run, rng = spanax.start(program(here), planned(here, mesh, layout), seed=3), np.random.default_rng(0)
     run.state, run.num_steps = [noise(array, rng) for array in run.state], 7
@@ -111,7 +111,7 @@ def test_a_run_goes_on_in_the_other_form_and_back(here: str, there: str, mesh: s
 
 
 @pytest.mark.slow
-def test_what_goes_on_is_the_same_training(tmp_path: Path) -> None:
+def test_a_restored_stack_trains_like_the_list(tmp_path: Path) -> None:
     run = spanax.start(program("list"), planned("list", "data=8"))
     run.step(BATCH)
     run.save(tmp_path).wait()
@@ -134,7 +134,7 @@ def test_only_lists_and_stacks_are_the_same_program(tmp_path: Path) -> None:
         spanax.restore(other, spanax.plan(other, spanax.cluster("cpu", 8), mesh="data=8"), tmp_path)
 
 
-def test_layers_make_a_stack_only_when_they_are_all_there_and_alike() -> None:
+def test_only_complete_sets_of_equal_layers_form_a_stack() -> None:
     single = {f"a.{i}.w": "float32[8,4]" for i in range(3)}
     whole = [Group("a.w", (3,), ("a.0.w", "a.1.w", "a.2.w"))]
     assert groups({"a.w": "float32[3,8,4]"}, single) == whole
@@ -152,7 +152,7 @@ def test_layers_make_a_stack_only_when_they_are_all_there_and_alike() -> None:
     assert groups({"a.0.w": "float32[2]"}, ambiguous) == []
 
 
-def test_a_layer_is_read_as_small_as_its_part_of_the_stack() -> None:
+def test_a_layer_of_a_stack_is_read_as_one_slice() -> None:
     mesh = spanax.MeshShape.of("fsdp=4,model=2").build()
     spec = {"a.w": jax.P("fsdp", None, "model"), "a.b": jax.P("fsdp", None)}
     shapes = {"a.w": (4, 8, 6), "a.b": (4, 3)}

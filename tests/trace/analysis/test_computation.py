@@ -95,7 +95,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", EQUAL)
-def test_what_changes_no_computation(before: Computation, how: str) -> None:
+def test_changes_that_do_not_affect_the_digest(before: Computation, how: str) -> None:
     after = computed(**EQUAL[how])
     assert after == before and not after.differences(before)
 
@@ -145,7 +145,7 @@ CHANGED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("how", CHANGED)
-def test_what_changes_the_computation_is_listed(before: Computation, how: str) -> None:
+def test_changes_of_the_computation_are_listed(before: Computation, how: str) -> None:
     asked, expected = CHANGED[how]
     problems = computed(**asked).differences(before)
     assert len(problems) == len(expected) and all(map(str.startswith, problems, expected)), problems
@@ -171,7 +171,7 @@ PAIRS: dict[str, tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], j
 
 
 @pytest.mark.parametrize("what", PAIRS)
-def test_what_an_operation_holds_counts(what: str) -> None:
+def test_functions_inside_operations_affect_the_digest(what: str) -> None:
     first, second = (computed(loss=error_of(change)) for change in PAIRS[what])
     assert first == computed(loss=error_of(PAIRS[what][0]))
     assert second.differences(first)[0] == "the loss"
@@ -184,7 +184,7 @@ def test_rematerialized_code_computes_the_same() -> None:
     assert not computed(loss=error_of(jax.checkpoint(change))).differences(computed(loss=error_of(change)))
 
 
-def test_an_object_is_known_without_its_address() -> None:
+def test_an_object_is_identified_without_its_address() -> None:
     class Shown:
         def __init__(self) -> None:
             self.inner = object()

@@ -33,7 +33,7 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias
 
 
-def test_a_chain_is_one_kernel_and_keeps_only_its_ends() -> None:
+def test_an_elementwise_chain_is_one_kernel_that_stores_only_its_ends() -> None:
     graph, result = memory_traffic(lambda x: jnp.exp(x) * 2 + 1, (8, 4))
     (x,), (out,) = graph.body.inputs, graph.body.outputs
     assert result.kept == {x, out} and result.written == {out}
@@ -61,7 +61,7 @@ def test_bias_and_gelu_between_matmuls_are_one_kernel() -> None:
     assert traffic(graph) == ({graph.body.inputs[2]: (0, 1), before: (0, 1), after: (1, 0)}, 1)
 
 
-def test_a_matmul_that_reads_a_value_another_kernel_made_is_not_fused_with_it() -> None:
+def test_a_matmul_is_not_fused_with_the_kernel_of_its_operand() -> None:
     graph, result = memory_traffic(lambda x, w: jnp.exp(jnp.exp(x) @ w), (8, 4), (4, 4))
     first, second = (made_by(graph, "exp", at) for at in (0, 1))
     assert {first, second} <= result.written
@@ -77,7 +77,7 @@ def test_a_reduction_ends_a_kernel_unless_it_runs_along_the_last_dims(axis: Any,
     assert result.level[made_by(graph, "exp")] == ends
 
 
-def test_what_two_kernels_read_is_kept_where_that_is_smaller_than_what_it_is_made_of() -> None:
+def test_a_value_read_by_two_kernels_is_stored_if_smaller_than_its_operands() -> None:
     def twice(make: Any) -> Any:
         return lambda x, y, w: (lambda both: (jnp.sin(both), jnp.sin(jnp.cos(both) @ w) * both))(make(x, y))
 
@@ -89,7 +89,7 @@ def test_what_two_kernels_read_is_kept_where_that_is_smaller_than_what_it_is_mad
     assert made_by(graph, "add") not in result.kept
 
 
-def test_views_are_the_value_they_show() -> None:
+def test_views_share_the_value_they_show() -> None:
     graph, result = memory_traffic(lambda x, w: x.reshape(4, 2, 4).transpose(1, 0, 2).reshape(8, 4) @ w, (8, 4), (4, 4))
     x, w = graph.body.inputs
     for op in graph.body.ops[:-1]:
@@ -98,7 +98,7 @@ def test_views_are_the_value_they_show() -> None:
     assert result.of(graph.body.outputs[0]) == graph.body.outputs[0]
 
 
-def test_a_view_of_what_is_only_in_a_kernel_keeps_it_for_the_matmul() -> None:
+def test_a_view_of_a_fused_value_is_stored_for_the_matmul() -> None:
     graph, result = memory_traffic(lambda x, w: jnp.exp(x).T @ w, (4, 8), (4, 4))
     built = made_by(graph, "exp")
     assert built in result.written and result.of(made_by(graph, "transpose")) == built
@@ -118,13 +118,13 @@ def test_last_reads() -> None:
     assert last[second] == len(names)
 
 
-def test_a_view_holds_what_it_shows() -> None:
+def test_a_view_extends_the_life_of_its_operand() -> None:
     graph, result = memory_traffic(lambda x, w: (lambda v: (jnp.sin(x), v @ w))(x.T), (4, 8), (4, 4))
     names = [op.name for op in graph.body.ops]
     assert result.last_reads(graph.body.ops)[graph.body.inputs[0]] == len(names) - 1 == names.index("dot_general")
 
 
-def test_every_body_has_a_plan_and_what_it_keeps_is_there() -> None:
+def test_every_body_has_a_plan_with_its_residuals() -> None:
     traced = small_gpt().step
     bodies = memory_plan(traced.graph)
     assert traced.graph.body in bodies and len(bodies) == 1 + sum(len(op.bodies) for op in traced.graph.ops())
@@ -137,7 +137,7 @@ def test_every_body_has_a_plan_and_what_it_keeps_is_there() -> None:
             assert all(result.level[source] <= result.level[value] for source in result.sources(value))
 
 
-def test_a_sum_that_must_be_whole_first_ends_a_kernel() -> None:
+def test_a_sum_that_must_be_complete_ends_a_kernel() -> None:
     graph, result = memory_traffic(lambda x: jnp.exp(x - x.sum(0)), (8, 4))
     (x,), (out,), total = graph.body.inputs, graph.body.outputs, made_by(graph, "reduce_sum")
     assert result.kept == {x, total, out}

@@ -24,7 +24,7 @@ def moved(program: Program, layout: str, mesh: str, **how: bool) -> dict[tuple[s
     return count_terms(ShardedProgram(resolver_of(program, plan), program.step), **how).moved_bytes(plan.mesh)
 
 
-def test_sums_that_meet_are_summed_once() -> None:
+def test_partial_sums_that_are_added_are_reduced_once() -> None:
     """Of query, key and value two are saved in each layer, of gate and up one; half of the batch at a time."""
     program, config = zoo_program("llama"), zoo.LLAMA
     item = 16 // 2 * config.seq_len * config.embed_dim * 4
@@ -36,7 +36,7 @@ def test_sums_that_meet_are_summed_once() -> None:
     }
 
 
-def test_a_sum_that_meets_what_is_none_stays() -> None:
+def test_a_partial_sum_added_to_a_full_value_is_not_deferred() -> None:
     """The gradient through the second branch is no sum over devices: nothing is saved."""
 
     class Residual(nnx.Module):
@@ -58,7 +58,7 @@ def test_a_sum_that_meets_what_is_none_stays() -> None:
         assert moved(program, layout, mesh) == moved(program, layout, mesh, adds_first=True)
 
 
-def test_of_one_leaf_alone() -> None:
+def test_the_deferred_sum_of_a_tied_weight_is_counted_once() -> None:
     """The shared matrix of a tied model is summed once, and it is what the step sums less."""
 
     class Tied(nnx.Module):
@@ -89,7 +89,7 @@ def test_of_one_leaf_alone() -> None:
         assert of_leaf[0] - of_leaf[1] == saved and of_leaf[1] > 0
 
 
-def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
+def test_a_sum_over_many_parameters_does_not_recurse() -> None:
     """As that of a clip by the global norm: one addition a parameter, each of the one before."""
 
     class Many(nnx.Module):
@@ -106,7 +106,7 @@ def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
     assert program.step.gradient_sums and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
 
 
-def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
+def test_a_deferred_sum_needs_no_extra_all_reduce() -> None:
     """Two parts of one gradient in two dtypes: what is left is one sum, and a price."""
 
     class Halves(nnx.Module):

@@ -16,7 +16,7 @@ def ranges(step: StepAnalysis, *, in_matmuls: bool = False) -> list[tuple[str, s
     return [(names[first], names[last]) for first, last in zip(live.first, live.last, strict=True)]
 
 
-def test_a_product_lives_until_the_last_kernel_that_reads_it() -> None:
+def test_a_product_is_live_until_the_last_kernel_that_reads_it() -> None:
     step = step_of(lambda w, x: jnp.sort(jnp.cumsum(x @ w, axis=1)), [W], array(3, 7))
     assert ranges(step) == [("dot_general", "cumsum"), ("cumsum", "sort"), ("sort", "end")]
 

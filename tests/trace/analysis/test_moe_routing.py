@@ -65,38 +65,38 @@ ROUTER = ["embed", "experts"]
         ("pooled", [["experts", "features", "slots"], ["experts", "hidden", "slots"]], []),
     ],
 )
-def test_what_experts_compute(name: str, inside: list[list[str]], scoring: list[list[str]]) -> None:
+def test_the_flops_of_experts(name: str, inside: list[list[str]], scoring: list[list[str]]) -> None:
     result = program(name)
     (first, *_) = [routing for routing in result.step.routings.values() if routing.inside]
     assert named(result, first) == (inside, scoring)
 
 
 @pytest.mark.parametrize(("name", "counts"), [("moe", True), ("mixtral", False), ("dropless", False), ("pooled", True)])
-def test_of_each_number_of_a_token_there_are_as_many_as_it_has_places(name: str, counts: bool) -> None:
+def test_choices_of_tokens_are_counted_per_slot(name: str, counts: bool) -> None:
     (routing, *_) = [routing for routing in program(name).step.routings.values() if routing.inside]
     sent = routing.num_sent + routing.num_pooled
     assert (sent > 0) == (routing.num_tokens > 0) == counts
     assert (routing.num_pooled > 0) == (name == "pooled")
 
 
-def test_scores_alone_are_left_where_the_tokens_are() -> None:
+def test_router_scores_are_recognized() -> None:
     routings = program("moe").step.routings.values()  # the router's classes are not those of the experts
     of_scores = [routing for routing in routings if not routing.has_experts]
     assert len(of_scores) == 2 and all(score.scoring and score.is_sent(2, 1) for score in of_scores)
 
 
-def test_experts_that_no_matmul_shows_are_not_sent_to() -> None:
+def test_experts_without_a_matmul_have_no_exchange() -> None:
     routing = Routing(True, frozenset(), frozenset(), num_tokens=0, num_sent=0, num_pooled=0)
     assert not routing.is_sent(8, 1)
 
 
 @pytest.mark.parametrize(("ways", "is_sent"), [(2, False), (4, True), (8, True)])
-def test_tokens_are_sent_where_experts_are_more_parts_than_a_token_has_places(ways: int, is_sent: bool) -> None:
+def test_tokens_are_exchanged_if_there_are_more_devices_than_slots_per_token(ways: int, is_sent: bool) -> None:
     routing = Routing(True, frozenset(), frozenset({(0, 1)}), num_tokens=1000, num_sent=2500, num_pooled=0)
     assert routing.is_sent(ways, 1) == routing.is_sent(ways, 16) == is_sent
 
 
-def test_places_for_any_example_are_summed_over_devices_whole() -> None:
+def test_pooled_slots_are_sent_only_over_one_group() -> None:
     routing = Routing(True, frozenset(), frozenset({(0, 1)}), num_tokens=1000, num_sent=0, num_pooled=600)
     assert routing.is_sent(8, 1) and not routing.is_sent(8, 2)
 
@@ -104,7 +104,7 @@ def test_places_for_any_example_are_summed_over_devices_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "ways", "kernel"), [("mixtral", 2, ""), ("mixtral", 4, ""), ("dropless", 4, "expert")]
 )
-def test_a_router_is_whole_where_tokens_are_sent(name: str, ways: int, kernel: str) -> None:
+def test_a_router_is_replicated_if_tokens_are_sent(name: str, ways: int, kernel: str) -> None:
     mesh = f"data={8 // ways},expert={ways}"
     plan = spanax.plan(program(name), spanax.cluster("cpu:8"), layout="expert", mesh=mesh)
     assert plan["blocks.experts.up"].spec == ((), ("expert",), (), ())

@@ -71,7 +71,7 @@ def test_flops_of_a_gpt_are_the_closed_form(scan: bool) -> None:
     assert flops(program, phase=Phase.UPDATE) == 0
 
 
-def test_only_a_scan_has_layers_to_cut() -> None:
+def test_only_a_scan_can_be_partitioned_into_stages() -> None:
     assert flops(small_gpt(), in_layers=True) == 3 * L * LAYER_FLOPS
     assert flops(small_gpt(), in_layers=False) == 3 * HEAD_FLOPS
     assert flops(small_gpt(scan_layers=False), in_layers=True) == 0
@@ -94,7 +94,7 @@ def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) ->
     assert counts == counted(program.step.graph)
 
 
-def test_what_is_alike_is_one_kind() -> None:
+def test_equal_operations_form_one_group() -> None:
     """Norms of unrolled layers are of one class, and so is all that the optimizer does to them."""
     program = small_gpt(scan_layers=False)
     norms = [kind for kind in program.step.op_groups if kind.op.name == "rsqrt" and kind.phase == Phase.FORWARD]
@@ -122,7 +122,7 @@ def test_the_optimizer_is_the_update() -> None:
     assert set(tables) == {Phase.FORWARD, Phase.BACKWARD}
 
 
-def test_what_carries_the_layers_is_found() -> None:
+def test_the_carry_of_the_layers_is_detected() -> None:
     program = small_gpt(remat=True)
     carry, num_layers = program.step.layer_carry
     assert num_layers == L and carry is not None
@@ -130,7 +130,7 @@ def test_what_carries_the_layers_is_found() -> None:
     assert small_gpt(scan_layers=False).step.layer_carry == (None, 0)
 
 
-def test_attention_scores_are_told_from_all_else() -> None:
+def test_attention_scores_are_distinguished() -> None:
     step = small_gpt().step
     shapes = {step.graph.shape(value) for value, labels in enumerate(step.axes.classes) if labels in step.score_labels}
     assert {(B, 8, T, T), (L, B, 8, T, T)} <= shapes
@@ -151,7 +151,7 @@ def test_attention_scores_are_told_from_all_else() -> None:
         ("cnn", "fsdp+tensor", "fsdp=4,model=2"),
     ],
 )
-def test_nothing_ever_moves_for_an_inert_operation(name: str, layout: str, mesh: str) -> None:
+def test_an_inert_operation_never_communicates(name: str, layout: str, mesh: str) -> None:
     program = zoo_program(name)
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
     resolver = resolver_of(program, plan)
@@ -297,7 +297,7 @@ def test_the_gradients_of_a_convolution_have_the_flops_that_xla_counts(
     assert len(result) == 2 and sum(result) == analysis["flops"]
 
 
-def test_dims_of_the_gradient_of_ragged_weights_follow_its_groups() -> None:
+def test_dims_of_a_ragged_weight_gradient_follow_its_groups() -> None:
     def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
         return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
 

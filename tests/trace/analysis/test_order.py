@@ -17,7 +17,7 @@ def names(traced: StepAnalysis) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "cnn", "tied", "clip", "ssm"])
-def test_everything_runs_once_and_after_what_it_needs(name: str) -> None:
+def test_every_operation_runs_once_after_its_dependencies(name: str) -> None:
     traced = zoo_program(name).step
     for body, ops in traced.order.items():
         assert sorted(map(id, ops)) == sorted(map(id, body.ops))
@@ -66,7 +66,7 @@ def test_gradients_do_not_wait_for_the_update(optimizer: optax.GradientTransform
         assert gradient < below
 
 
-def test_gradients_that_meet_are_made_together() -> None:
+def test_gradients_that_are_added_are_computed_together() -> None:
     """What the head gives to the shared matrix waits for what the input gives, for nothing needs it before."""
     traced = tower(optax.adam(1e-3))
     body = traced.graph.body

@@ -33,7 +33,7 @@ def traced(build: Any, **options: Any) -> spanax.Program:
 
 
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}, {"remat": "dots"}])
-def test_what_a_loss_writes_is_what_the_optimizer_goes_on_from(options: dict[str, Any]) -> None:
+def test_the_optimizer_updates_parameters_written_by_the_loss(options: dict[str, Any]) -> None:
     program = traced(Clipped, **options)
     run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:2"), layout="fsdp"))
     assert jnp.abs(run.params()["linear.kernel"]).max() > 0.2
@@ -41,7 +41,7 @@ def test_what_a_loss_writes_is_what_the_optimizer_goes_on_from(options: dict[str
     assert jnp.abs(run.params()["linear.kernel"]).max() < 0.15
 
 
-def test_microbatches_would_each_write() -> None:
+def test_microbatches_that_write_to_parameters_raise() -> None:
     with pytest.raises(SpanaxError, match="writes to the parameter `linear.kernel`; 4 microbatches"):
         traced(Clipped, microbatches=4)
 
@@ -52,7 +52,7 @@ class Lazy(nnx.Module):
         return x * self.late
 
 
-def test_a_parameter_that_comes_late_is_refused() -> None:
+def test_a_parameter_created_after_build_raises() -> None:
     with pytest.raises(SpanaxError, match="how many parameters there are: 0 arrays before, 1 after"):
         traced(lambda: Lazy())
 
@@ -68,11 +68,11 @@ class Looped(nnx.Module):
         return nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
 
 
-def test_a_loop_writes_to_nothing() -> None:
+def test_a_loop_without_writes_supports_microbatches() -> None:
     traced(Looped, microbatches=4)
 
 
-def test_a_loop_that_does_write_is_seen() -> None:
+def test_a_loop_that_writes_is_detected() -> None:
     def after(leaves: Any) -> Any:
         turned = jax.lax.scan(lambda carry, row: (carry, (row[0], row[1] + 1)), 0, leaves[:2])[1]
         swapped = jax.lax.scan(lambda pair, _: ((pair[1], pair[0]), None), tuple(leaves[2:]), None, length=3)[0]

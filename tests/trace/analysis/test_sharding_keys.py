@@ -45,7 +45,7 @@ def test_a_statistic_of_the_batch_is_computed() -> None:
     assert mean.origin == Origin.BATCH and mean.is_computed
 
 
-def test_a_dim_that_an_operation_works_along_is_replicated() -> None:
+def test_a_dim_along_which_an_operation_runs_is_replicated() -> None:
     step = step_of(lambda w, x: jnp.sort(x @ w, axis=1), [W], X)
     assert [key.replicated for key in keys_of(step, "sort")] == [frozenset({1})]
 
@@ -70,7 +70,7 @@ def test_a_value_that_selects_experts_is_routed() -> None:
     assert router.is_routed and not weights.is_routed
 
 
-def test_uniform_values_come_from_scalars_alone() -> None:
+def test_only_scalars_yield_uniform_values() -> None:
     step = step_of(lambda w, x: (jnp.full((3, 5), 2.0) * 3, x @ w), [W], X)
     uniform = {op.name for op in step.graph.ops() if step.uniform.issuperset(op.outputs)}
     assert "broadcast_in_dim" in uniform and "dot_general" not in uniform

@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, set[Flaw]]] = {
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_flaw_of_a_loss_is_listed_and_nothing_else(name: str, microbatches: int) -> None:
+def test_exactly_the_flaw_of_a_loss_is_listed(name: str, microbatches: int) -> None:
     loss, expected = CASES[name]
     result = flaws_of(loss, microbatches=microbatches)
     result.pop(Flaw.UNUSED, None)
@@ -123,7 +123,7 @@ def test_layers_in_a_scan_and_under_remat_learn() -> None:
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_steps_of_ones_own(jit: bool) -> None:
+def test_custom_train_steps(jit: bool) -> None:
     wrap = nnx.jit if jit else lambda step: step
     assert flaws_of(train_step=wrap(step_of(mean_square))) == {}
     constant = lambda model, x: jnp.float32(3.0) + 0 * x.sum()  # noqa: E731

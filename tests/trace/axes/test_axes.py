@@ -52,7 +52,7 @@ def misnamed(traced: StepAnalysis, name: str, size: int) -> list[str]:
 
 # 11 divides nothing in the models; but a scan over 24 steps by halves meets 11, and not 13.
 @pytest.mark.parametrize("name", sampled(zoo.ZOO, QUICK))
-def test_batch_is_every_dim_divisible_by_a_prime_batch_and_no_other(name: str) -> None:
+def test_exactly_the_dims_divisible_by_a_prime_batch_are_batch(name: str) -> None:
     size = 13 if name == "ssm" else 11
     traced = program(name, size)
     assert misnamed(traced.step, "batch", size) == []
@@ -74,7 +74,7 @@ SEQUENCES: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", sampled(SEQUENCES, ["scanned", "grouped queries"]))
-def test_seq_is_every_dim_of_a_prime_length_and_no_other(name: str) -> None:
+def test_exactly_the_dims_of_a_prime_length_are_seq(name: str) -> None:
     model, config, loss = SEQUENCES[name]
     config = dataclasses.replace(config, seq_len=11)
     ids = jax.ShapeDtypeStruct((4, 11), "int32")
@@ -94,7 +94,7 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
     assert leaves == expected and expected
 
 
-def test_a_rule_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(TABLE, "dot_general")
     case = zoo.ZOO["mlp"]
     with pytest.warns(UserWarning, match="no rule for the primitives 'dot_general'"):
@@ -201,7 +201,7 @@ def test_rename() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "seq", "layers"])
-def test_what_layouts_go_by_keeps_its_name(name: str) -> None:
+def test_names_used_by_layouts_cannot_be_renamed(name: str) -> None:
     with pytest.raises(spanax.SpanaxError, match=f"'{name}' cannot be renamed"):
         program("gpt", 11).rename({name: "other"})
 

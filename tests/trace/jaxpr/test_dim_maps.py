@@ -216,7 +216,7 @@ def test_a_rule_joins(name: str) -> None:
     assert not dims.unknown
 
 
-def test_a_wrong_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_join_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE, "transpose", TABLE["exp"])
     assert joined(dims_of(jnp.transpose, X)) == "ab->ab"
 
@@ -233,7 +233,7 @@ def test_a_wrong_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda x: jnp.add(*jnp.split(x, 2)), f32(12), [[6]]),
     ],
 )
-def test_ways(function: Callable[..., Any], arg: Any, expected: list[list[int]]) -> None:
+def test_the_number_of_shards_of_an_axis(function: Callable[..., Any], arg: Any, expected: list[list[int]]) -> None:
     assert ways(dims_of(function, arg)) == expected
 
 
@@ -316,7 +316,7 @@ def test_a_pallas_kernel_is_opaque() -> None:
     assert dims.opaque == {"pallas_call": 1} and not dims.unknown
 
 
-def test_a_solve_is_what_it_is_made_of() -> None:
+def test_a_solve_counts_the_flops_of_its_parts() -> None:
     """Four functions under one operation: the one that solves is followed, and the examples stay apart."""
     dims = dims_of(jax.grad(lambda a, b: jnp.linalg.solve(a, b).sum()), f32(3, 5, 5), f32(3, 5, 2))
     assert not dims.unknown
@@ -324,7 +324,7 @@ def test_a_solve_is_what_it_is_made_of() -> None:
     assert dims.classes(gradient)[0] == dims.classes(dims.graph.body.inputs[0])[0]
 
 
-def test_a_loop_joins_what_a_later_round_meets() -> None:
+def test_a_loop_joins_carries_that_swap() -> None:
     """Carries that swap places each round are one class, though no single round joins them."""
     dims = dims_of(lambda x, y: lax.fori_loop(0, 3, lambda i, pair: (pair[1], pair[0]), (x, y)), V, V)
     assert joined(dims) == "a,a->a,a"
@@ -333,7 +333,7 @@ def test_a_loop_joins_what_a_later_round_meets() -> None:
 # What is only a wrapping, and what a loop goes along
 
 
-def test_wrappings_are_looked_into() -> None:
+def test_wrapped_functions_are_traversed() -> None:
     doubled = jax.custom_batching.custom_vmap(lambda x: 2 * x)
     doubled.def_vmap(lambda size, is_batched, x: (2 * x, is_batched[0]))
     named = lax.composite(lambda x: jnp.sin(x), "my.sine")
@@ -341,7 +341,7 @@ def test_wrappings_are_looked_into() -> None:
     assert not result.unknown and joined(result) == "ab->ab"
 
 
-def test_of_a_linear_solve_only_the_solution_is_left() -> None:
+def test_a_linear_solve_joins_only_batch_dims() -> None:
     result = dims_of(jnp.linalg.solve, f32(8, 5, 5), f32(8, 5, 2))
     assert not result.unknown and joined(result) == "abc,ade->afg"
 
@@ -360,12 +360,12 @@ def in_parts(x: Any) -> Any:
     return lax.map(jnp.sin, x.reshape(4, 12, 3))
 
 
-def test_a_loop_over_parts_of_the_batch_leaves_a_part_to_be_split() -> None:
+def test_a_loop_over_parts_of_the_batch_shards_each_part() -> None:
     assert joined(turned(in_parts, f32(48, 3))) == "ab->cab"
     assert joined(turned(lambda x: in_parts(x).reshape(48, 3), f32(48, 3))) == "ab->ab"
 
 
-def test_a_loop_over_parts_of_anything_else_leaves_the_parts_to_be_split() -> None:
+def test_a_loop_over_parts_of_another_dim_shards_the_parts() -> None:
     assert joined(turned(lambda _, x: in_parts(x), f32(5), f32(48, 3))) == "a,bc->bdc"
 
 
@@ -379,12 +379,12 @@ def test_examples_drawn_from_the_batch_are_examples(size: int, result: str) -> N
     assert joined(turned(draw, f32(48, 3))) == result
 
 
-def test_what_is_drawn_into_known_places_is_not_an_example() -> None:
+def test_a_lookup_by_indices_joins_the_indices() -> None:
     assert joined(turned(lambda x, at: x[at], f32(48, 3), i32(48))) == "ab,c->cb"
 
 
 @pytest.mark.parametrize(("function", "args"), [(jnp.linalg.cholesky, (f32(8, 8),)), (jnp.fft.fft, (f32(8),))])
-def test_a_matrix_or_a_row_is_one_problem(function: Callable[..., Any], args: Any) -> None:
+def test_cholesky_and_fft_have_no_independent_dims(function: Callable[..., Any], args: Any) -> None:
     graph = from_jaxpr(jax.make_jaxpr(function)(*args))
     (op,) = [op for op in graph.ops() if op.name in ("cholesky", "fft")]
     assert op.dim_map is not None and not op.dim_map.dims(Kind.SAME)

@@ -51,7 +51,7 @@ def test_readers_inside_a_body() -> None:
     assert [[op.name for op in graph.readers[value]] for value in (carry, row)] == [["sin"], ["mul"]]
 
 
-def test_a_slice_has_what_a_value_is_computed_from_in_order() -> None:
+def test_a_program_slice_has_the_ancestors_of_a_value_in_order() -> None:
     def function(x: Any) -> Any:
         y = jnp.exp(x)
         return jnp.cos(y) + jnp.sin(y), jnp.tan(x)

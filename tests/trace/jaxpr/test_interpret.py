@@ -127,7 +127,7 @@ def test_a_slice_is_evaluated_from_known_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["scan", "cond", "remat", "nested"])
-def test_bodies_keep_their_operation_and_its_parameters(name: str) -> None:
+def test_bodies_record_their_operation_and_its_parameters(name: str) -> None:
     graph = graph_of(FUNCTIONS[name])
     again = from_jaxpr(jax.make_jaxpr(lambda x: of_cosines(graph, [x]))(X), CALLS, as_traced=True)
     before, after = ([op for op in each.ops() if op.bodies] for each in (graph, again))

@@ -92,7 +92,7 @@ def losses(program: Program, on: str = "cpu:1", layout: str = "data", **options:
     return [float(run.step({"tokens": tokens, "targets": targets})["loss"]) for tokens, targets in batches]
 
 
-def test_its_dims_have_the_axes_of_its_operand(program: Program) -> None:
+def test_the_new_primitive_has_the_axes_of_its_operand(program: Program) -> None:
     axes = program.step.axes
     assert not axes.unknown and len(caps(program)) == 2
     assert all(axes.classes[op.inputs[0]] == axes.classes[op.outputs[0]] for op in caps(program))
@@ -102,7 +102,7 @@ def test_its_dims_have_the_axes_of_its_operand(program: Program) -> None:
     }
 
 
-def test_it_is_priced_as_sharded_and_fused(program: Program) -> None:
+def test_the_new_primitive_is_priced_as_sharded_and_fused(program: Program) -> None:
     plan = spanax.plan(program, "cpu:8", layout="fsdp+tensor", mesh="fsdp=4,model=2")
     laid = ShardedProgram(resolver_of(program, plan), program.step)
     for op in caps(program):
@@ -111,7 +111,7 @@ def test_it_is_priced_as_sharded_and_fused(program: Program) -> None:
         assert op.family in FUSED
 
 
-def test_a_model_with_it_trains_sharded_as_on_one_device(program: Program) -> None:
+def test_a_model_with_the_new_primitive_trains_sharded_as_on_one_device(program: Program) -> None:
     sharded = losses(program, "cpu:8", "fsdp+tensor", mesh="fsdp=4,model=2")
     np.testing.assert_allclose(sharded, losses(program), rtol=1e-5)
 
@@ -130,7 +130,7 @@ def test_attention_with_it_before_the_softmax_is_fused(program: Program) -> None
 
 
 @pytest.mark.filterwarnings("ignore:no rule for the primitives 'soft_cap'")
-def test_without_its_row_none_of_this_holds() -> None:
+def test_without_its_rule_the_primitive_is_unknown() -> None:
     assert "soft_cap" not in TABLE
     program = traced()
     assert program.step.axes.unknown and not any(op.is_elementwise for op in caps(program))

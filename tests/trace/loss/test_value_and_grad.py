@@ -52,14 +52,14 @@ def trained(step: Callable[..., Any]) -> list[Any]:
     return [*map(np.asarray, (*sum(results, ()), model.head.kernel[...]))]
 
 
-def test_outside_it_is_that_of_nnx() -> None:
+def test_under_nnx_jit_it_equals_nnx_value_and_grad() -> None:
     expected = trained(nnx.jit(train_step(nnx.value_and_grad)))
     for result, value in zip(trained(nnx.jit(train_step(spanax.value_and_grad))), expected, strict=True):
         np.testing.assert_array_equal(result, value)
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"loss_chunks": 2}, {"microbatches": 4, "remat": "dots"}])
-def test_every_form_gives_the_numbers_of_nnx(options: dict[str, Any]) -> None:
+def test_every_form_equals_nnx(options: dict[str, Any]) -> None:
     expected = trained(nnx.jit(train_step(nnx.value_and_grad)))
     step = spanax.jit(train_step(spanax.value_and_grad), mesh="fsdp=2,model=2", **options)
     for result, value in zip(trained(step), expected, strict=True):
@@ -68,7 +68,7 @@ def test_every_form_gives_the_numbers_of_nnx(options: dict[str, Any]) -> None:
     assert {name: getattr(form, name) for name in options} == options
 
 
-def test_the_form_is_in_the_program() -> None:
+def test_microbatches_are_a_scan_in_the_program() -> None:
     names = {}
     for microbatches in (1, 4):
         step = spanax.jit(train_step(spanax.value_and_grad), mesh="data=2", microbatches=microbatches)

@@ -36,7 +36,7 @@ def test_every_parameter_has_its_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("built", [lambda: zoo_program("mlp"), by_own_step], ids=["loss", "train_step"])
-def test_they_are_the_gradients(built, devices: list[jax.Device]) -> None:
+def test_recorded_gradients_equal_the_gradients(built, devices: list[jax.Device]) -> None:
     recorded = built().with_gradients()
     run = spanax.start(recorded, spanax.plan(recorded, spanax.cluster("cpu:1"), layout="data"))
     model, batch = run.model(), zoo.ZOO["mlp"].batch(16)
@@ -48,7 +48,7 @@ def test_they_are_the_gradients(built, devices: list[jax.Device]) -> None:
         np.testing.assert_allclose(result[PREFIX + name], leaf, rtol=1e-5, atol=1e-7)
 
 
-def test_policy_and_parts_and_names_are_kept() -> None:
+def test_policy_parts_and_names_are_preserved() -> None:
     case = zoo.ZOO["gpt"]
     program = spanax.trace(
         build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, remat="full", microbatches=2
@@ -58,7 +58,7 @@ def test_policy_and_parts_and_names_are_kept() -> None:
     assert next(leaf for leaf in recorded.leaves if leaf.path == PREFIX + "embed").axes == ("words", "embed")
 
 
-def test_an_optimizer_of_another_kind_is_told() -> None:
+def test_an_optimizer_of_another_kind_raises() -> None:
     class Mine(nnx.Optimizer):
         pass
 

@@ -80,14 +80,14 @@ def test_two_schedules_have_names_and_an_unknown_rate_has_none() -> None:
     assert "learning_rate" not in run_of("data=2", optax.adam(0.1)).step(ROWS)
 
 
-def test_what_the_step_returns_itself_stays() -> None:
+def test_a_learning_rate_returned_by_the_step_is_unchanged() -> None:
     def step(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
         return {**own_step(model, optimizer, batch), "learning_rate": jnp.float32(7.0)}
 
     assert float(run_of("data=2", OPTIMIZERS["a logged schedule"], train_step=step).step(ROWS)["learning_rate"]) == 7
 
 
-def test_a_skipped_step_does_not_move_the_rate_of_a_workload(tmp_path: Path) -> None:
+def test_a_skipped_step_does_not_advance_the_schedule(tmp_path: Path) -> None:
     batches = [{"x": ROWS} for _ in range(4)]
     batches[1] = {"x": np.full_like(ROWS, np.nan)}
     workload = spanax.Workload(

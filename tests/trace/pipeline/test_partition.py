@@ -34,7 +34,7 @@ def pieces() -> PipelinePartition:
     return pipeline_partition(traced().step, 4)
 
 
-def test_lookups_are_in_front_the_loss_is_in_the_head_and_their_gradient_is_the_end(pieces: PipelinePartition) -> None:
+def test_lookups_precede_the_layers_and_the_loss_follows_them(pieces: PipelinePartition) -> None:
     assert pieces.num_layers == 4
     assert "gather" in names(pieces.front_ops) and "dot_general" not in names(pieces.front_ops)
     # The tied embedding: logits, and what they give back to the layers and to the table.
@@ -55,25 +55,25 @@ def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pie
     assert len(shapes["layers",]) == 12 and len(shapes["head",]) == 2
 
 
-def test_counts_of_draws_stay_with_their_layers(pieces: PipelinePartition) -> None:
+def test_random_counts_are_updated_with_their_layers(pieces: PipelinePartition) -> None:
     assert len(pieces.layer_states) == 2 and not pieces.states
 
 
-def test_counts_move_on_with_their_layers_or_in_front() -> None:
+def test_counts_are_updated_with_their_layers_or_on_the_first_stage() -> None:
     pieces = pipeline_partition(traced(accumulate="mean").step, 4)
     assert len(pieces.layer_states) == 2 and len(pieces.states) == pieces.num_front_states == 1
     # Its value before is what the end makes the same mask from.
     assert pieces.ridden == (pieces.states[0].before,)
 
 
-def test_what_is_cast_for_all_layers_is_cast_before_the_loop() -> None:
+def test_casts_of_all_layers_run_before_the_loop() -> None:
     partition = pipeline_partition(traced("bfloat16", "full").step, 4)
     assert set(names(partition.prepared_ops)) == {"convert_element_type"} and len(partition.rows) >= 12
     assert {tuple(sorted(item.parts)) for item in partition.sums} == {("layers",), ("end", "head"), ("end",), ("head",)}
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
-def test_half_a_way_back_is_half_the_matmuls(remat: str | None) -> None:
+def test_a_split_backward_pass_divides_the_matmuls(remat: str | None) -> None:
     partition = pipeline_partition(traced(remat=remat).step, 4)
     two = split_backward(partition.backward)
     again = 5 if remat else 0  # qkv, scores, weighted values, the projection of heads, up
@@ -102,7 +102,7 @@ class Watched(nnx.Module):
         return self.blocks(x)
 
 
-def test_what_reads_all_layers_weights_at_once_is_computed_before_the_loop() -> None:
+def test_functions_of_all_layer_weights_are_computed_before_the_loop() -> None:
     program = spanax.trace(
         build=Watched, optimizer=optax.sgd(0.1), microbatches=4, batch=jax.ShapeDtypeStruct((8, 8), "float32"),
         accumulate="mean",

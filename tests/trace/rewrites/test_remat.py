@@ -78,7 +78,7 @@ def kept_bytes(program: Program) -> int:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_policy_says_what_a_scanned_layer_keeps(remat: bool) -> None:
+def test_a_policy_selects_the_residuals_of_a_scanned_layer(remat: bool) -> None:
     """Also where the model has a remat of its own, which each policy takes the place of."""
     full, dots, none = (scanned(remat).with_remat(policy) for policy in ("full", "dots", "none"))
     carried = (L, B, T, D)
@@ -92,7 +92,7 @@ def test_a_policy_says_what_a_scanned_layer_keeps(remat: bool) -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_what_is_not_kept_is_computed_again_and_only_that(remat: bool) -> None:
+def test_exactly_the_values_that_are_not_stored_are_recomputed(remat: bool) -> None:
     result = {name: count(scanned(remat).with_remat(name).step.graph, "dot_general") for name in POLICIES}
     once = 3 * (L * FORWARD + HEAD)  # a matmul forward has two on the way back
     # The last of a block, `down`, is only added to what enters the next one: no gradient asks for it.
@@ -136,7 +136,7 @@ def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
     assert same.with_microbatches(2).remat == "none" and scanned(True).with_remat("none").step is not scanned(True).step
 
 
-def test_none_takes_the_models_own_remat_out() -> None:
+def test_none_removes_the_remat_of_the_model() -> None:
     for program in (scanned(True), unrolled()):
         assert remats(program.step.graph) > 0
         assert remats(program.with_remat("none").step.graph) == 0
@@ -150,7 +150,7 @@ def test_a_remat_outside_of_loops_takes_the_policy() -> None:
     assert count(unrolled().step.graph, "dot_general") == matmuls[2]
 
 
-def test_a_model_without_layers_is_one_layer_to_dots() -> None:
+def test_a_model_without_layers_is_one_layer_for_dots() -> None:
     program = traced(zoo.MLP)
     dots = program.with_remat("dots").step.graph
     assert remats(program.step.graph) == 0 and remats(dots) == 1
@@ -159,7 +159,7 @@ def test_a_model_without_layers_is_one_layer_to_dots() -> None:
     assert count(traced(zoo.MLP, remat="none").step.graph, "logistic") == count(program.step.graph, "logistic")
 
 
-def test_dots_keeps_convolutions() -> None:
+def test_dots_stores_convolutions() -> None:
     case = zoo.ZOO["cnn"]
     program = traced(case.build, case.loss, case.batch(B))
     graphs = [each.step.graph for each in (program, program.with_remat("dots"))]
@@ -207,7 +207,7 @@ PLACES: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_where_layers_are_found(place: str) -> None:
+def test_layers_are_detected(place: str) -> None:
     function, expected = PLACES[place]
     assert remats(from_jaxpr(jax.make_jaxpr(function)(W, X))) == 0
     assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(function, "full"))(W, X))) == expected
@@ -228,7 +228,7 @@ def test_a_partial_policy_counts_layers_in_the_order_of_their_loops() -> None:
     assert backward_loops(jax.jit(jax.jit(run)), "full:1") == [(1, 0), (2, 0), (2, 0), (1, 1)]
 
 
-def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
+def test_remat_inside_a_layer_is_preserved() -> None:
     """As attention in chunks has it: forgotten with the layer, and on the way back chunk by chunk."""
 
     def chunked(w: Any, x: Any) -> Any:
@@ -242,7 +242,7 @@ def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
         assert jax.checkpoint_policies.dots_saveable not in results
 
 
-def test_the_way_back_of_a_gradient_inside_the_loss_stays() -> None:
+def test_remat_of_a_gradient_inside_the_loss_is_preserved() -> None:
     """It is not what the loss's own gradient keeps, and cannot be told from outside to compute less."""
     gradient = jax.grad(jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable))
     for policy in ("none", "full"):
@@ -251,7 +251,7 @@ def test_the_way_back_of_a_gradient_inside_the_loss_stays() -> None:
         assert [op.params["policy"] for op in back] == [jax.checkpoint_policies.dots_saveable]
 
 
-def test_a_loop_without_a_matmul_is_no_layer() -> None:
+def test_a_loop_without_a_matmul_is_not_a_layer() -> None:
     def summed(w: Any, x: Any) -> Any:
         return (lax.scan(lambda c, y: (jnp.sin(c + y), None), x[0], x)[0] @ w[0]).sum()
 
@@ -260,7 +260,7 @@ def test_a_loop_without_a_matmul_is_no_layer() -> None:
     assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(summed, "dots"))(W, X))) == 1  # around all of it
 
 
-def test_a_derivative_of_ones_own_survives() -> None:
+def test_a_custom_derivative_is_preserved() -> None:
     """The loop inside it is not on the way back, and so is no layer; around it there may be one."""
     with pytest.raises(spanax.SpanaxError, match="no layer to rematerialize"):
         jax.make_jaxpr(rematerialized(tripled, "full"))(W, X)
@@ -299,7 +299,7 @@ def test_every_model_takes_dots(name: str) -> None:
     assert [leaf.axes for leaf in dots.batch] == [leaf.axes for leaf in program.batch]
 
 
-def test_what_goes_to_the_host_is_split_like_what_it_was() -> None:
+def test_offloaded_activations_have_the_axes_of_their_source() -> None:
     step = scanned().with_remat("offload").step
     moves = [op for op in step.graph.ops() if op.name == "device_put"]
     on_host = [step.graph.avals[op.outputs[0]].memory_space == jax.memory.Space.Host for op in moves]
@@ -325,7 +325,7 @@ def test_a_program_knows_its_policy_and_takes_another() -> None:
     assert program.with_remat("none") is unforgetful
 
 
-def test_names_of_axes_stay_with_the_program() -> None:
+def test_names_of_axes_are_preserved_by_variants() -> None:
     renamed = scanned().rename({"mlp": "wide"})
     for program in (renamed.with_remat("full"), renamed.with_remat("dots").with_remat("full")):
         assert "wide" in {axis.name for axis in program.axes} and "mlp" not in {axis.name for axis in program.axes}
@@ -334,7 +334,7 @@ def test_names_of_axes_stay_with_the_program() -> None:
     assert "wider" in {axis.name for axis in twice.axes}
 
 
-def test_the_evaluation_keeps_nothing_and_has_no_policy() -> None:
+def test_an_evaluation_has_no_remat() -> None:
     program = scanned().with_remat("full")
     assert program.evaluation is not None and remats(program.evaluation.graph) == 0
     names = program.evaluation.axes.of(program.evaluation.graph.body.inputs[0])
@@ -359,7 +359,7 @@ def test_the_evaluation_keeps_nothing_and_has_no_policy() -> None:
         ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` requires `loss`"),
     ],
 )
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_raises(options: dict[str, Any], message: str) -> None:
     with pytest.raises(spanax.SpanaxError) as caught:
         traced(zoo.MLP, **options)
     assert str(caught.value).startswith(message) and "fix: " in str(caught.value)
@@ -376,7 +376,7 @@ def test_more_layers_than_there_are_are_refused(policy: str) -> None:
     assert str(caught.value).endswith("fix: 'full' for all layers")
 
 
-def test_refused_later() -> None:
+def test_an_unsupported_policy_raises_on_the_program() -> None:
     local = traced(zoo.MLP, loss=None, train_step=lambda model, optimizer, batch: {})
     for program, policy, message in (
         (local, "dots", "`remat` requires `loss`"),

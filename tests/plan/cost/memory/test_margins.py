@@ -19,7 +19,7 @@ def test_the_upper_estimate_exceeds_the_prediction_and_grows_with_it() -> None:
         assert (upper < 2 * peaks).all()
 
 
-def test_what_does_not_grow_with_a_program_is_added_once() -> None:
+def test_the_constant_part_of_the_margin_is_added_once() -> None:
     small, large = upper_bytes(zoo_program("cnn"), np.asarray([1e6, 1e11]))
     assert small == 1e6 * (1 + MARGINS[Kind.SMALL].share)
     assert large == 1e11 * (1 + MARGINS[Kind.CONVOLUTIONS].share) + EXCESS_BYTES

@@ -25,7 +25,7 @@ def test_python_is_a_corpus_of_some_size() -> None:
     corpus.train.decode(), corpus.validation.decode()
 
 
-def test_a_file_keeps_its_last_twentieth_for_validation(tmp_path: Path) -> None:
+def test_the_last_twentieth_of_a_file_is_the_validation_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("ab" * 50)
     corpus = load_corpus(path)
@@ -33,7 +33,7 @@ def test_a_file_keeps_its_last_twentieth_for_validation(tmp_path: Path) -> None:
     assert corpus.train + corpus.validation == path.read_bytes()
 
 
-def test_a_character_is_never_cut(tmp_path: Path) -> None:
+def test_a_character_is_never_divided(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     for length in range(1, 45):
         path.write_text("€" * length)
@@ -42,7 +42,7 @@ def test_a_character_is_never_cut(tmp_path: Path) -> None:
         assert corpus.train + corpus.validation == path.read_bytes()
 
 
-def test_a_folder_holds_whole_files_out(tmp_path: Path) -> None:
+def test_a_folder_holds_out_complete_files(tmp_path: Path) -> None:
     for i in range(60):
         (tmp_path / f"d{i % 3}").mkdir(exist_ok=True)
         (tmp_path / f"d{i % 3}" / f"{i:02}.md").write_text(f"file {i:02}")
@@ -53,7 +53,7 @@ def test_a_folder_holds_whole_files_out(tmp_path: Path) -> None:
     assert corpus.train.decode().split("\n")[0] == "file 00"  # by path, so d0 comes first
 
 
-def test_a_new_file_moves_no_other_to_the_other_side(tmp_path: Path) -> None:
+def test_a_new_file_does_not_change_the_split_of_others(tmp_path: Path) -> None:
     for i in range(60):
         (tmp_path / f"{i}.txt").write_text(f"file {i}")
     held_out = set(load_corpus(tmp_path).validation.decode().split("\n"))
@@ -69,7 +69,7 @@ def test_a_small_folder_has_both_sides(num_files: int, tmp_path: Path) -> None:
     assert corpus.train and corpus.validation
 
 
-def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
+def test_hidden_and_binary_files_are_excluded(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / "__pycache__").mkdir()

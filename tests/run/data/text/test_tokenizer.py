@@ -71,7 +71,7 @@ def test_a_tokenizer_of_a_run_is_not_trained_again(
         load_tokenizer(TrainedTokenizer("bpe:300", "{}"), [corpus], cache)
 
 
-def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cache: Path) -> None:
+def test_a_bpe_decodes_the_training_text(text: Path, cache: Path) -> None:
     tokens = load_tokens(text, "bpe:300", "train", cache)
     (cached,) = cache.glob("tokenizer-*.json")
     engine = tokenizers.Tokenizer.from_file(str(cached))
@@ -110,7 +110,7 @@ def test_another_text_or_size_is_another_tokenizer(text: Path, cache: Path) -> N
 
 @pytest.mark.parametrize("pattern", ["tokenizer-*.json", "tokens-*.npy"])
 @pytest.mark.parametrize("keep", [0, 50])
-def test_a_cache_cut_short_is_made_again(pattern: str, keep: int, text: Path, cache: Path) -> None:
+def test_a_truncated_cache_is_rebuilt(pattern: str, keep: int, text: Path, cache: Path) -> None:
     first = load_tokens(text, "bpe:300", "train", cache)
     (cached,) = cache.glob(pattern)
     complete = cached.read_bytes()
@@ -134,7 +134,7 @@ def test_a_cache_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch:
         assert len(load_tokens(text, "bpe:300").ids)
 
 
-def test_pieces_are_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_concatenate_to_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 7)
     for text in ("", "€" * 30, "a b\nc" * 9, "\n" * 20, "word " * 5 + "€uro\n", "x" * 7, "x" * 8):
         pieces = list(tokenizer._pieces(text.encode()))
@@ -165,7 +165,7 @@ def test_a_tokenizer_file(text: Path, cache: Path, tmp_path: Path) -> None:
     assert load_tokens(text, str(tmp_path / "mine.json"), "train", cache).vocab_size == encoder.vocab_size
 
 
-def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None:
+def test_a_vocabulary_with_gaps_has_the_size_of_its_highest_id(tmp_path: Path) -> None:
     words = tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
     tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
     encoder = load_tokenizer(str(tmp_path / "gaps.json"))
@@ -193,7 +193,7 @@ def test_an_unknown_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:256", "bpe:-1"])
-def test_a_bpe_of_no_size(name: str) -> None:
+def test_a_bpe_without_a_size_raises(name: str) -> None:
     assert message_of(SpanaxError, name) == (f"tokenizer '{name}' needs a vocabulary of at least 257.\n  fix: bpe:4096")
 
 
@@ -238,7 +238,7 @@ def test_a_missing_bin(tmp_path: Path) -> None:
         load_tokens(tmp_path / "no.bin")
 
 
-def test_a_bin_is_mapped_and_not_read(tmp_path: Path) -> None:
+def test_a_bin_file_is_memory_mapped(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     with open(path, "wb") as file:
         os.truncate(file.fileno(), 1 << 40)  # a terabyte of nothing, on no disk

@@ -92,7 +92,7 @@ def test_each_kernel_is_called_on_its_platform_and_nowhere_else(kernel: str, pla
 
 
 @pytest.mark.slow
-def test_a_step_by_a_kernel_is_that_of_the_model_on_every_mesh() -> None:
+def test_a_step_with_a_kernel_equals_the_model_on_every_mesh() -> None:
     workload = load("llama-nano", batch_size=8, seq_len=128, num_layers=1)
     program = workload.trace(learning_rate=1e-3, num_steps=4)
     rng = np.random.default_rng(0)

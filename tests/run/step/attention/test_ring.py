@@ -218,14 +218,14 @@ def test_under_remat_and_in_microbatches(schedule: Any) -> None:
 
 
 @pytest.mark.slow
-def test_only_keys_go_around() -> None:
+def test_only_keys_and_values_pass_around_a_ring() -> None:
     text = spanax.start(program("causal"), ring_plan("causal", "context=8")).lower().compile().as_text()
     assert "collective-permute" in text and "all-to-all" not in text
     gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
     assert not gathered, gathered[:2]
 
 
-def test_a_plan_keeps_its_ring(tmp_path: Any) -> None:
+def test_a_plan_records_its_ring(tmp_path: Any) -> None:
     plan = ring_plan("causal", "context=8")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and plan.schedule.context == "ring"
@@ -276,7 +276,7 @@ def temporary_bytes(length: int, num_devices: int, layout: str) -> int:
 
 
 @pytest.mark.slow
-def test_what_a_device_holds_falls_with_the_ring() -> None:
+def test_memory_per_device_falls_with_the_size_of_the_ring() -> None:
     four, eight = (temporary_bytes(16384, num_devices, "ring") for num_devices in (4, 8))
     assert eight < 0.55 * four
     assert 40 * eight < temporary_bytes(16384, 8, "context")
@@ -318,7 +318,7 @@ def test_a_sequence_of_32k_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
-def test_what_was_priced_is_what_runs(name: str, mesh: str) -> None:
+def test_the_priced_communication_of_a_ring_is_the_compiled(name: str, mesh: str) -> None:
     """Bytes that go around, sums and FLOPs: the plan's and the compiled program's, to the byte."""
     machine = spanax.cluster("cpu:8")
     report = spanax.check(program(name), ring_plan(name, mesh), machine, cache=False)

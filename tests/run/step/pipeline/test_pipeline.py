@@ -65,14 +65,14 @@ def test_every_preset_with_stages_is_tried() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_so_does_one_that_computes_layers_again(schedule: str) -> None:
+def test_a_rematerialized_pipeline_equals_one_device(schedule: str) -> None:
     built = program("gpt", 4, "full")
     run = spanax.start(built, planned(built, "pipe=2", schedule), seed=3)
     assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 @pytest.mark.slow
-def test_what_layers_leave_for_the_head_goes_with_them() -> None:
+def test_outputs_of_layers_for_the_head_are_sent_with_activations() -> None:
     """The experts' balance is a result of every layer, and part of the loss."""
     built = program("mixtral", 4)
     run = spanax.start(built, planned(built, "pipe=2,expert=2", "1f1b"), seed=3)
@@ -107,7 +107,7 @@ def test_only_permutations_go_from_stage_to_stage() -> None:
     ("mesh", "schedule", "within"),
     [("pipe=2,data=2,model=2", "1f1b", 0.0), pytest.param("pipe=4,fsdp=2", "gpipe", 0.05, marks=pytest.mark.slow)],
 )
-def test_a_step_moves_and_computes_what_the_plan_says(mesh: str, schedule: str, within: float) -> None:
+def test_bytes_and_flops_of_a_step_equal_the_plan(mesh: str, schedule: str, within: float) -> None:
     built = program("gpt", 4)
     report = spanax.check(built, planned(built, mesh, schedule), spanax.cluster("cpu:8"), level=2)
     reported, result = report.predicted, report.compiled
@@ -149,7 +149,7 @@ def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
     assert temporaries["gpipe", 16] > 2 * temporaries["gpipe", 4]
 
 
-def test_a_state_is_born_in_stages() -> None:
+def test_a_state_is_initialized_in_stages() -> None:
     built = program("gpt", 4)
     plan = planned(built, "pipe=4,model=2", "1f1b")
     place = plan["blocks.up.kernel"]
@@ -159,7 +159,7 @@ def test_a_state_is_born_in_stages() -> None:
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
 
 
-def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
+def test_stages_with_several_chunks_store_layers_from_several_places() -> None:
     """What is kept stage by stage is shown in the layers' order, and evaluated in it."""
     built = program("gpt", 4)
     first, second = (
@@ -178,7 +178,7 @@ def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
     np.testing.assert_array_equal(np.asarray(first.model().blocks.up.kernel[...]), shown)
 
 
-def test_a_check_holds_stages_against_one_device() -> None:
+def test_a_check_compares_stages_with_one_device() -> None:
     program = spanax.trace(
         build=Watched, optimizer=optax.sgd(0.1), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
@@ -186,7 +186,7 @@ def test_a_check_holds_stages_against_one_device() -> None:
     assert parity(program, planned(program, "pipe=2", "interleaved"), steps=1).passes
 
 
-def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:
+def test_an_update_by_layer_index_raises() -> None:
     program = spanax.trace(
         build=Watched, optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
@@ -231,7 +231,7 @@ class Watched(nnx.Module):
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (4, "zero-bubble"), (2, "interleaved")])
-def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: str) -> None:
+def test_functions_of_all_layers_equal_one_device(stages: int, schedule: str) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     built = spanax.trace(
         build=Watched,
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Any, str, Schedule, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(name: str) -> None:
+def test_an_unsupported_pipeline_raises(name: str) -> None:
     built, mesh, schedule, reported = REFUSED[name]
     with pytest.raises(SpanaxError, match=reported.replace("(", r"\(").replace(")", r"\)")):
         spanax.plan(built(), spanax.cluster("cpu:8"), mesh=mesh, schedule=schedule)
@@ -293,7 +293,7 @@ def traced_chain() -> Program:
     )  # fmt: skip
 
 
-def test_a_model_that_goes_round_in_circles_is_refused() -> None:
+def test_state_from_the_head_to_the_next_microbatch_raises() -> None:
     built = traced_chain()
     run = spanax.start(built, planned(built, "pipe=2", "1f1b"))
     with pytest.raises(SpanaxError, match="from the head of one microbatch to the front of the next"):

@@ -30,7 +30,7 @@ def product(numbers: Any, x: Any, y: Any) -> Graph:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_stay(name: str, devices: Any) -> None:
+def test_a_single_contraction_equals_dot_general(name: str, devices: Any) -> None:
     x, y = jax.random.normal(jax.random.key(0), (2, 4, 4, 4))
     graph = product(NUMBERS[name], x, y)
     expected = lax.dot_general(x, y, NUMBERS[name])
@@ -59,7 +59,7 @@ def test_a_split_dim_stays_in_front(lhs: Any, rhs: Any, manual: frozenset[str], 
 
 
 @pytest.mark.parametrize("unknown", [None, Constraint(((), (), ()), is_open=True)])
-def test_what_the_compiler_splits_is_left_to_it(unknown: Constraint | None, devices: Any) -> None:
+def test_products_of_unknown_sharding_are_not_rewritten(unknown: Constraint | None, devices: Any) -> None:
     x = jnp.ones((4, 4, 4))
     (op,) = product(NUMBERS["a weight's gradient"], x, x).body.ops
     assert single_contraction(op, [x, x], [WHOLE, unknown]) is None

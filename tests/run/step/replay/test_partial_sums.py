@@ -86,7 +86,7 @@ def test_the_numbers_are_those_of_one_device(name: str, layout: str, mesh: str) 
     assert {path: much for path, much in apart.items() if much > 1e-5} == {}
 
 
-def test_a_sum_put_off_is_summed_further() -> None:
+def test_a_deferred_sum_is_divided_along_more_axes() -> None:
     """What has a part for each of `data` is divided along `expert` too, wherever that stands in the mesh."""
     parts = np.arange(4 * 6.0).reshape(4, 6)
     split, ways = ((0, ("expert",)),), {"data": 4, "expert": 2}

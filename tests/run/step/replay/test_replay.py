@@ -122,7 +122,7 @@ def test_the_same_numbers(name: str, constrained: bool) -> None:
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_remat_stays_a_remat_and_a_scan_a_scan() -> None:
+def test_remat_and_scan_are_preserved() -> None:
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     for name, primitive in (("remat in a scan", "scan"), ("remat in a scan", "checkpoint"), ("cond", "cond")):
         graph = from_jaxpr(jax.make_jaxpr(FUNCTIONS[name])(x))
@@ -133,7 +133,7 @@ def test_remat_stays_a_remat_and_a_scan_a_scan() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_what_is_kept_on_the_host_stays_there(size: int) -> None:
+def test_residuals_on_the_host_remain_there(size: int) -> None:
     x = jax.ShapeDtypeStruct((8, 8), "float32")
     graph = from_jaxpr(jax.make_jaxpr(FUNCTIONS["a residual kept on the host"])(x))
     constraints = [Constraint((("data",), ())) if graph.shape(v) == (8, 8) else None for v in range(len(graph.avals))]
@@ -156,7 +156,7 @@ def sharding(spec: tuple[tuple[str, ...], ...]) -> NamedSharding:
 
 
 @pytest.mark.parametrize("spec", [(("data",), ()), ((), ("model",)), (("model",), ("data",)), (("data", "model"), ())])
-def test_a_constraint_is_where_the_value_lies(spec: tuple[tuple[str, ...], ...]) -> None:
+def test_a_constraint_equals_the_sharding_of_the_value(spec: tuple[tuple[str, ...], ...]) -> None:
     graph = from_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(jax.ShapeDtypeStruct((8, 8), "float32")))
     (out,) = graph.body.outputs
     constraints = [Constraint(spec) if value == out else None for value in range(len(graph.avals))]
@@ -167,7 +167,7 @@ def test_a_constraint_is_where_the_value_lies(spec: tuple[tuple[str, ...], ...])
 
 
 @pytest.mark.parametrize("function", [lambda x, w: x @ w, lambda x, w: jnp.transpose(w), lambda x, w: w[::-1] @ x])
-def test_a_result_is_constrained_though_an_operand_looks_alike(function: Callable[..., Any]) -> None:
+def test_a_result_is_constrained_even_if_an_operand_has_the_same_shape(function: Callable[..., Any]) -> None:
     """Same shape, same constraint, and yet not the same dims: nothing carries the split over."""
     square, spec = jax.ShapeDtypeStruct((8, 8), "float32"), (("data",), ())
     graph = from_jaxpr(jax.make_jaxpr(function)(square, square))
@@ -250,7 +250,7 @@ def misplaced(result: dict[str, jax.Array], plan: spanax.Plan) -> list[str]:
         ("fsdp+tensor", "fsdp=4,model=2", "fsdp+tensor"),
     ],
 )
-def test_gradients_lie_where_the_layout_stores_them(layout: str, mesh: str, stored_like: str) -> None:
+def test_gradients_are_sharded_as_the_layout_stores_them(layout: str, mesh: str, stored_like: str) -> None:
     """As the parameters lie under the layout that stores both alike; in zero1 and zero2 the two differ."""
     plan, expected = (
         spanax.plan(program(), spanax.cluster("cpu:8"), layout=name, mesh=mesh) for name in (layout, stored_like)
@@ -260,7 +260,7 @@ def test_gradients_lie_where_the_layout_stores_them(layout: str, mesh: str, stor
     assert misplaced(actual, expected) == []
 
 
-def test_gradients_left_to_the_compiler_are_seen() -> None:
+def test_unconstrained_gradients_are_detected() -> None:
     """The compiler would split them like the optimizer's moments, which zero1 does not ask for."""
     plan = spanax.plan(program(), spanax.cluster("cpu:8"), layout="zero1", mesh="fsdp=8")
     expected = spanax.plan(program(), spanax.cluster("cpu:8"), layout="data", mesh="fsdp=8")

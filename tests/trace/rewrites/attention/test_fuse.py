@@ -110,7 +110,7 @@ def form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_it_is_found(name: str) -> None:
+def test_attention_is_recognized(name: str) -> None:
     function, operands, num_extras, work = WRITTEN[name]
     graph = graph_of(jax.grad(fuse_attention(lambda *args: function(*args).sum())), *operands)
     assert names(graph).count(FORWARD) == names(graph).count(BACKWARD) == 1
@@ -122,7 +122,7 @@ def test_it_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(WRITTEN, [*WRITTEN][::5]))
-def test_it_computes_the_same(name: str) -> None:
+def test_the_rewrite_computes_the_same(name: str) -> None:
     if jax.config.jax_platforms == "none_such":
         pytest.skip("needs a backend")
     function, operands, _, _ = WRITTEN[name]
@@ -146,7 +146,7 @@ def test_it_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["scan", "remat", "cond"])
-def test_it_is_found_in_layers(wrap: str) -> None:
+def test_attention_is_recognized_in_layers(wrap: str) -> None:
     def layer(x: Any) -> Any:
         return x + plain(x, x, x)
 
@@ -169,7 +169,7 @@ def test_dropout_on_weights_is_refused() -> None:
     assert "test_fuse.py" in str(raised.value)
 
 
-def test_what_is_no_softmax_over_keys_is_left_alone() -> None:
+def test_a_softmax_over_another_dim_is_unchanged() -> None:
     def over_queries(q: Any, k: Any, v: Any) -> Any:
         return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(dots(q, k), axis=-2), v)
 
@@ -182,7 +182,7 @@ def test_what_is_no_softmax_over_keys_is_left_alone() -> None:
             jax.make_jaxpr(fuse_attention(function))(Q, ROWS, ROWS)
 
 
-def test_weights_that_are_read_elsewhere_stay() -> None:
+def test_attention_weights_read_elsewhere_are_also_computed() -> None:
     def reported(q: Any, k: Any, v: Any) -> Any:
         weights = jax.nn.softmax(dots(q, k))
         return jnp.einsum("bhqs,bshk->bqhk", weights, v).sum() + weights.max()
@@ -191,7 +191,7 @@ def test_weights_that_are_read_elsewhere_stay() -> None:
     assert result.count(FORWARD) == 1 and result.count("dot_general") == 1
 
 
-def test_gradients_that_nobody_reads_are_not_made() -> None:
+def test_unused_gradients_are_not_computed() -> None:
     def loss(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
         return with_bias(q, k, v, mask, bias).sum()
 
@@ -202,7 +202,7 @@ def test_gradients_that_nobody_reads_are_not_made() -> None:
     assert sum(expected((0, 1, 2))) == 0 and sum(expected((0, 4))) == 1
 
 
-def test_devices_of_a_causal_ring_do_the_same() -> None:
+def test_devices_of_a_causal_ring_compute_equal_work() -> None:
     form = form_of(plain, (Q, ROWS, ROWS))
     for num_devices in (2, 4, 8):
         share = shares(form, num_devices)
@@ -229,7 +229,7 @@ KERNELS: dict[str, tuple[float, bool] | str] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
+def test_a_kernel_supports_scale_and_mask_or_states_a_reason(name: str) -> None:
     function, operands, *_ = WRITTEN[name]
     half = [
         shape(*operand.shape, dtype="bfloat16" if operand.dtype == jnp.float32 else str(operand.dtype))
@@ -253,7 +253,7 @@ def bottleneck(weights: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("context", ["ring", "cudnn"])
-def test_products_with_weights_alone_are_no_attention(context: str) -> None:
+def test_products_with_weights_are_not_attention(context: str) -> None:
     """A softmax over classes between two heads has the structure of attention, with weights as keys and values."""
     operands = (shape(K, H), shape(H, K)), shape(B, T, K)
     outcomes: list[FusedAttention] = []

@@ -67,12 +67,12 @@ def test_limits_of_the_kernels(
     assert (why or kernel) in outcomes[0]
 
 
-def test_a_long_mask_is_known_at_once() -> None:
+def test_a_long_mask_is_evaluated_by_ranges() -> None:
     result, _ = kernels_in(causal, [shape(1, 131_072, 1, 128, dtype="bfloat16")] * 3, "splash")
     assert result[0].is_causal
 
 
-def test_an_unknown_kernel_is_told() -> None:
+def test_an_unknown_kernel_raises() -> None:
     from spanax.trace.rewrites.remat_policies import known_attention, known_context
 
     with pytest.raises(SpanaxError, match="unknown context form 'spalsh'"):

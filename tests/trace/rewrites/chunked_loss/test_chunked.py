@@ -206,7 +206,7 @@ def count_logits(function: Callable[..., Any]) -> int:
     return sum(int(np.prod(graph.shape(value))) == LOGITS for op in graph.ops() for value in op.outputs)
 
 
-def test_what_becomes_of_the_loss_is_in_the_gradients() -> None:
+def test_operations_on_the_loss_affect_the_gradients() -> None:
     result, expected = (
         jax.grad(lambda p, b, f=item: f(p, b) ** 3)(params(), batch())
         for item in (chunked_loss(handwritten_loss, 4), handwritten_loss)
@@ -224,13 +224,13 @@ def test_nothing_is_computed_twice() -> None:
     assert products(chunked_loss(preferred, 4)) == products(preferred) + 1
 
 
-def test_a_remat_keeps_the_gradients_and_no_logits() -> None:
+def test_remat_of_a_loss_stores_gradients_but_no_logits() -> None:
     in_chunks = jax.grad(rematerialized(chunked_loss(library, 4), "dots"))
     assert largest(in_chunks, params(), batch()) <= LOGITS // 2
     same(in_chunks(params(), batch()), jax.grad(library)(params(), batch()), 1e-5)
 
 
-def test_low_precision_adds_up_in_32_bits() -> None:
+def test_low_precision_accumulates_in_32_bits() -> None:
     def low(params: Params, batch: Batch) -> Any:
         logits = (hidden(params, batch).astype(jnp.bfloat16) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
         return library_of(logits, batch)
@@ -240,7 +240,7 @@ def test_low_precision_adds_up_in_32_bits() -> None:
     assert jnp.abs(result - exact).mean() <= 1.2 * jnp.abs(expected - exact).mean()
 
 
-def test_what_a_loss_gives_beside_its_value_stays() -> None:
+def test_auxiliary_values_of_a_loss_are_returned() -> None:
     def loss(params: Params, batch: Batch) -> Any:
         logits = logits_of(params, batch)
         right = logits.argmax(-1) == batch["y"]
@@ -282,11 +282,11 @@ def no_logits(params: Params, batch: Batch) -> Any:
         (library, 3, "3 chunks do not divide the 8 tokens of a row"),
     ],
 )
-def test_what_cannot_be_taken_in_chunks_is_told(loss: Callable[..., Any], count: int, reported: str) -> None:
+def test_losses_that_cannot_be_chunked_raise(loss: Callable[..., Any], count: int, reported: str) -> None:
     with pytest.raises(SpanaxError, match=reported):
         chunked_loss(loss, count)(params(), batch())
 
 
-def test_logits_that_are_handed_out_are_told() -> None:
+def test_returned_logits_raise() -> None:
     with pytest.raises(SpanaxError, match="among the results"):
         chunked_loss(handed_out, 2)(params(), batch())

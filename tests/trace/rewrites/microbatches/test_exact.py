@@ -138,7 +138,7 @@ def test_a_loss_of_a_fixed_size_is_refused() -> None:
         jax.eval_shape(parts(fixed, 2), jnp.ones((5, 7)), {}, batch())
 
 
-def test_noise_in_a_function_with_a_derivative_of_its_own_is_refused() -> None:
+def test_noise_in_a_function_with_a_custom_derivative_raises() -> None:
     rounded = jax.custom_jvp(lambda x: x + jax.random.normal(KEY, x.shape))
     rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
     loss = lambda w, batch: jnp.square(rounded(batch["x"] @ w)).mean()  # noqa: E731

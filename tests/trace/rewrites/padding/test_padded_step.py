@@ -161,7 +161,7 @@ def trained(program, plan, steps=2):
         (moe_program, "expert", "data=2,expert=4", "experts"),
     ],
 )
-def test_a_padded_layout_trains_as_one_device_does(make, layout, mesh, pad):
+def test_a_padded_layout_equals_one_device(make, layout, mesh, pad):
     program = make()
     plan = spanax.plan(program, "cpu:8", layout=layout, mesh=mesh, pad=pad)
     assert "padded to" in plan.why and spanax.Plan.from_json(plan.to_json()) == plan
