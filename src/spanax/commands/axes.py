@@ -12,7 +12,7 @@ from spanax.run.flags import BatchSizeFlags, BatchSizes
 
 @dataclass(frozen=True)
 class AxesCommand:
-    """Print the named axes of a workload: sizes, the number of parts each can be sharded into, and the arrays with it.
+    """Print the named axes of a workload: sizes, maximum numbers of shards, and arrays.
 
     Attributes:
       workload: a name, or file.py:name.

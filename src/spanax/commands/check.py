@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckCommand:
-    """Compare a layout with XLA without the devices: bytes, FLOPs and collectives, predicted next to compiled.
+    """Compile a layout with XLA, without the devices, and compare bytes, FLOPs and collectives with the predicted ones.
 
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
       microbatches: number of microbatches for gradient accumulation; a pipeline sends them through its stages.
-      pipeline_schedule: order of work of the pipeline's stages: gpipe, 1f1b, interleaved or zero-bubble.
+      pipeline_schedule: schedule of the pipeline stages: gpipe, 1f1b, interleaved or zero-bubble.
       virtual_stages: groups of layers per stage of the interleaved schedule.
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler. Default: the highest
         available.
       timeout: time limit of a compiler, in seconds.
-      codegen: generate machine code, too; takes minutes, and adds no figures.
+      codegen: also generate machine code; takes minutes and adds no figures.
       inputs_only: constrain only the state and the batch, as a jit with in_shardings does.
-      cache: use the cached report on the same program; --no-cache checks it again.
+      cache: use the cached report of the same program; --no-cache compiles it again.
       collectives: list every collective: bytes, mesh axes, tensors, and source line.
       explain_collective: show the details of one collective, by its number in that list.
       profiled: a run folder with a profile; adds findings on the measured steps.
-      parity: take the same steps in this layout and on one device, both simulated, and compare the numbers.
+      parity: run the same steps in this layout and on one device, both simulated, and compare the results.
       steps: number of steps for --parity.
       fail_on: exit with 1 if a rule reports this severity or worse: error, warning or info.
       out: write the certificate to this file.

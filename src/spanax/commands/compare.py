@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Run layouts of a workload on the devices present, one after another, and compare each with its predicted cost.
+    """Measure layouts of a workload on the available devices, and compare each with its predicted cost.
 
     By default: the five cheapest by prediction, and the cheapest of each single strategy (data, fsdp, tensor, ...).
 

@@ -10,10 +10,11 @@ from spanax.usage.examples import wants_colors
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Look for what would stop a run on this machine; each finding with a fix. Exits with 1 if there is a problem.
+    """Check this machine for problems that would stop a run; each finding has a fix. Exits with 1 if there is a
+    problem.
 
     Attributes:
-      output_dir: the folder that runs will be written to.
+      output_dir: the folder for runs.
       hosts: addresses to reach, host:port, separated by commas.
       timeout: seconds that JAX may take to start.
       json: print one JSON object.

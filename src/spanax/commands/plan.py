@@ -43,7 +43,7 @@ class PlanCommand:
       no_pipeline: never consider pipeline stages.
       top: number of candidates to list.
       out: write the best plan to this file, for spanax train --plan.
-      html: write the ranked layouts to this file, a page with a table to sort and filter.
+      html: write the ranked layouts to this HTML file, in a table to sort and filter.
       explain: show one array: its sharding, the reason, and the collectives for it.
       diff: compare two plan files, without planning.
       solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.

@@ -9,7 +9,7 @@ from spanax.errors import WriteError
 
 @dataclass(frozen=True)
 class ProbeCommand:
-    """Measure the devices present: matmuls, memory, every collective; writes a cluster file for spanax plan --on.
+    """Measure matmuls, memory and collectives of the available devices; writes a cluster file for spanax plan --on.
 
     Attributes:
       out: the cluster file to write.

@@ -20,11 +20,11 @@ EXPECTED = "a run folder, or a file written by spanax plan --out or spanax check
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Report the time account of a run, its faults, and how to resume it; or draw a run, a plan or a check as a page.
+    """Report the goodput of a run, its faults, and how to resume it; or draw a run, a plan or a check as an HTML page.
 
     Attributes:
       run: a run folder, also of a run in progress; or a file that spanax plan --out or spanax check --out wrote.
-      out: write a page with charts to this file, which needs no network: -o report.html.
+      out: write a self-contained HTML page with charts to this file: -o report.html.
       json: print one JSON object.
     """
 

@@ -52,9 +52,9 @@ class Limits:
     Attributes:
       stuck_seconds: minimum time without a heartbeat within a step that counts as stuck.
       quiet_seconds: maximum time without a heartbeat while starting, compiling, saving, restoring and evaluating.
-      stop_seconds: how long the processes have to save and exit when asked to stop.
+      stop_seconds: time for the processes to save and exit after a stop signal.
       restarts: maximum number of restarts; by default 100 for `train`, and 3 for a program.
-      backoff_seconds: delay before the first restart; it doubles while no step is gained.
+      backoff_seconds: delay before the first restart; it doubles until a new step completes.
     """
 
     stuck_seconds: float = 60.0

@@ -21,7 +21,7 @@ class WorkersCommand:
     """Start the processes of a run that belong to this machine or job, and supervise them.
 
     Attributes:
-      start: words before the command, if not the interpreter; an `srun ...` starts every rank of the job.
+      start: command prefix in place of the interpreter; an `srun ...` starts every rank of the job.
       hosts: number of processes that srun starts.
       logs: folder for the logs, heartbeats and events of a program; by default runs/launched-DATE.
       limits: when to restart, and when to give up.

@@ -35,10 +35,11 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       plan: a plan file to use instead of --layout and --mesh.
       devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
       steps: total number of steps, including those before a resume; an error if the run has taken more.
-      steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of
-        the host; every step is logged, and a call ends where a save or an evaluation is due.
+      steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of the
+        host; every step is logged, and a call ends at a save or an evaluation.
       data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record file, a
-        folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, its standard library.
+        folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, the source of its standard
+        library.
       field: the field of a table with the text or the tokens (of several, the first that a table has), or
         leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
@@ -54,9 +55,9 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
         additional weights, such as LoRA adapters or a new head.
       resume: continue from the newest intact checkpoint in the run folder, on any mesh.
       accept_changed_model: with --resume, continue even if the model or the loss has changed.
-      save_every: steps between checkpoints; 0 saves at the end only.
-      keep_last: number of checkpoints to keep, the newest.
-      eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
+      save_every: steps between checkpoints; 0 saves only at the end.
+      keep_last: number of newest checkpoints to keep.
+      eval_every: steps between evaluations on held-out data; 0 evaluates only at the end.
       eval_batches: batches per evaluation.
       log_every: steps between log lines.
       track: trackers that log the metrics: tensorboard, wandb, or tensorboard,wandb.

@@ -24,7 +24,7 @@ class BatchSizes:
     """Sizes of the batch.
 
     Attributes:
-      global_batch_size: number of examples per step, on all devices together.
+      global_batch_size: number of examples per step, over all devices.
       seq_len: sequence length in tokens.
     """
 
@@ -98,16 +98,16 @@ class LayoutRequest:
         each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
         full:8, the others under none, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
         as written in the model.
-      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
+      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel if it applies.
         Default: auto on accelerators, plain on CPUs.
-      loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
+      loss_chunks: number of token chunks for the logits, or auto, if that saves much memory. Default: auto on
         accelerators, 1 on CPUs.
-      pad: axes to pad where a mesh axis shards them unevenly, such as heads,vocab; parameters have their own shapes;
-        none pads none. Default: without layout and mesh, where a step is 10 % faster; otherwise none.
-      offload: state to store in host memory: optimizer, whose arrays are copied to the devices for the update only; or
-        none. Default: none, but without layout and mesh, what makes a layout fit if nothing fits otherwise.
-      accumulate: how gradients of microbatches are combined: exact, to the gradient of the batch; or mean, to the mean
-        over microbatches. Default: exact.
+      pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads
+        nothing. Default: without layout and mesh, if a step is 10 % faster; otherwise none.
+      offload: state to store in host memory: optimizer, whose arrays are copied to the devices only for the update; or
+        none. Default: none; without layout and mesh, whatever makes a layout fit if nothing fits otherwise.
+      accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
+        microbatches. Default: exact.
     """
 
     layout: str | None = None

@@ -8,7 +8,7 @@ from typing import TextIO
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
         "spanax train gpt-nano                            # 8 simulated devices, no download",
-        "spanax plan llama3-8b --on h100:8                # layouts ranked by estimated step time, no device",
+        "spanax plan llama3-8b --on h100:8                # layouts ranked by predicted step time; no devices",
         "spanax launch local --processes 2 -- train gpt-nano  # several processes under a supervisor",
         "spanax launch local --processes 2 -- python train.py # ... and any program",
     ),

@@ -11,7 +11,7 @@ from spanax.commands.weights.host_memory import ArchitectureFlag, use_host_memor
 
 @dataclass(frozen=True)
 class ImportCommand:
-    """Convert weights of Hugging Face into a checkpoint for spanax train CKPT, or --init CKPT.
+    """Convert Hugging Face weights into a checkpoint for spanax train CKPT, or --init CKPT.
 
     Attributes:
       source: a folder with safetensors and config.json, or one file next to its config.json.
