@@ -126,17 +126,32 @@ def sliced(offset: str) -> str:
     )
 
 
-def windowed(how: str) -> str:
-    """A loop of permutes around a matmul, as XLA names it, and the permute that brings the last part home."""
+def windowed(how: str, *, is_conditional: bool = False) -> str:
+    """A loop of permutes around a matmul, as XLA names it, and the permute that brings the last part home.
+
+    A conditional one is skipped in the last iteration.
+    """
     ring = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
-    before = f"""
+    permute = f"collective-permute(x), channel_id=1, source_target_pairs={ring}"
+    branches = f"""
+permuted {{
+ x = f32[4] parameter(0)
+ ROOT y = f32[4] {permute}
+}}
+skipped {{
+ ROOT x = f32[4] parameter(0)
+}}
+"""
+    choice = "conditional(last, x, x), true_computation=permuted, false_computation=skipped"
+    before = f"""{branches if is_conditional else ""}
 windowed_dot_general_body_{how}.clone {{
  s = (s32[], f32[4]) parameter(0)
  i = s32[] get-tuple-element(s), index=0
  x = f32[4] get-tuple-element(s), index=1
  one = s32[] constant(1)
  j = s32[] add(i, one)
- y = f32[4] collective-permute(x), channel_id=1, source_target_pairs={ring}
+ last = pred[] compare(i, one), direction=EQ
+ y = f32[4] {choice if is_conditional else permute}
  ROOT t = (s32[], f32[4]) tuple(j, y)
 }}
 windowed_dot_general_cond_{how}.clone {{

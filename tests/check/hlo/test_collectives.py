@@ -101,6 +101,7 @@ def test_an_annotated_trip_count_is_used() -> None:
         (text.sliced("same"), "all-reduce", 128),
         (text.windowed("ag"), "all-gather", 64),
         (text.windowed("rs"), "reduce-scatter", 16),
+        (text.windowed("rs", is_conditional=True), "reduce-scatter", 16),
         (text.chained(adds=True), "reduce-scatter", 16),
     ],
     ids=[
@@ -112,6 +113,7 @@ def test_an_annotated_trip_count_is_used() -> None:
         "sliced elsewhere",
         "gather loop",
         "scatter loop",
+        "conditional scatter loop",
         "scatter unrolled",
     ],
 )

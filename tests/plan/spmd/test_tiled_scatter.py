@@ -47,17 +47,44 @@ def test_shards_of_tiles_are_scattered(
     assert scatter_padding(local, [dim], itemsize, is_padded=is_padded) == padding
 
 
+def moved(rows: int, columns: int, batch: int, sizes: str = "fsdp=8", *, is_tpu_program: bool) -> dict[str, float]:
+    """Returns the bytes by kind that a linear layer moves along `fsdp`."""
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(rows, columns, use_bias=False, rngs=rngs), optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((batch, rows), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    mesh = MeshShape.of(sizes)
+    sharded = ShardedProgram(resolve(program, layout_named("fsdp", MeshShape.of("fsdp=2")), mesh, {}), program.step)
+    terms = count_terms(sharded, is_tpu_program=is_tpu_program).moved_bytes(mesh)
+    return {kind: num_bytes for (kind, axes), num_bytes in terms.items() if axes == "fsdp"}
+
+
 @pytest.mark.parametrize("width, is_scattered", [(64, False), (128, True)])
 def test_a_gradient_with_shards_below_two_tiles_is_all_reduced(width: int, is_scattered: bool) -> None:
-    program = spanax.trace(
-        build=lambda rngs: nnx.Linear(width, width, use_bias=False, rngs=rngs), optimizer=optax.sgd(0.1),
-        batch=jax.ShapeDtypeStruct((64, width), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
-    )  # fmt: skip
-    mesh = MeshShape.of("fsdp=8")
-    sharded = ShardedProgram(resolve(program, layout_named("fsdp", mesh), mesh, {}), program.step)
-    before = count_terms(sharded).moved_bytes(mesh)
-    after = count_terms(sharded, is_tpu_program=True).moved_bytes(mesh)
+    before, after = (moved(width, width, 64, is_tpu_program=is_tpu) for is_tpu in (False, True))
     gradient = 4 * width * width
-    assert before["reduce-scatter", "fsdp"] == gradient / 8
-    assert after.get(("reduce-scatter", "fsdp"), 0) == (gradient / 8 if is_scattered else 0)
-    assert after["all-reduce", "fsdp"] - before["all-reduce", "fsdp"] == (0 if is_scattered else gradient)
+    assert before["reduce-scatter"] == gradient / 8
+    assert after.get("reduce-scatter", 0) == (gradient / 8 if is_scattered else 0)
+    assert after["all-reduce"] - before["all-reduce"] == (0 if is_scattered else gradient)
+
+
+@pytest.mark.parametrize(
+    "rows, columns, batch, is_scattered",
+    [(8, 8, 64, True), (24, 8, 64, True), (16, 16, 64, False), (24, 16, 64, False), (64, 64, 4096, False),
+     (64, 64, 8408, False), (64, 64, 8472, True)],
+)  # fmt: skip
+def test_small_sums_and_long_ones_are_scattered_by_permutes(
+    rows: int, columns: int, batch: int, is_scattered: bool
+) -> None:
+    assert ("reduce-scatter" in moved(rows, columns, batch, is_tpu_program=True)) == is_scattered
+
+
+@pytest.mark.parametrize("sizes, is_scattered", [("fsdp=8", True), ("fsdp=4,model=2", False)])
+def test_a_small_sum_that_devices_repeat_is_all_reduced(sizes: str, is_scattered: bool) -> None:
+    assert ("reduce-scatter" in moved(8, 8, 64, sizes, is_tpu_program=True)) == is_scattered
+
+
+def test_padded_shards_are_permuted_to_their_devices() -> None:
+    # 96 rows over 8 devices, 12 padded to 16: the rows of the last device are 28 away.
+    assert moved(96, 32, 64, is_tpu_program=True)["collective-permute"] == pytest.approx(28 * 32 * 4)
+    assert "collective-permute" not in moved(128, 32, 64, is_tpu_program=True)

@@ -92,6 +92,38 @@ def test_a_complex_matmul_is_three_and_its_sum_has_three_parts() -> None:
     assert grown[1] - grown[0] == 32 * 16 * 4
 
 
+def test_of_a_complex_matmul_whose_real_part_is_read_two_products_are_computed() -> None:
+    def real(model: ComplexLinear, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.real(model(x)) ** 2)
+
+    program = traced(ComplexLinear, 32, real)
+    before, after = (flops(counted(program, "data", "data=4", is_tpu_program=is_tpu)) for is_tpu in (False, True))
+    assert after == (2 + 3) * before / 2  # the result, and the gradient of the weights
+
+
+class Block(nnx.Module):
+    """Two layers, of which the second sums over a dim that tensor parallelism shards."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.enter = nnx.Linear(32, 64, use_bias=False, rngs=rngs)
+        self.leave = nnx.Linear(64, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.leave(jnp.sin(self.enter(x)))
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_the_sum_of_a_matmul_that_equals_an_earlier_one_is_reduced_once(is_equal: bool) -> None:
+    def loss(model: Block, x: jax.Array) -> jax.Array:
+        other = model(x) if is_equal else model(2 * x)
+        return (model(x) ** 2).mean() + jnp.abs(jax.lax.stop_gradient(other)).mean()
+
+    moved = counted(traced(Block, 32, loss), "tensor", "model=4", is_tpu_program=False).moved_bytes(
+        MeshShape.of("model=4")
+    )
+    assert moved["all-reduce", "model"] // (4 * BATCH * 32) == (1 if is_equal else 2)
+
+
 @pytest.mark.parametrize("is_rounded", [True, False])
 def test_a_weight_that_only_matmuls_read_is_gathered_rounded(is_rounded: bool) -> None:
     def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:

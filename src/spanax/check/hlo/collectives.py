@@ -174,7 +174,10 @@ class _Collector:
     def _windowed(self, body: Computation, suffix: str, runs: int, is_counted: bool) -> None:
         """Adds the all-gather or reduce-scatter that a loop of permutes around a matmul implements."""
         rings: dict[tuple[str, ReplicaGroups], Instruction] = {}
-        for instruction in body.instructions.values():
+        # The last iteration of a loop that is not unrolled skips its permute, in a conditional.
+        branches = [each for each in body.instructions.values() if each.opcode == "conditional"]
+        bodies = [body, *(self.module.computations[called] for branch in branches for called in branch.called)]
+        for instruction in (each for inner in bodies for each in inner.instructions.values()):
             if instruction.opcode in ("collective-permute", "collective-permute-start"):
                 pairs = _connected(groups_of(instruction))
                 rings.setdefault((str(_result(instruction)), pairs), instruction)

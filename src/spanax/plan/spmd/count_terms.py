@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ import numpy as np
 from spanax.plan.cost.ring_attention import matmul_rows
 from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, matmul_row, of_experts, sums_rows
+from spanax.plan.spmd.divided_sums import divided, num_divided
+from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, kernel_row, matmul_row, of_experts, sums_rows
 from spanax.plan.spmd.partition import Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.slices import exchanges
-from spanax.plan.spmd.tiled_scatter import as_tiles
+from spanax.plan.spmd.tiled_scatter import as_tiles, halo_shards
+from spanax.plan.spmd.tpu_kernels import KernelMatmul, kernel_matmuls
 from spanax.plan.spmd.tpu_matmuls import (
     RENAMED,
     is_gathered_rounded,
@@ -119,6 +121,7 @@ class _TermCounter:
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
+        self._shared = set[tuple[KernelMatmul, int]]()
         # Programs for TPUs depend on the sizes of the mesh, and `only` on the values.
         is_shared = only is None and not is_tpu_program
         self._known: dict[tuple[object, ...], Counted] = sharded.cache.counted if is_shared else {}
@@ -165,7 +168,7 @@ class _TermCounter:
             moves.append(Move(key, self._of(exchange.value, group.runs)))
         for shift in division.partition.shifts if division.partition else ():
             if not (exchanged and shift.kind == "all-gather" and shift.is_operand):
-                moves.append(self._moved(group, shift))
+                moves += [self._moved(group, shift, key) for key in self._keys(group, shift)]
         rows = list[tuple[Any, ...]]()
         if op.name in RING and division.operands and division.operands.attention and division.partition:
             use, graph, of_q = division.operands.attention, self.traced.graph, op.inputs[0]
@@ -176,21 +179,51 @@ class _TermCounter:
             is_expanded = self._expands_ragged and sums_rows(op)
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
             row = matmul_row(sharded, op, partition)
-            runs = group.runs - sum(times for each, times in group.ops if each in self.traced.repeated)
+            runs = self._distinct_runs(group)
             if self._is_tpu_program:
                 row, factor = tpu_matmul(sharded, op, row)
                 runs *= factor
             rows.append(in_group(row, group, of_experts(sharded, op, division.partition), runs))
+        if self._is_tpu_program and division.partition:
+            rows += self._kernel_rows(group, division.partition.work)
         return Counted(tuple(rows), tuple(moves))
 
-    def _moved(self, group: OpGroup, shift: Reshard) -> Move:
+    def _distinct_runs(self, group: OpGroup) -> int:
+        """Returns how often the operations of a group run, without those that equal an earlier one."""
+        return group.runs - sum(times for op, times in group.ops if op in self.traced.repeated)
+
+    def _kernel_rows(self, group: OpGroup, work: int) -> Iterator[tuple[Any, ...]]:
+        """Yields the rows of the matmuls into which a TPU's compiler expands an operation."""
+        graph = self.traced.graph
+        for matmul in kernel_matmuls(graph, group.op):
+            shape = (matmul, work)
+            runs = group.runs * matmul.count
+            if matmul.is_shared:
+                runs = int(shape not in self._shared)
+                self._shared.add(shape)
+            yield in_group(kernel_row(graph, group.op, matmul, work), group, (-1, 1, 0), runs)
+
+    def _keys(self, group: OpGroup, shift: Reshard) -> list[tuple[Any, ...] | None]:
+        """Returns the rows of a collective of a group; two for a sum that a TPU divides, or moves after a scatter."""
+        place = group.phase, group.in_layers
+        if not self._is_tpu_program or shift.kind != "reduce-scatter":
+            return [self._key(shift, *place)]
+        # Permutes move a sum in the dtype of its all-reduce.
+        narrowing = self._num_bytes(replace(shift, kind="all-reduce")) / self._num_bytes(shift)
+        if num_divided(self.sharded, group.op, self.sharded.division(group.op).partition) > 1:
+            (summed, share), (permute, factor) = divided(self.sharded, shift)
+            return [self._key(summed, *place, share), self._key(permute, *place, factor * narrowing)]
+        halo = replace(shift, kind="collective-permute")
+        factor = halo_shards(self.sharded, shift)
+        return [self._key(shift, *place), *([self._key(halo, *place, factor * narrowing)] if factor else [])]
+
+    def _moved(self, group: OpGroup, shift: Reshard, key: tuple[Any, ...] | None) -> Move:
         """Returns the collective of a group.
 
         A value that depends on no input is equal in every iteration of a loop, and is moved once before it.
         """
-        key = self._key(shift, group.phase, group.in_layers)
         if not shift.is_operand and self._only is None:
-            return Move(key, group.runs, times=shift.times)
+            return Move(key, self._distinct_runs(group), times=shift.times)
         index = (*group.op.inputs, *group.op.outputs).index(shift.value)
         values = [((*op.inputs, *op.outputs)[index], times) for op, times in group.ops]
         if not shift.is_operand:
@@ -260,7 +293,8 @@ class _TermCounter:
             needed.append(left if is_equal else None)
             if right and is_equal:
                 runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.occurrences)
-                self._move(-runs, right[1].phase, right[1].in_layers, right[2])
+                for key in self._keys(right[1], right[2]):
+                    self._add(-runs * right[2].times, key)
 
     def _summed(self, group: OpGroup, index: int) -> tuple[int, OpGroup, Reshard] | None:
         is_late = bool(self._late.sums) and any(op in self._late.sums for op, _ in group.ops)
@@ -293,9 +327,11 @@ class _TermCounter:
         return KINDS.index(shift.kind), num_bytes, shift.over, unchanged, is_batched, *place
 
     def _move(self, runs: int, phase: Phase, in_layers: bool, shift: Reshard) -> None:
-        key = self._key(shift, phase, in_layers)
+        self._add(runs * shift.times, self._key(shift, phase, in_layers))
+
+    def _add(self, runs: int, key: tuple[Any, ...] | None) -> None:
         if runs and key is not None:
-            self._moves[key] += runs * shift.times
+            self._moves[key] += runs
 
     def _on_tpu(self, shift: Reshard) -> tuple[Reshard, float]:
         """Returns a collective as a TPU runs it, and the factor by which its bytes change."""

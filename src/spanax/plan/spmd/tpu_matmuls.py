@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spanax.plan.spmd.divided_sums import num_divided
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import WORD_BYTES
 from spanax.plan.spmd.tpu_convolutions import convolution_share
@@ -19,6 +20,9 @@ CONVOLUTION = "conv_general_dilated"
 
 REAL_PRODUCTS = 3
 """Real matmuls of a complex one: (a + b i)(c + d i) is computed from ac, bd and (a + b)(c + d)."""
+
+REAL_PARTS = frozenset({"real", "convert_element_type"})
+"""Operations that read the real part of a complex value; JAX converts no complex value to another complex dtype."""
 
 COMPLEX_PARTS = 2
 """Real numbers in a complex one."""
@@ -37,7 +41,7 @@ RENAMED = VIEWS | {"convert_element_type"}
 def tpu_matmul(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
     """Returns the row of `Matmuls` of an operation as a TPU runs it, and the number of matmuls that it runs."""
     share = convolution_share(sharded, op) if op.name == CONVOLUTION else computed_share(sharded.traced.graph, op)
-    flops = row[0] * share
+    flops = row[0] * share / num_divided(sharded, op, sharded.division(op).partition)
     return (flops, *row[1:]), num_matmuls(sharded, op, row)
 
 
@@ -45,7 +49,7 @@ def num_matmuls(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> int:
     """Returns the number of matmuls that an operation runs on a TPU.
 
     A matmul with a vector, or over one product, is a multiplication and a sum and counts as none; a complex one counts
-    as three.
+    as three, and as two, ac and bd, where only its real part is read.
     Source: openxla/xla xla/hlo/transforms/simplifiers/algebraic_simplifier.cc (`enable_dot_strength_reduction`).
 
     Args:
@@ -59,7 +63,10 @@ def num_matmuls(sharded: ShardedProgram, op: Op, row: Sequence[Any]) -> int:
     for size, mask in zip(row[2][:3], row[3][:3], strict=True):
         if size <= mesh.ways([axis for bit, axis in enumerate(mesh.names) if mask >> bit & 1]):
             return 0
-    return REAL_PRODUCTS if _is_complex(sharded.traced.graph, op.outputs[0]) else 1
+    graph, (result,) = sharded.traced.graph, op.outputs
+    if not _is_complex(graph, result):
+        return 1
+    return REAL_PRODUCTS - 1 if _is_real_part(graph, result) else REAL_PRODUCTS
 
 
 def computed_share(graph: Graph, op: Op) -> float:
@@ -118,6 +125,12 @@ def _rounds(graph: Graph, op: Op) -> bool:
     rows = math.prod(lhs[dim] for dim, other, _ in passed if dim >= 0 and other < 0)
     columns = math.prod(rhs[dim] for other, dim, _ in passed if dim >= 0 and other < 0)
     return min(num_products, rows, columns) > 1
+
+
+def _is_real_part(graph: Graph, value: int) -> bool:
+    """Returns whether only the real part of a complex value is read."""
+    readers = graph.readers[value]
+    return bool(readers) and value not in graph.body.outputs and all(op.name in REAL_PARTS for op in readers)
 
 
 def _is_complex(graph: Graph, value: int) -> bool:
