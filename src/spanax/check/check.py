@@ -52,7 +52,7 @@ def check(
     inputs_only: bool = False,
     cache: bool = True,
 ) -> Report:
-    """Compares a plan's predictions with XLA's figures. Allocates no arrays and needs none of the cluster's devices.
+    """Compares a plan's predictions with XLA's figures. Allocates no arrays and does not need the cluster's devices.
 
     Args:
       program: the traced program.
@@ -66,14 +66,14 @@ def check(
       timeout: the time limit for the compiler, in seconds.
       flags: compiler options in addition to its defaults and those of the plan.
       codegen: whether the compiler generates machine code, which takes up to 20 times as long and changes no figure.
-      inputs_only: shards the state and the batch as planned and leaves everything else to XLA, like a `jax.jit` with
-        `in_shardings`; the communication in excess of the plan is what the plan saves.
+      inputs_only: shards only the state and the batch as planned, like a `jax.jit` with `in_shardings`; XLA propagates
+        all other shardings.
       cache: whether to reuse the report of an earlier check of the same program, devices, flags and versions.
 
     Raises:
       SpanaxError: the plan was made for another program, the level is not available here, or its compiler is not
         installed.
-      CompilerError: the compiler crashed, rejected the program or exceeded the time limit; its log file is kept.
+      CompilerError: the compiler crashed, rejected the program or exceeded the time limit; its log file is saved.
 
     Example:
       >>> import optax, spanax

@@ -18,15 +18,15 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any = ()) -> Any:
-    """Creates NNX objects sharded as a function of `spanax.jit` takes them, without ever storing them unsharded.
+    """Creates NNX objects with the shardings of a function of `spanax.jit`, without ever storing them unsharded.
 
-    `make_objects` is traced, so that it allocates nothing. Each array is then computed on the devices that store it,
+    `make_objects` is traced, so it allocates nothing. Each array is then computed on the devices that store it,
     with the values that `make_objects()` creates. Modules, Variables and random state that several objects share are
     shared in the result as well.
 
     Args:
       make_objects: returns an object, or a tuple of them in the order of the first parameters of `like`.
-      like: the function that the objects are created for; it is planned, if it is not yet, and not compiled.
+      like: the function that the objects are created for; it is planned if necessary, but not compiled.
       batch: arrays or shapes for the other parameters of `like`: the argument if there is one such parameter, or else
         a tuple of arguments by position, or a dict by name.
 

@@ -60,8 +60,8 @@ def jit(
       static_argnames: their names.
 
     Raises:
-      SpanaxError: the arguments contradict each other. A call raises it where the function cannot be sharded as
-        requested; the objects are then unchanged.
+      SpanaxError: the arguments contradict each other. A call raises it if the function cannot be sharded as requested;
+        the objects are then unchanged.
 
     Example:
       >>> import numpy as np, optax

@@ -15,7 +15,7 @@ from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
 def shardings(
     objects: Any, plan: Plan, *, mesh: jax.sharding.Mesh | None = None, devices: Sequence[Any] | None = None
 ) -> Any:
-    """Returns the shardings that a plan has for NNX objects, in the structure of `nnx.state(objects)`.
+    """Returns the shardings of NNX objects under a plan, with the structure of `nnx.state(objects)`.
 
     The result is a pytree of `NamedSharding`s for `in_shardings` and `out_shardings` of `jax.jit`, for
     `jax.device_put`, and for checkpoint libraries. `nnx.StateSharding` accepts it for `nnx.jit`.

@@ -137,15 +137,15 @@ class Search:
 
     Attributes:
       too_large: the fastest layouts that do not fit.
-      nearest: the layouts with the lowest peak memory, where none fits.
+      nearest: the layouts with the lowest peak memory, if none fits.
       model_flops: FLOPs of a step on all devices.
       dtype: the dtype of most of these FLOPs.
       programs: the program under each remat policy.
       attention: the outcome for each attention for which a kernel was requested.
-      requested: why these layouts were searched; None where all were.
+      requested: why only these layouts were searched; None if all were.
       logits: the best number of chunks of the logits, and why.
-      assignment: why the best layout is not a preset; None where it is.
-      alternative: why axes are padded, or state is offloaded, without a request; None where none is.
+      assignment: why the best layout is not a preset; None if it is.
+      alternative: why axes are padded, or state is offloaded, without a request; None otherwise.
       offload: the kinds of state in host memory, for every candidate.
 
     Example:
@@ -192,7 +192,7 @@ class Search:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOPs per second of one device in `dtype`; 0 where unknown."""
+        """Peak FLOPs per second of one device in `dtype`; 0 if unknown."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
 
     @property
@@ -238,7 +238,7 @@ class Search:
         return margin_of(self.programs[candidate.remat], candidate.peak_bytes)
 
     def upper_bytes(self, candidate: Candidate) -> int:
-        """Returns the upper estimate of a candidate's peak memory, which has to fit."""
+        """Returns the upper estimate of a candidate's peak memory, which must fit."""
         peak = np.asarray(float(candidate.peak_bytes))
         return rounded_up(float(upper_bytes(self.programs[candidate.remat], peak)))
 

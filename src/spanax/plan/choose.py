@@ -67,34 +67,34 @@ def plan(
     pad: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
 ) -> Plan:
-    """Returns the sharding of every array of a program on a cluster. Uses no device.
+    """Returns the sharding of every array of a program on a cluster. Uses no devices.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
-        Default: what the names of the mesh axes mean; without a mesh, the fastest layout that fits, as `spanax.search`
-        ranks them. For chips of unknown speed: `data` where the state fits on one device, `fsdp`
-        where it does not.
+        Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
+        `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, `fsdp`
+        otherwise.
       mesh: axis sizes, slowest axis first. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.
       pin: axis name -> mesh axis (or several, or None to replicate the axis); overrides the layout.
       forbid: names of axes that must not be sharded.
-      schedule: remat, microbatches and stages. Default: on accelerators the fastest that fit; on CPUs as traced
-        where a layout or mesh is set, with a number of microbatches that suits the stages. A mesh without `pipe` is
-        the mesh of one stage.
+      schedule: remat, microbatches and stages. Default: on accelerators the fastest that fit; on CPUs as traced if a
+        layout or mesh is set, with a number of microbatches that suits the stages. A mesh without `pipe` is the mesh of
+        one stage.
       attention: `plain`, as the model defines it; `flash`, by the platform's kernel (splash on TPUs, cuDNN on NVIDIA
         GPUs); `auto`, by the kernel where supported. Default: `auto` on accelerators, `plain` on CPUs.
-      loss_chunks: the number of chunks of tokens over which the logits are computed sequentially; `auto` uses chunks
-        where that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
-      pipeline: whether layers may be partitioned into stages where neither layout nor mesh is set. Default: on several
+      loss_chunks: the number of chunks of tokens over which the logits are computed sequentially; `auto` uses chunks if
+        that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
+      pipeline: whether layers may be partitioned into stages if neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
       offload: the state to store in host memory: `optimizer`, its arrays, or `none`. Default: that of `schedule`; an
-        open search offloads it, and activations as the last resort, where nothing fits otherwise.
-      pad: names of axes that are padded where they are computed if a mesh axis that shards them does not divide them:
-        `"heads,vocab"`, or a sequence. The arrays of the state have their own shapes. `none` pads none.
-        Default: in an open search, where a step is at least 10 % faster (`ASSIGNMENT_MARGIN`).
+        open search offloads it, and activations as the last resort, if nothing fits otherwise.
+      pad: names of axes to pad in computations if a mesh axis that shards them does not divide them:
+        `"heads,vocab"`, or a sequence. The arrays of the state keep their shapes. `none` pads nothing.
+        Default: in an open search, if a step is at least 10 % faster (`ASSIGNMENT_MARGIN`).
 
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
     `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.

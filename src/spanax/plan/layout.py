@@ -21,7 +21,7 @@ class Layout:
         the value has.
       stored_params, stored_gradients, stored_optimizer: mesh axes that also shard these arrays in storage, with an
         all-gather before each use: all three over `fsdp` is FSDP (ZeRO-3).
-      exclusive: mesh axes that shard at most one dim of any parameter, so that a matmul is sharded on one side only
+      exclusive: mesh axes that shard at most one dim of any parameter, so that a matmul is sharded along one dim only
         (Megatron's pairs).
       sequence_axis: a mesh axis that also shards the sequence of every value in which it shards no other dim.
 

@@ -57,7 +57,7 @@ def search(
     offload: Sequence[str] = (),
     model: int | None = None,
 ) -> Search:
-    """Prices every layout of a program on all devices of a cluster. Uses no device.
+    """Prices every layout of a program on all devices of a cluster. Uses no devices.
 
     Args:
       program: what `spanax.trace` returned.
@@ -81,7 +81,7 @@ def search(
       schedules: the schedules of stages to price; `1f1b` is always priced.
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
-      assign: whether a local search changes the assignments of the best presets, where neither layout nor mesh is set.
+      assign: whether a local search changes the assignments of the best presets, if neither layout nor mesh is set.
       offload: as in `spanax.plan`.
       model: prices only meshes with this size of `model`.
 

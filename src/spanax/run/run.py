@@ -190,7 +190,7 @@ class Run:
         Args:
           platform: `tpu`, `cuda` or `cpu` to lower for a mesh that may be abstract, keeping unused arguments; None for
             the platform of the mesh.
-          inputs_only: constrain the shardings of inputs and outputs only; for analysis, not for training.
+          inputs_only: constrain only the shardings of inputs and outputs; for analysis, not for training.
         """
         keep_unused = platform is not None
         jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)

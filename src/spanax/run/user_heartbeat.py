@@ -59,7 +59,7 @@ def heartbeat(step: int, *, phase: str = "step") -> None:
 
     Args:
       step: the number of steps taken.
-      phase: what comes next, if that is not another step: `save`, `evaluate` or `restore`; `end` ends the detection.
+      phase: the next phase, if it is not another step: `save`, `evaluate` or `restore`; `end` ends the detection.
 
     Raises:
       SpanaxError: `step` is not an integer >= 0, or the phase is unknown.

@@ -26,8 +26,8 @@ def stack(
     """Returns a copy of a model in which `spanax.Stack`s replace the lists of equal blocks.
 
     A loop such as `for block in self.blocks: x = block(x)` then runs all layers in one scan, which is traced and
-    compiled once, whatever the number of layers. Any other use of a block or of its result would need the values of a
-    single layer and raises an error: when the model is called, or right away if `inputs` are passed.
+    compiled once, for any number of layers. Any other use of a block or of its result would need the values of a single
+    layer and raises an error: when the model is called, or right away if `inputs` are passed.
 
     Args:
       model: the model to copy; it is not changed.

@@ -48,7 +48,7 @@ class Stack(nnx.Module):
 
     `stack(x, *args, **kwargs)` passes `x` from layer to layer and the other arguments to every layer, in one
     `jax.lax.scan`. A layer returns a new `x`, or `(x, y)`; in the second case the call returns `(x, ys)` with the ys
-    stacked. State of the layers (dropout counts, BatchNorm statistics) is updated, stacked. The attributes are those
+    stacked. The stacked state of the layers (dropout counts, BatchNorm statistics) is updated. The attributes are those
     of a block, so a parameter's path is that in a list without the index: `blocks.up.kernel` for `blocks.0.up.kernel`.
 
     `stack[i]` and iteration return copies of single layers: writing to them does not change the stack.

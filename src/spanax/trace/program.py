@@ -36,9 +36,9 @@ class Program:
       batch: the arrays of the batch, in the order of the step's arguments.
       step: the traced train step.
       evaluation: the traced loss of the model in evaluation mode; None for a user-defined `train_step`.
-      attention: the fused attentions; empty where attention is computed as written in the model.
+      attention: the fused attentions; empty if attention is computed as written in the model.
       form: the options with which the step was traced.
-      definition: what other variants are traced from.
+      definition: the arguments from which variants are traced.
       renames: the renamings of axes, in order.
 
     Example:
@@ -76,7 +76,7 @@ class Program:
 
     @property
     def remat(self) -> str:
-        """Returns what the backward pass stores, or `as written` where the model decides."""
+        """Returns the remat policy, or `as written` if it is that of the model."""
         return AS_WRITTEN if self.form.remat is None else self.form.remat
 
     @property
@@ -86,7 +86,7 @@ class Program:
 
     @property
     def context(self) -> str:
-        """Returns `ring` or a platform's kernel where attention is fused for it, or `gathered`."""
+        """Returns the form of attention: `ring`, a platform's kernel, or `gathered`."""
         return self.form.context
 
     @property
@@ -114,7 +114,7 @@ class Program:
         """Returns the function that computes the initial state.
 
         Raises:
-          SpanaxError: the program is a function of objects, which have their state.
+          SpanaxError: the program is a function of objects, whose state exists already.
         """
         init = self.definition.state(self.form).init
         if init is None:
@@ -329,7 +329,7 @@ class Program:
         return self.variant(replace(self.form, records_gradients=True))
 
     def with_seed(self, seed: int) -> "Program":
-        """Returns the program for another seed where `build` runs eagerly and may read values that depend on it."""
+        """Returns the program for another seed, on which it depends only if `build` runs eagerly."""
         return self.variant(replace(self.form, seed=seed))
 
     def resized(self, shapes: Shapes) -> StepAnalysis:

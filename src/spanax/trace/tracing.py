@@ -44,7 +44,7 @@ def trace(
       compute_dtype: dtype of floating parameters and batch in the loss (with `loss`); stored parameters keep theirs.
       clip_norm: largest global gradient norm (with `loss`).
       accumulate: how microbatches are combined. `exact` computes the loss, metrics, gradients and noise of the batch,
-        and raises where it cannot (batch norm, contrastive losses); `mean` averages those of the microbatches.
+        and raises if it cannot (batch norm, contrastive losses); `mean` averages those of the microbatches.
       remat: what the forward pass stores for the backward pass (with `loss`); the rest is rematerialized. `none`
         stores everything and ignores remats of the model; `dots` stores the results of matmuls without batch dims and
         of convolutions; `full` stores only the inputs of a layer (one iteration of a scan, or a remat of the model);

@@ -43,7 +43,7 @@ class Workload:
     Attributes:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
       batch: one batch, as arrays or `jax.ShapeDtypeStruct`s, examples along dim 0.
-      loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; or
+      loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; instead of `train_step`.
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
       optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or a
         function of the model, as in `spanax.trace`. A keyword `state_dtype` lets the user choose the dtype of the

@@ -17,7 +17,7 @@ def constrain_with(constrain: Callable[..., Any]) -> None:
 def constrain(
     self: Any, function: Callable[..., Any], *, mesh: "Mesh | None" = None, devices: Sequence[Any] | None = None
 ) -> Callable[..., Any]:
-    """Returns a function with the plan's sharding constraints inside, for your own `nnx.jit` or `jax.jit`.
+    """Returns the function with the plan's sharding constraints applied, for your own `nnx.jit` or `jax.jit`.
 
     It has the arguments and results of `function`, and updates its NNX objects in place. Each call traces `function`
     on its arguments and adds its operations to the surrounding trace, under the constraints with which `spanax.jit`
@@ -31,8 +31,8 @@ def constrain(
       devices: the devices of the mesh; the first of `jax.devices()` by default.
 
     Raises:
-      SpanaxError: the mesh is not the plan's, or there are too few devices. A call raises it outside of a trace, or
-        where the function cannot be sharded by the plan.
+      SpanaxError: the mesh is not the plan's, or there are too few devices. A call raises it outside of a trace, or if
+        the function cannot be sharded by the plan.
 
     Example:
       >>> import jax, spanax

@@ -31,12 +31,12 @@ _agreed: set[str] = set()
 
 
 def local_batch(batch: Any, sharding: "jax.sharding.Sharding | None" = None) -> Any:
-    """Returns the global batch of which each process passes its rows, as arrays on the devices.
+    """Returns the global batch, as arrays on the devices, from the rows that each process passes.
 
     The rows are concatenated in the order of the processes: those of process p are rows p * R to (p + 1) * R of the
-    global batch, whatever the mesh. A step that needs a row on the devices of another process moves it there. Without
-    this function, a batch of NumPy arrays is the global batch, equal on every process. Every process calls this equally
-    often, with batches of the same shapes.
+    global batch, on any mesh. A step that needs a row on the devices of another process moves it there. Without this
+    function, a batch of NumPy arrays is the global batch, equal on every process. Every process must call this the same
+    number of times, with batches of the same shapes.
 
     Args:
       batch: a pytree of arrays on the host, rows along dim 0: the rows of this process.

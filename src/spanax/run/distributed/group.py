@@ -8,7 +8,7 @@ from spanax.run.distributed.supervision import attach_supervisor
 
 @dataclass(frozen=True)
 class Group:
-    """The place of a process in its group, in the words of JAX.
+    """The rank of a process in its group, in JAX's terms.
 
     Attributes:
       process_index: the index of this process, as `jax.process_index()`; 0 prints and writes files.
@@ -26,18 +26,18 @@ class Group:
 
 
 def distributed() -> Group:
-    """Joins the group of this process, and returns its place in it; call it before anything else of JAX.
+    """Joins the group of this process, and returns its rank in it; call it before any other JAX function.
 
     The environment describes the group: the variables of `spanax launch` (SPANAX_COORDINATOR, SPANAX_NUM_HOSTS,
     SPANAX_HOST), or those of torchrun (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK), or what JAX detects:
     Slurm, Open MPI, Kubernetes and TPU pods. Without any of them, the process is a group by itself. A second call does
     not change anything, and neither does a call after `jax.distributed.initialize()`.
 
-    In a group an uncaught exception ends its process at once, without the handlers of `atexit`: they would wait for
-    the other processes, which wait for this one.
+    In a group, an uncaught exception ends its process immediately, without `atexit` handlers, which would wait for the
+    other processes while these wait for this one.
 
     Raises:
-      HostsError: the group cannot be joined: JAX has already started, or not all processes came.
+      HostsError: the group cannot be joined: JAX has already started, or not all processes connected.
       SpanaxError: the variables are incomplete or contradict each other.
 
     Example:

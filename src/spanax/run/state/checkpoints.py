@@ -31,7 +31,8 @@ class Checkpoints:
 
     The objects are a dict of NNX objects by name (a model, an optimizer, metrics, `nnx.Rngs`) and of objects with a
     state in JSON: `spanax.Batches`, a `Watch` of a `spanax.Guard`, Grain's iterators. Arrays are saved as shards by the
-    devices that store them, and restored onto the shardings that the arrays of the objects have by then, on any mesh.
+    devices that store them, and restored onto the shardings that the arrays of the objects have at that time, on any
+    mesh.
 
     Each step is a folder with a manifest of checksums, which is written last: a save that is killed or fails leaves no
     checkpoint, and every file is verified before it is used. A checkpoint of `model` and `optimizer` is one of a run:
@@ -97,8 +98,8 @@ class Checkpoints:
         read. Every file is verified first; if the newest checkpoint is damaged, the next older intact one is restored
         with a warning. Objects of the checkpoint that are not passed are not read.
 
-        The devices hold the previous and the restored arrays until it returns, except for an abstract model of
-        `nnx.eval_shape`, which has none: its arrays get the shardings of its `jax.ShapeDtypeStruct`s.
+        The devices store the previous and the restored arrays until it returns, except for an abstract model of
+        `nnx.eval_shape`, which has none: its arrays take the shardings of its `jax.ShapeDtypeStruct`s.
 
         Args:
           objects: the objects, or some of those that were saved.
