@@ -7,7 +7,7 @@ from typing import Any
 
 
 def events(folder: Path) -> Iterator[Any]:
-    """The records of all event files, in the order in which TensorBoard reads them; each checksum is held."""
+    """The records of all event files, in the order in which TensorBoard reads them, with their checksums verified."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c
 

@@ -20,7 +20,7 @@ if "jax" in sys.modules:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# `none_such` stays: the tests left of the Plan also pass where JAX can start no backend.
+# `none_such` is preserved: the tests of trace, hardware and plan also pass without a JAX backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's CPU collectives starve, and abort after 40 s, with fewer threads than waiting devices; NPROC sizes their pool.
 os.environ.setdefault("NPROC", "16")
@@ -31,7 +31,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Most of the time goes into compiling tiny programs: without LLVM's optimizations a third less of it.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
-    # One LLVM module a program, not up to 32 that each declare everything anew: two cores have nothing to gain.
+    # One LLVM module per program instead of up to 32, which would not be faster on two cores.
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10.") and "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
     # The older of its two code generators takes half the time; jaxlib 0.12 has it no more, and aborts at the flag.
@@ -45,7 +45,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".cache" / "hypothesis"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-# What was traced stays for the session: to go through it for cycles as often as by default is a twentieth of the time.
+# Traced programs are cached for the session: by default, collecting cycles among them takes a twentieth of the time.
 gc.set_threshold(50_000, 10, 10)
 # Subprocesses the tests start see the same source, installed or not.
 paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))

@@ -1,4 +1,4 @@
-"""Foreign run folders: one entry at a time is replaced by a link, a FIFO, a device or nonsense, and a verb is called.
+"""Untrusted run folders: one entry at a time is replaced by a link, a FIFO, a device or garbage, and a command runs.
 
 What lies outside of the run folder must stay as it is, and none of it may be read into the folder or the output. The
 verb has to end, with a result or with an error of a few lines. The names are those of `spanax.entries.names`.
@@ -181,7 +181,7 @@ LIGHT = ("report", "report --json", "report --out", "checkpoint show", "checkpoi
 
 
 def names(place: Place, verb: str) -> list[str]:
-    """Every name of an entry that a verb may open: files, the folders that they lie in, and those of steps."""
+    """Every entry that a command may open: files, their folders, and those of steps."""
     imported = [*IMPORTED, "model.json", *(f"0/{name}" for name in IN_STEP), "0", "0/arrays"]
     patterns = imported if verb == "export" else [*FILES, *FOLDERS, *TEMPORARIES]
     folder = place.root / ("imported" if verb == "export" else "run")
@@ -248,7 +248,7 @@ def problem(place: Place, verb: str, name: str, kind: str, root: Path) -> str:
 
 
 def prepared(place: Place, folder: Path, outside: Path, name: str, kind: str, *, is_bare: bool) -> None:
-    """A folder with one foreign entry, and what lies outside of it; `is_bare` is one without a run."""
+    """A folder with one foreign entry, and files outside of it; `is_bare` is one without a run."""
     (outside / "inner").mkdir(parents=True)
     for path in ("file", "0.json", "manifest.json", "rank0.log", "inner/file"):
         (outside / path).write_text(SECRET)
@@ -269,7 +269,7 @@ def prepared(place: Place, folder: Path, outside: Path, name: str, kind: str, *,
 
 
 def snapshot(outside: Path) -> dict[str, object]:
-    """The bytes, the times and the names of what lies outside."""
+    """The bytes, times and names of the files outside."""
     return {
         str(path.relative_to(outside)): (path.read_bytes() if path.is_file() else b"", path.lstat().st_mtime_ns)
         for path in [outside, *sorted(outside.rglob("*"))]
@@ -277,7 +277,7 @@ def snapshot(outside: Path) -> dict[str, object]:
 
 
 def leaked(root: Path) -> list[str]:
-    """Regular files that hold what lies outside."""
+    """Regular files with content from outside."""
     regular = [path for path in root.rglob("*") if not path.is_symlink() and path.is_file()]
     small = [path for path in regular if path.stat().st_size < 1 << 24]
     return [str(path.relative_to(root)) for path in small if SECRET.encode() in path.read_bytes()]

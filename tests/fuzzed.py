@@ -181,7 +181,7 @@ def supervise(place: Path) -> None:
 
 
 def resume(place: Path) -> None:
-    """What a run that goes on reads, in the order of the trainer, without JAX."""
+    """Reads the files of a resumed run in the order of the trainer, without JAX."""
     settings = folder.recorded(place)
     config = check(with_settings(TrainConfig(output_dir=str(place), resume=True), settings, str(place)))
     with claimed(place, resume=True):

@@ -1,4 +1,4 @@
-"""HLO programs, as small as they can be, each with one thing that a naive reader gets wrong."""
+"""Minimal HLO programs, each with one feature that a naive reader misinterprets."""
 
 HEAD = """HloModule m, num_partitions=8
 add {

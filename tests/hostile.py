@@ -1,4 +1,4 @@
-"""Files that somebody made to harm whoever reads them, and a program that reads each through the command line.
+"""Files that are made to harm their reader, and a program that reads each through the command line.
 
 Every case is a function that fills a folder and returns the command that is to refuse it. `hostile.py FOLDER light` or
 `heavy` makes and reads them all in one process and prints a JSON line for each: exit code, seconds of CPU, the most
@@ -536,7 +536,7 @@ def _(root: Path) -> list[str]:
 
 
 def resumed(root: Path, spoil: Callable[[Path], object], *, seals: bool = True) -> list[str]:
-    """A run of two steps in which somebody changed something, to be resumed; `seals` writes a manifest that fits."""
+    """A run of two steps with one change, to be resumed; `seals` writes a matching manifest."""
     shutil.copytree(root.parent / "good", root / "run")
     newest = root / "run" / "checkpoints" / "2"
     spoil(newest)
@@ -602,7 +602,7 @@ def peak_bytes() -> int:
 
 def watched(command: list[str]) -> dict[str, Any]:
     """What a command came to."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, output = peak_bytes(), io.StringIO()
 
     def over(*_: Any) -> None:
@@ -630,7 +630,7 @@ def watched(command: list[str]) -> dict[str, Any]:
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """What lies outside of what a command may write to."""
+    """Files that a command must not write to."""
     result: dict[str, Any] = {}
     for path in sorted(folder.glob("outside*")) + sorted((folder / "outside").glob("**/*")):
         result[str(path)] = zlib.crc32(path.read_bytes()) if path.is_file() else "folder"

@@ -1,4 +1,4 @@
-"""Launched: a small run under its supervisor, to be disturbed, and what is compared with one that nobody disturbs."""
+"""A small run under a supervisor, for faults, and its comparison with an uninterrupted run."""
 
 import hashlib
 import json
@@ -150,7 +150,7 @@ class Launched:
         return max((beat.step for beat in heartbeat.read(self.folder).values()), default=0)
 
     def output(self) -> str:
-        """What it said to whoever called it, and the last of each log."""
+        """Its output, and the end of each log."""
         logs = [path.read_text()[-3000:] for path in sorted((self.folder / "log").glob("*"))]
         return "\n".join([self.folder.with_suffix(".txt").read_text(), *logs])
 
@@ -173,7 +173,7 @@ def examples(folder: Path) -> bytes:
 
 
 def digest(folder: Path, step: int | None = None) -> str:
-    """The sha256 of every array of a step, the newest if none is named, whatever mesh it was saved from."""
+    """The sha256 of every array of a step, by default the newest, for any mesh that it was saved from."""
     state = hashlib.sha256()
     for path, array in sorted(arrays(folder, step).items()):
         state.update(f"{path} {array.dtype} {array.shape}".encode())

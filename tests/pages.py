@@ -33,7 +33,7 @@ def leaf(path: str, kind: str = "param", shape: tuple[int, ...] = (64, 256), rea
 
 
 def a_plan(num_blocks: int = 3, *, paths: tuple[str, ...] = (), has_price: bool = True) -> Plan:
-    """A plan over 8 devices with arrays of many sizes, so that no two are alike, and a pipeline's schedule."""
+    """A plan over 8 devices with arrays of distinct sizes, and a pipeline schedule."""
     names = [f"{place}.{index}" for index in range(num_blocks) for place in ("up", "down")]
     leaves = [
         leaf(f"block_{name.replace('.', '_')}.kernel", "param", (64 + 4 * index, 256))

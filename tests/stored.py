@@ -1,6 +1,6 @@
-"""Programs as the compilers for TPUs and GPUs write them, stored to be read where those are not installed.
+"""Programs as the compilers for TPUs and GPUs write them, stored for machines without these compilers.
 
-Write them anew, where libtpu or the CUDA plugin is installed: python tests/stored.py
+To update them, with libtpu or the CUDA plugin installed: python tests/stored.py
 """
 
 import gzip
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "data" / "compiled"
 
 @dataclass(frozen=True)
 class Case:
-    """One stored program: where it was compiled for, and how it lies there."""
+    """One stored program: its target, and its shardings there."""
 
     on: str
     layout: str

@@ -1,4 +1,4 @@
-"""The public names: sorted, present, each told with an example that runs."""
+"""The public names: sorted, present, each with an example that runs."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""Every error message, byte for byte: golden/errors.txt is what a user reads (`make golden` writes it anew)."""
+"""Every error message equals golden/errors.txt (`make golden` updates it)."""
 
 import os
 from collections.abc import Callable

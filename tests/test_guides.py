@@ -1,4 +1,4 @@
-"""The tables of the guides: every number is what the planner says (`make golden` writes them anew)."""
+"""The tables of the guides: every number equals that of the planner (`make golden` updates them)."""
 
 import functools
 import os

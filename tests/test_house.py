@@ -97,7 +97,7 @@ def module_name(path: str) -> str:
 
 
 def place(module: str) -> str:
-    """The folder or top module it lies in: `spanax.plan.cost` -> `plan`, `spanax.run.data.tokens` -> `run.data`."""
+    """Its folder or top module: `spanax.plan.cost` -> `plan`, `spanax.run.data.tokens` -> `run.data`."""
     inner = ".".join(module.split(".")[1:3])
     return inner if inner in MAY_IMPORT else [*module.split("."), "spanax"][1]
 
@@ -190,7 +190,7 @@ def circles(needs: Mapping[str, set[str]]) -> list[str]:
 
 
 def too_long(root: Path) -> list[str]:
-    """Files and functions nobody reads to the end."""
+    """Files and functions that are too long."""
     problems = []
     for path, text, tree in sources(root):
         if (lines := len(text.splitlines())) > MAX_FILE_LINES:
@@ -473,7 +473,7 @@ MAX_FILES = 13
 
 
 def crowded(root: Path) -> list[str]:
-    """Folders with more modules than a reader can take in."""
+    """Folders with too many modules."""
     folders = sorted(path for path in (root, *root.rglob("*")) if path.is_dir())
     problems = []
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The benchmark that reads schedules: what is begun before a matmul and awaited behind it, and what is waited for."""
+"""The benchmark that reads schedules: collectives that overlap with a matmul, and exposed ones."""
 
 from jaxlib import _hlo
 

@@ -100,9 +100,7 @@ def test_a_gpu_peer_with_other_work_has_no_ratio(
     monkeypatch.setattr(gpu, "accelerator", lambda: "NVIDIA H200")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     first = measured_peers(gpu.HAND, gpu.OURS, gpu.TORCH)
-    scanned = measured_peers("hand-written JAX, scanned", "another")[
-        ::-1
-    ]  # another reference: nothing is held beside it
+    scanned = measured_peers("hand-written JAX, scanned", "another")[::-1]  # another reference: no ratio
     scanned[0].name, scanned[1].name = "hand-written JAX, scanned", "spanax, scanned"
     left = [first, scanned]
     monkeypatch.setattr(gpu, "measure", lambda *_: (left.pop(0), {}))

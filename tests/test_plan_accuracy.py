@@ -94,7 +94,7 @@ def row(id: str = "", **cells: str) -> Row:
 
 
 def test_cases_with_equal_terms_are_each_priced_with_their_degrees() -> None:
-    # PyTorch shards weights evenly whatever their sizes: both have the terms of two devices, on one machine.
+    # PyTorch shards weights of any size evenly: both have the terms of two devices, on one machine.
     shared = {"n_devices": "64", "zero_stage": "1", "microbatch_seqs": "1", "global_batch_seqs": "64"}
     rows = [row(pp, pp=pp, fsdp=fsdp, **shared) for pp, fsdp in (("1", "64"), ("2", "32"))]
     expressed, skipped = cases(rows)

@@ -1,4 +1,4 @@
-"""Commands whose output a page shows print it: lines in order, numbers by pattern (`make golden` writes them anew).
+"""Commands whose output a page shows print it: lines in order, numbers by pattern (`make golden` updates them).
 
 A block fenced as `console` holds commands after `$ ` and their output; `...` stands for any lines. Python that begins
 with `# NAME.py` is the file of that name. The commands of a page run in order, in one folder with these files.

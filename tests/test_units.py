@@ -1,4 +1,4 @@
-"""Quantities: every number that is read has a unit, and a value somebody could believe."""
+"""Quantities: every number that is read has a unit and a plausible value."""
 
 import pytest
 

@@ -97,7 +97,7 @@ def likelihood(model, batch):
 
 
 class Frozen(nnx.Variable):
-    """A variable of the author's own: no parameter, so nobody trains it."""
+    """A custom variable: not a parameter, so it is not trained."""
 
 
 class Quantized(nnx.Module):

@@ -1,4 +1,4 @@
-"""Written: what pages and help texts show, taken out of them: code that can be run, and commands that can be read."""
+"""Code and commands in pages and help texts."""
 
 import ast
 import re
@@ -72,14 +72,14 @@ def looks_like_python(text: str) -> bool:
 
 
 def commands(text: str) -> Iterator[str]:
-    """The command lines of ours in a block."""
+    """The command lines of Spanax in a block."""
     for line in text.replace("\\\n", " ").splitlines():
         if re.match(r"(\w+=\S+ )*spanax ", line.strip()):
             yield line.strip()
 
 
 def read(line: str) -> Any:
-    """What a command line asks for, as the command line itself reads it.
+    """The flags of a command line, as the command line parses them.
 
     Raises:
       SpanaxError: it names a workload, machine, mesh or layout that does not exist.
@@ -109,7 +109,7 @@ def read(line: str) -> Any:
 
 @contextmanager
 def absent_extras_are_fine() -> Iterator[None]:
-    """What needs an extra that is not installed here is right all the same."""
+    """Accepts commands that need an extra that is not installed."""
     try:
         yield
     except SpanaxError as error:

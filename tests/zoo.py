@@ -392,7 +392,7 @@ def mixer(rngs: nnx.Rngs) -> nnx.Sequential:
 
 
 class CLIP(nnx.Module):
-    """Two towers; every example is scored against the whole batch."""
+    """Two towers; every example is scored against the full batch."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.image, self.text = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)

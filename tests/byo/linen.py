@@ -1,4 +1,4 @@
-"""A Linen module inside of an NNX model, by the bridge, with its own BatchNorm statistics; a layer of NNX behind it."""
+"""A Linen module inside of an NNX model, through the bridge, with BatchNorm statistics, followed by an NNX layer."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Local attention in blocks with their neighbours, a few global tokens, linear attention beside it."""
+"""Local attention in blocks with their neighbours, a few global tokens, and linear attention in parallel."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A linear recurrent unit: complex diagonal states by associative_scan, and a long convolution by FFT beside it."""
+"""A linear recurrent unit: complex diagonal states by associative_scan, and a long convolution by FFT in parallel."""
 
 import jax
 import jax.numpy as jnp

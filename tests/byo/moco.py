@@ -1,4 +1,4 @@
-"""MoCo: a momentum encoder and a queue of keys kept as state, written to at a pointer that goes around."""
+"""MoCo: a momentum encoder and a queue of keys as state, written at a cyclic pointer."""
 
 import jax
 import jax.numpy as jnp

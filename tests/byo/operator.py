@@ -1,4 +1,4 @@
-"""A Fourier neural operator: complex weights for the lowest frequencies of an rfft2, a pointwise path beside it."""
+"""A Fourier neural operator: complex weights for the lowest frequencies of an rfft2 and a parallel pointwise path."""
 
 import jax
 import jax.numpy as jnp

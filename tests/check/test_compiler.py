@@ -46,7 +46,7 @@ def test_a_tpus_compiler_agrees_with_the_plan(name: str, on: str, layout: str, m
     report = check(name, on, layout, mesh)
     assert report.level == 3 and report.fits and report.fits_by == "the compiler"
     assert report.errors["state_bytes"] == 0, "padding included"
-    # Of a convolution the plan counts all of the window, and the program only what lies in the image.
+    # The plan counts the full window of a convolution, the program only its part in the image.
     assert report.errors["flops"] == pytest.approx(0, abs=0.1 if name == "resnet-nano" else 0.02)
     assert report.compiled.collectives and all(collective.is_counted for collective in report.collectives)
     assert "TPU" in report.versions["compiler"] and "libtpu" in report.versions

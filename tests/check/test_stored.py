@@ -1,4 +1,4 @@
-"""What the compilers for TPUs and GPUs made of one small step, read and held against what follows from its shapes.
+"""One small step compiled for TPUs and GPUs, compared with the figures that follow from its shapes.
 
 The step: three scanned layers of a 256 x 1024 and a 1024 x 256 matrix, 64 examples, bfloat16 arithmetic, SGD.
 """
@@ -70,7 +70,7 @@ def test_weights_are_gathered_in_bfloat16_twice_a_layer(on: str) -> None:
 
 @pytest.mark.parametrize("on, whole", [("v5e:2x4", 1), ("v5p:2x2x2", 1), ("h100:8", 0), ("v5e:2x2:2", 0)])
 def test_gradients_are_scattered_or_summed(on: str, whole: int) -> None:
-    """A TPU's compiler leaves one of the two gradients whole on one slice: an all-reduce."""
+    """A TPU's compiler all-reduces one of the two gradients on one slice."""
     sizes = spanax.MeshShape.of(BY_NAME[on].mesh)
     split, ways = sizes.ways(["model"]), sizes.ways(["fsdp"])
     moved = totals(collectives_on(on))["fsdp"]
@@ -123,5 +123,5 @@ CONVOLUTION = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
 )
 def test_a_convolution_and_its_gradients_count_the_same_flops(line: str) -> None:
     arrays = ("x = f32[2,8,8,4] parameter(0)", "w = f32[3,3,4,16] parameter(1)", "y = f32[2,8,8,16] parameter(2)")
-    inside = (3 * 8 - 2) ** 2  # of 3 positions for each of 8 results, one lies outside at either end
+    inside = (3 * 8 - 2) ** 2  # of 3 positions for each of 8 results, one is outside at either end
     assert program_flops(read_text(hlo_programs.entry(*arrays, line))) == 2 * 2 * 16 * 4 * inside

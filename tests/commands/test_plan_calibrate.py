@@ -149,7 +149,7 @@ def test_the_flag_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 def test_a_run_of_twelve_steps_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a busy machine its steps may be too noisy to change anything: then the answer says so."""
+    """On a busy machine, steps may be too noisy to change the constants, which the output then states."""
     folder = tmp_path / "run"
     cli.main(
         [

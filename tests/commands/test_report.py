@@ -1,4 +1,4 @@
-"""`spanax report`: what it says of runs that finished, go on, were killed, or are nonsense."""
+"""`spanax report` of runs that finished, are in progress, were killed, or are invalid."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text_from_files_is_escaped(tmp_path: Path) -> None:
-    """No colours or escapes from a run folder of somebody else, and no more lines than listed."""
+    """No colors or escapes from an untrusted run folder, and no additional lines."""
     evil = {"event": "died", "why": "[red]why[/red] :smile:\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
     folder = a_run(tmp_path / "a", *TOLD, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
     (folder / "config.toml").write_text("not toml")

@@ -1,4 +1,4 @@
-"""`spanax doctor` as a whole: everything is looked at, in words and as JSON, with an exit code."""
+"""`spanax doctor`: all checks, as text and JSON, with an exit code."""
 
 import io
 import json

@@ -92,7 +92,7 @@ def test_an_unreachable_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verdict.state == "warning" and "nothing listens on its port" in verdict.what
     monkeypatch.setattr(network, "CONNECT_SECONDS", 0.2)
     with socket.socket() as server:
-        # With its queue full, a server that accepts nobody is as silent as a firewall.
+        # A server that accepts no connection does not answer when its queue is full, like a firewall.
         server.bind(("127.0.0.1", 0))
         server.listen(0)
         port = server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Entries of a run folder: regular files only, without a link on the way, and what else is there stays untouched."""
+"""Entries of a run folder: only regular files, without links in their path; other entries are not changed."""
 
 import os
 import secrets
@@ -19,7 +19,7 @@ BEAT = HEARTBEAT.of(0)
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder that nobody may read, write or delete from."""
+    """A folder outside of the run, which must not be read or changed."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "0.json").write_text("precious")

@@ -1,4 +1,4 @@
-"""Command lines and configurations that cannot be carried out: the right exit code, the flag named, no traceback.
+"""Invalid command lines and configurations: the right exit code, the name of the flag, no traceback.
 
 With those of tests/test_cli.py, whose words are kept as golden files, there are more than 120.
 """

@@ -1,4 +1,4 @@
-"""A run that goes on with other devices than before: the same state, the same data, another plan."""
+"""A run that continues on other devices: the same state and data, another plan."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def go_on(num_devices: int, until: int, resume: bool | None = None, **settings: Any) -> list[dict[str, Any]]:
-    """A part of the run `elastic`, as the command line would start it, asked to stop behind a step."""
+    """A part of the run `elastic`, started as by the command line and stopped after a step."""
     output: list[dict[str, Any]] = []
 
     def emit(event: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Run folders from strangers: whatever an entry is, no verb touches what lies outside, and each ends."""
+"""Untrusted run folders: for any kind of entry, every command ends without touching files outside."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run folders with values changed at random: whatever they say, it is read or refused, and never a traceback."""
+"""Run folders with randomly changed values are read or refused, without a traceback."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs of real processes under their supervisor, disturbed: what is left is bit-equal to what nobody disturbed."""
+"""Runs of real processes under a supervisor, with faults: the results are bit-equal to uninterrupted ones."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def form(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def whole(place: Path, form: str) -> Launched:
-    """A run that nobody disturbs."""
+    """An uninterrupted run."""
     hosts, devices = FORMS[form]
     run = Launched.start(place, f"whole{hosts}", *TRAIN, hosts=hosts, devices=devices)
     assert run.end() == 0, run.output()
@@ -72,7 +72,7 @@ def test_kills_at_random_moments_lose_nothing(place: Path, form: str, whole: Lau
 
 @pytest.mark.slow
 def test_a_process_that_sleeps_in_python_is_restarted(place: Path, whole: Launched, form: str) -> None:
-    """The other process waits for it in a collective, for ever; meanwhile nobody outside can speak to them."""
+    """The other process waits for it in a collective forever, and does not react to signals."""
     if form == "one process":
         pytest.skip("there is no other process")
     asleep = {"ASLEEP": f"1:{24 // 2 * 7}:1"}
@@ -94,7 +94,7 @@ def test_a_process_that_sleeps_in_python_is_restarted(place: Path, whole: Launch
 
 @pytest.mark.slow
 def test_a_run_stopped_by_a_signal_saves_and_resumes(place: Path, form: str, whole: Launched) -> None:
-    """SIGTERM to one of the processes: all of them stop behind the same step, and none is lost."""
+    """SIGTERM to one process: all of them stop after the same step, and no step is lost."""
     hosts, devices = FORMS[form]
     asked = {"ASKED_TO_STOP": f"{hosts - 1}:{24 // hosts * 5}:1"}
     with running(place, f"told{hosts}", hosts=hosts, devices=devices, environ=asked) as run:

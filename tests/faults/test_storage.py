@@ -45,7 +45,7 @@ def workload(**_: Any) -> spanax.Workload:
 
 
 def run(out: Path, at: dict[int, Callable[[], object]] | None = None, **settings: Any) -> list[Event]:
-    """All events of a training run, in which something happens when a step is told of."""
+    """All events of a training run with a fault after a step is logged."""
     reported: list[Event] = []
 
     def emit(event: Event) -> None:
@@ -59,7 +59,7 @@ def run(out: Path, at: dict[int, Callable[[], object]] | None = None, **settings
 
 
 def between_saves(act: Callable[[], object]) -> Callable[[], object]:
-    """A fault after the save that may go on, so that it is known which one it meets."""
+    """A fault after a save that is complete, so that the affected save is known."""
     return lambda: ([thread.join() for thread in threading.enumerate() if "spanax-save" in thread.name], act())
 
 

@@ -93,7 +93,7 @@ def test_rates_of_large_arrays(name: str, kind: str, rate: str, bound: float) ->
     assert collective_seconds(kind, num_bytes, over_all(cluster(name))) == pytest.approx(measured, rel=bound)  # type: ignore[arg-type]
 
 
-# ---- jax-ml/scaling-book @0819a7d. It leaves out (n - 1) / n where a ring is closed: `whole` puts that back.
+# ---- jax-ml/scaling-book @0819a7d. It omits (n - 1) / n for a closed ring, which `whole` restores.
 
 
 def test_corner_to_corner_of_a_v5e_4x4() -> None:

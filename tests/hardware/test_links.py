@@ -191,7 +191,7 @@ def test_every_chip_has_a_link_for_every_mesh() -> None:
 
 
 def test_every_device_has_one_place() -> None:
-    """The parts of all axes together make up every dim once, whatever the mesh."""
+    """The parts of all axes cover every dim once, for any mesh."""
     for shape in ((4, 4, 4), (4, 8, 12), (16, 16), (2, 2, 4)):
         size = math.prod(shape)
         pairs = [(a, size // a) for a in range(1, size + 1) if size % a == 0]

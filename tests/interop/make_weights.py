@@ -75,7 +75,7 @@ def inputs_of(model: Any) -> torch.Tensor:
 
 
 def main() -> None:
-    """Write all of them anew."""
+    """Writes all of them."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     torch.manual_seed(0)
     for name, (model, how) in models().items():

@@ -1,4 +1,4 @@
-"""What is said of weights that are not what they should be, byte for byte; `make golden` writes it anew."""
+"""Golden messages for invalid weights; `make golden` updates them."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "interop_errors.txt
 
 
 def configured(name: str = "gpt2", kind: str = "gpt2", **change: Any) -> Callable[[Path], Any]:
-    """Imports weights beside a config.json in which something is changed."""
+    """Imports weights next to a changed config.json."""
 
     def act(folder: Path) -> None:
         shutil.copytree(WEIGHTS / name, folder / name)
@@ -107,7 +107,7 @@ def exported(kind: str, **how: Any) -> Callable[[Path], Any]:
 
 
 def exported_with(config: str) -> Callable[[Path], Any]:
-    """Exports weights beside which another config.json lies."""
+    """Exports weights next to another config.json."""
 
     def act(folder: Path) -> None:
         imported(folder)

@@ -1,4 +1,4 @@
-"""Transformers itself beside our models, at random: `pip install "spanax[interop-test]"`."""
+"""Models compared with transformers, with random weights: `pip install "spanax[interop-test]"`."""
 
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def test_import_and_export_preserve_logits(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workload, kind", [("gpt-nano", "gpt2"), ("llama-nano", "llama"), ("vit-nano", "vit")])
 def test_transformers_reads_a_model_that_was_not_imported(workload: str, kind: str, tmp_path: Path) -> None:
-    """Weights and config.json of a run of ours, read by transformers without a word of ours."""
+    """Weights and config.json of a run, read by transformers without Spanax."""
     ours = load(workload, batch_size=8)
     program = ours.trace(learning_rate=0.01, num_steps=4)
     run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))

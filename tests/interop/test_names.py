@@ -1,4 +1,4 @@
-"""The public names of spanax.interop: each there, and told with an example."""
+"""The public names of spanax.interop exist and have an example."""
 
 import inspect
 import subprocess

@@ -139,7 +139,7 @@ def test_a_folder_without_weights_raises(name: str, tmp_path: Path) -> None:
 
 
 def test_copied_files_must_not_be_links(tmp_path: Path) -> None:
-    """A tokenizer.json that leads to a secret would be copied, and be given away with the next export."""
+    """The target of a linked tokenizer.json would be copied, and published by the next export."""
     weights = Path(__file__).parent / "weights" / "gpt2"
     for name in (SINGLE, "config.json"):
         (tmp_path / name).write_bytes((weights / name).read_bytes())
@@ -150,7 +150,7 @@ def test_copied_files_must_not_be_links(tmp_path: Path) -> None:
 
 
 def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
-    """Its snapshots are links to blobs beside them."""
+    """Its snapshots are links to blobs in the cache."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "607a30"
     blobs.mkdir()
     snapshot.mkdir(parents=True)

@@ -313,7 +313,7 @@ def test_the_structure_of_objects_is_noticed_when_it_changes() -> None:
 
 
 def padded_run(transform: Callable[..., Any], like: Callable[..., Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Two losses of a GPT with 5 heads, a held-out loss under `like`, and its parameters."""
+    """Two losses of a GPT with 5 heads, a validation loss under `like`, and its parameters."""
     model = gpt.GPT(gpt.GPTConfig(101, seq_len=16, num_layers=2, num_heads=5, embed_dim=40), nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
 

@@ -1,4 +1,4 @@
-"""What a test runs as one rank of a job, instead of training: a mode, then what would have been said to python."""
+"""Runs as one rank of a job in tests, instead of training: a mode, then the arguments of python."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def main() -> None:
     if mode == "group":
         (folder / f"{rank}.json").write_text(json.dumps(group()))
     elif mode == "bad":
-        # The other one is ended for it, and that must not be what is told.
+        # The other rank is ended because of it, which must not be reported as the cause.
         sys.exit(65) if rank == 1 else time.sleep(300)
     elif attempt == 0 and mode == "stuck":
         Pulse(folder, rank, attempt).beat("step", 3)

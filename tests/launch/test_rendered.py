@@ -1,4 +1,4 @@
-"""What is rendered for Slurm, Kubernetes and Ray, byte for byte, and what is said to bad input."""
+"""Golden scripts and manifests for Slurm, Kubernetes and Ray, and errors for bad input."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""The supervisor, over processes that are no runs: they beat, die, hang and stop as they are told."""
+"""The supervisor, with scripted processes that write heartbeats, die, hang and stop."""
 
 import os
 import signal
@@ -200,7 +200,7 @@ def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
-    """Of another machine, or of one that was set: a day ahead and a day behind, in what is written and in its stamp."""
+    """A clock a day ahead or a day late, in the content and the time stamp of heartbeats."""
     code = """
 import spanax.run.record.heartbeat
 spanax.run.record.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
@@ -225,7 +225,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
 
 
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
-    """The exit code of a watch that is asked to stop as soon as something holds."""
+    """The exit code of a watch that is stopped as soon as a condition holds."""
 
     def ask() -> None:
         while not when():

@@ -94,7 +94,7 @@ def test_a_vit_depends_on_patch_positions():
     difference = lambda: float(np.abs(model(x) - model(swapped)).max())  # noqa: E731
     model.positions[...] *= 20
     model.blocks.attention.qkv.kernel[...] *= 2  # attention that prefers some patches
-    model.head.kernel[...] = jnp.eye(32, 7)  # born zero
+    model.head.kernel[...] = jnp.eye(32, 7)  # initialized to zero
     with_positions = difference()
     model.positions[...] *= 0
     assert with_positions > 1e-3 and difference() < 1e-5

@@ -1,4 +1,4 @@
-"""Workloads by name: sizes asked for are the sizes built, and what cannot be changed is said."""
+"""Named workloads have the requested sizes; sizes that cannot be changed raise."""
 
 import math
 import re
@@ -101,7 +101,7 @@ def test_a_function_of_a_file_takes_the_sizes_it_knows(tmp_path):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_only_nano_image_workloads_have_data(name):
-    """Images are not shipped: only the nano models have synthetic ones, and held-out ones of them."""
+    """Images are not included: only the nano models have synthetic training and validation images."""
     workload = load(name)
     is_of_images = "images" in workload.batch
     assert (workload.source is None) == (is_of_images and "nano" not in name)

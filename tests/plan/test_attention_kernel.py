@@ -88,7 +88,7 @@ def test_a_kernel_stores_no_scores_and_counts_its_flops() -> None:
     scores = 4 * 2048**2  # of one example and head, in 32 bits
     assert plain.memory["activations"] - flash.memory["activations"] > scores
     assert flash.step_seconds < plain.step_seconds and each.model_flops == two.model_flops
-    # Behind a causal mask 10 of 16 blocks are met; on the way back the scores are made once more.
+    # With a causal mask, 10 of 16 blocks are computed; the backward pass recomputes the scores.
     heads, width = 8 * 8, 16
     assert plain.flops - flash.flops == pytest.approx((6 - 7 * 10 / 16) * 2 * 2048**2 * width * heads / 8, rel=1e-6)
 

@@ -73,7 +73,7 @@ def used(placement: Placement) -> set[str]:
 
 
 def specs(plan: Plan) -> dict[str, str]:
-    """Paths to specs; the second moment lies like the first, and is left out."""
+    """Paths to specs; the second moment is sharded like the first, and omitted."""
     leaves = [leaf for leaf in plan.leaves + plan.batch if ".nu." not in leaf.path]
     return {leaf.path: ", ".join("+".join(axes) or "-" for axes in leaf.spec) for leaf in leaves}
 
@@ -271,7 +271,7 @@ def test_sequence_parallel_is_an_option_or_a_suffix() -> None:
         assert split(value, before[value]) == [] and split(value, after[value]) == ["seq"]
 
 
-# What is chosen when nothing is asked
+# The choice without a request
 
 
 def test_no_layout_means_the_fastest_that_fits() -> None:

@@ -1,4 +1,4 @@
-"""The price that a plan keeps: what is said of each array adds up to what is said of all, and it places nothing."""
+"""The predicted cost in a plan: the sum over arrays is the total, and it does not affect placement."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def test_the_traffic_of_parameters_adds_up(name: str, mesh: str) -> None:
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
         of_each = sum(moved.get(over, {}).get(kind, 0) for moved in price.moved_of.values())
         in_all = price.moved.get(over, {}).get(kind, 0)
-        # Beside parameters move the loss, the norm of the gradients, and a row of numbers of the batch.
+        # Also communicated: the loss, the gradient norm, and a row of the batch.
         assert 0 <= in_all - of_each <= 4096, (kind, in_all, of_each)
     assert sum(price.moved[over].values()) > 1000
 

@@ -1,4 +1,4 @@
-"""What cannot be laid out is refused: each error names the thing, its values and the nearest thing that works."""
+"""Programs that cannot be sharded as requested raise errors with values and the nearest valid alternative."""
 
 import functools
 import re
@@ -210,7 +210,7 @@ def test_bad_files_are_bad_data(name: str) -> None:
 
 
 def retried(actual: Program, devices: int, layout: str, mesh: str) -> None:
-    """Follow the fix that the error names until it works, or stays the same."""
+    """Applies the fix of the error until the call succeeds, or the error repeats."""
     for _ in range(2):
         try:
             plan(actual, devices, layout=layout, mesh=mesh)

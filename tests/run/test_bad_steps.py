@@ -49,7 +49,7 @@ def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def batches(bad: dict[int, float], num: int = 40) -> list[dict[str, np.ndarray]]:
-    """Whole batches in their order; in the bad ones one number is another."""
+    """Full batches in order; in the bad ones, one number is changed."""
     random = np.random.default_rng(0)
     shape = lambda: random.normal(size=(16, 8)).astype(np.float32)  # noqa: E731
     results = [{"x": shape(), "y": shape()} for _ in range(num)]
@@ -183,7 +183,7 @@ def test_ignore_saves_any_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
 def test_a_resumed_run_skips_the_same_batches(policy: str, tmp_path: Path) -> None:
-    """Ended right behind a batch that was left out, and before another."""
+    """Ended right after a skipped batch, and before another."""
     source, whole, out = batches({BAD: NAN, BAD + 2: NAN}), tmp_path / "whole", tmp_path / "stopped"
     settings = config(whole, policy, save_every=2)
     trained(source, settings)
@@ -253,7 +253,7 @@ def test_too_many_bad_steps_end_the_run(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", sampled(["halt", "skip", "rollback"], ["halt"]))
 def test_a_state_that_became_invalid_unnoticed_is_not_saved(policy: str, tmp_path: Path) -> None:
-    """A learning rate that is infinite makes parameters so behind a loss and a gradient that are fine."""
+    """An infinite learning rate makes parameters infinite after a finite loss and gradient."""
     rate = lambda count: jnp.where(count == 3, jnp.inf, 0.1)  # noqa: E731
     with pytest.raises(NumbersError, match="the state after step 4 is not finite, although its metrics are"):
         trained(batches({}), config(tmp_path / "run", policy), optimizer=optax.sgd(rate))

@@ -1,4 +1,4 @@
-"""Programs kept from run to run: where, how many, and that a second run compiles nothing."""
+"""The cache of compiled programs: its folder, its size, and that a second run compiles nothing."""
 
 import os
 import subprocess

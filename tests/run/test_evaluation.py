@@ -1,4 +1,4 @@
-"""Evaluation: every metric of a loss, averaged over all held-out examples, those of a smaller last batch included."""
+"""Evaluation: every metric of a loss, averaged over all validation examples, also of a smaller last batch."""
 
 from pathlib import Path
 from typing import Any

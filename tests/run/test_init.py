@@ -253,7 +253,7 @@ def test_weights_that_cannot_be_read_leave_no_files(tmp_path: Path) -> None:
 
 
 def test_the_trainer_loads_initial_weights_once(tmp_path: Path) -> None:
-    """`--init` at the start and where nothing was saved yet; a run that goes on from a step of its own does without."""
+    """`--init` at the start and before the first save; a resumed run does not need it."""
     rows = [{"x": np.full(16, number % 5, "float32")} for number in range(64)]
 
     def workload(**_: Any) -> spanax.Workload:

@@ -110,7 +110,7 @@ def on_one_device(name: str) -> Run:
 
 
 def on_host(array: jax.Array) -> Any:
-    """What is split on its way to devices: JAX compiles programs to split what lies on one, and none for NumPy's."""
+    """NumPy arrays, which are sharded during the transfer: for arrays on a device, JAX would compile programs."""
     return array.copy() if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else np.array(array)
 
 
@@ -123,7 +123,7 @@ def reference(name: str) -> tuple[tuple[Any, ...], dict[str, np.ndarray]]:
 
 
 def moved(name: str, layout: str | None, mesh: str) -> Run:
-    """A run in a layout from the numbers that one device was born with; births are compared in test_state.py."""
+    """A run in a layout from the initial values of one device; initialization is compared in test_state.py."""
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
     plan = spanax.plan(program(name), cluster, layout=layout, mesh=mesh)
     devices = plan.mesh.build()

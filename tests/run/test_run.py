@@ -56,7 +56,7 @@ def refused(match: str, call: Any) -> str:
 
 
 def misplaced(run: Run) -> list[str]:
-    """The leaves that lie elsewhere than planned, by their shardings or by the shards themselves."""
+    """The leaves whose shardings or shards differ from the plan."""
     return [
         place.path
         for place, array in zip(run.plan.leaves, run.state, strict=True)
@@ -86,7 +86,7 @@ def test_arrays_with_other_shardings_are_detected() -> None:
 
 
 def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that only claims to obey: no constraint on any value, and no placement asked of what comes out."""
+    """A step that ignores the plan: no constraints on values or results."""
     replay, jit = sharded_function.Replay, jax.jit
 
     def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any, instead: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several steps in one call: the numbers, the saves and the bad steps of one step a call, and every step told of."""
+"""Several steps in one call: values, saves and bad steps as with one step per call, and every step logged."""
 
 import json
 import math

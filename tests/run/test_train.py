@@ -92,7 +92,7 @@ def test_the_printed_resume_command_runs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> list[dict[str, Any]]:
-    """A run that nobody disturbs."""
+    """An uninterrupted run."""
     return train(place, "whole", "--mesh", "fsdp=4,model=2")
 
 

@@ -1,4 +1,4 @@
-"""Models from elsewhere: the numbers of one device, and nothing computed eight times over or kept whole unsaid."""
+"""Third-party models: results of one device, and no computation or array replicated without a note."""
 
 import functools
 import re

@@ -49,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def show(browser: Any, files: dict[str, str]) -> Iterator[Any]:
-    """Opens a page in a theme and size; whatever it says to the console or asks of the network fails the test."""
+    """Opens a page in a theme and size; console messages and network requests fail the test."""
     contexts, output = [], list[str]()
 
     def opened(name: str, *, size: str = "desktop", theme: str = "light") -> Any:
@@ -80,7 +80,7 @@ def test_a_page_fits_and_follows_the_theme(name: str, theme: str, size: str, sho
     assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 21, 27)"}[theme]
-    # Nothing lies beyond the edge but inside of what scrolls by itself.
+    # Only elements inside of scrolling boxes extend beyond the edge.
     outside = page.evaluate(
         """() => [...document.querySelectorAll("main *")].filter((one) =>
              !one.closest(".scroll, .unseen, .grids, .times, svg") 

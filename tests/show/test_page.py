@@ -1,4 +1,4 @@
-"""Pages as text: well-formed, self-contained, with the numbers of what they show; whatever is in the file."""
+"""Pages as text: well-formed, self-contained, with the right numbers, for any content of the file."""
 
 import base64
 import hashlib

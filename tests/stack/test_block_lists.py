@@ -38,7 +38,7 @@ class Block(nnx.Module):
 
 
 class Deep(nnx.Module):
-    """Blocks, and somebody's loop over them."""
+    """Blocks, and a custom loop over them."""
 
     def __init__(self, forward: Callable[[Any, Any], Any], blocks: Any = None):
         self.blocks = nnx.List([Block(nnx.Rngs(seed)) for seed in range(4)]) if blocks is None else blocks

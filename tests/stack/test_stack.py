@@ -32,7 +32,7 @@ class Normed(nnx.Module):
 
 
 class Telling(nnx.Module):
-    """A block that returns something beside its x."""
+    """A block that returns a value in addition to x."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.mix = nnx.Linear(16, 16, rngs=rngs)

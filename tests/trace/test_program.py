@@ -52,7 +52,7 @@ def refused(match: str, **changes: Any) -> str:
     return str(caught.value)
 
 
-# What is kept
+# Residuals
 
 
 def test_leaves_of_a_model_and_its_optimizer() -> None:

@@ -1,4 +1,4 @@
-"""What compilers leave behind: how their memory is assigned, their report when it does not suffice, their programs."""
+"""Output of compilers: buffer assignment, out-of-memory reports, programs."""
 
 import json
 import threading

@@ -69,7 +69,7 @@ def test_both_formats_of_the_log_are_read() -> None:
 
 
 def test_the_report_has_the_replicated_tensors_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # whoever wants to see nothing is told all the same
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # also reported if the log is disabled
     _, _, report = checked("fsdp+tensor+seq", True)
     assert report.inputs_only and report.replicated
     assert any(

@@ -1,4 +1,4 @@
-"""Compare: every legal layout is run as it was priced, in turn, and each is held against its price."""
+"""Compare: every legal layout runs as priced, in rounds, and is compared with its predicted cost."""
 
 import dataclasses
 import json
@@ -108,7 +108,7 @@ def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, 
     for row in data["rows"]:
         assert planned <= row.keys() and measured == row["measured"].keys()
         assert len(row["measured"]["seconds"]) == 2 and row["measured"]["collectives"]["fsdp"]["all-gather"] > 0
-        # All that goes in lies on the device: the state and the batch, exactly.
+        # The inputs are exactly the state and the batch.
         assert row["measured"]["state_bytes"] == row["state_bytes"] + row["memory"]["batch"]
         assert row["measured"]["peak_bytes"] > row["measured"]["state_bytes"]
     ratios = [row["ratio"] for row in data["rows"]]

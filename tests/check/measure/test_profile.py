@@ -132,7 +132,7 @@ def test_every_second_is_accounted_for_once() -> None:
     # Two devices and two steps: a mean of 10 seconds of either device is 5 a step.
     assert result.step_seconds == 5 and result.num_steps == result.num_devices == 2
     assert result.compute == (3 + 1) / 4  # 1-3 and 6-7 on the first, 1-2 on the second
-    assert result.communication == (2 + 2.5) / 4  # 3-5, beside which nothing is computed; 2-4.5
+    assert result.communication == (2 + 2.5) / 4  # 3-5, during which nothing is computed; 2-4.5
     assert result.by_axis == {"fsdp": 3 / 4, "all-reduce": 2.5 / 4}
     assert result.input_wait == 1 / 2  # 8.5-9.5
     assert result.host == (1 + 1 + 2) / 2  # 0-1, 5-6, 7-8.5 and 9.5-10

@@ -1,4 +1,4 @@
-"""Parity: the same numbers pass, others are named, and what is too big is made smaller and laid out alike."""
+"""Parity: equal results pass, others are reported, and large workloads are reduced with the same shardings."""
 
 import functools
 import json

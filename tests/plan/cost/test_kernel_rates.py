@@ -1,4 +1,4 @@
-"""Rates of attention kernels: those of published tables, ordered as measured, and estimates that say so."""
+"""Rates of attention kernels: those of published tables, ordered as measured, and labeled estimates."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Memory: state to the byte, and what is held on top of it, by hand where it can be worked out by hand."""
+"""Memory: the exact state, and the live values in addition, compared with computations by hand."""
 
 import functools
 from typing import Any
@@ -48,7 +48,7 @@ def planned(program: Program, layout: str, mesh: str) -> Plan:
 def groups(
     program: Program, layout: str = "data", mesh: str = "data=1", *, is_tpu: bool = False, **arguments: Any
 ) -> dict[str, int]:
-    """Bytes by group of one candidate; a batch of `scale` times the traced one, unless told otherwise all at once."""
+    """Bytes by group of one candidate; a batch of `scale` times the traced one, by default without microbatches."""
     resolver = resolver_of(program, planned(program, layout, mesh))
     sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
@@ -61,7 +61,7 @@ def groups(
 
 
 def on_top(result: dict[str, int]) -> int:
-    """Bytes beside state and batch."""
+    """Bytes in addition to state and batch."""
     return sum(result[name] for name in GROUPS)
 
 
@@ -108,7 +108,7 @@ def test_state_bytes_of_an_annotated_model_are_the_plans() -> None:
     assert planned(program, "zero1", "fsdp=8")["kernel"].local_bytes == 32 * 16 * 4 // 8
 
 
-# What is held on top of it
+# Live values in addition
 
 
 class TwoLayers(nnx.Module):
@@ -147,9 +147,9 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
     up, down = 4 * 32 * 128, 4 * 128 * 16
     result = groups(two_layers(), "data", "data=8", is_tpu=True)
     assert (result["activations"], result["gradients"]) == (4 * 2 * 8 * 128 + 4, down + up)
-    elsewhere = groups(two_layers(), "data", "data=8")  # what is masked lies in memory, and what it was made of is gone
+    elsewhere = groups(two_layers(), "data", "data=8")  # the masked value is in memory, and its operand is dead
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 8 * 128 + 4, down + up)
-    # Stored split, the last sum is whole before it is split, beside its part and that of the first.
+    # If stored sharded, the last sum is replicated before it is sharded, with its shard and that of the first.
     result = groups(two_layers(), "fsdp", "fsdp=8", is_tpu=True)
     assert result["activations"] == 4 * 2 * 8 * 128 + 4
     assert (result["gradients"], result["gathered weights"]) == (up + up // 8 + down // 8, 0)
@@ -220,7 +220,7 @@ def test_stages_divide_layers_and_store_activations_in_flight() -> None:
 
 
 def test_microbatches_store_less_and_accumulate_gradients() -> None:
-    """The sum of the gradients so far lies beside those of one microbatch, as they are stored."""
+    """The accumulated gradients and those of one microbatch are live, as stored."""
     program = zoo_program("gpt")
     whole, split = (groups(program, *position)["parameters"] for position in (("data", "data=8"), ("fsdp", "fsdp=8")))
     for layout, mesh, added in (

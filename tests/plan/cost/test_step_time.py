@@ -230,7 +230,7 @@ def test_a_convolution_is_the_matmul_of_its_flops(stride: int, groups: int) -> N
         assert groups in works.sizes[:, 3]
 
 
-# A whole step
+# A complete step
 
 
 CASES = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=2,model=4"), ("tensor+seq", "model=8")]
@@ -426,7 +426,7 @@ def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
     kernels = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2)
     assert moved(program, "fsdp", "fsdp=8", "reduce-scatter") == params
     gathered = moved(program, "fsdp", "fsdp=8", "all-gather")
-    # Without layers to go around, what was gathered on the way there is kept for the way back.
+    # Without a loop over layers, weights gathered in the forward pass are reused in the backward pass.
     assert kernels <= gathered <= 2 * params
 
 

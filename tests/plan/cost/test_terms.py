@@ -1,4 +1,4 @@
-"""Terms: what a layout is said to move, held against XLA's program, and against what theory says it must move."""
+"""Terms: the predicted communication of a layout, compared with XLA's program and with theory."""
 
 import doctest
 import functools
@@ -175,6 +175,6 @@ def test_per_step_costs_do_not_grow_with_microbatches() -> None:
 
 
 def test_a_reader_of_hlo_that_reads() -> None:
-    """The bytes above are held against what this reads: its own examples are run here."""
+    """The bytes above are compared with the output of this reader, whose examples run here."""
     result = doctest.testmod(hlo_bytes)
     assert result.attempted > 5 and not result.failed

@@ -1,4 +1,4 @@
-"""Closed forms of pipelines: each equals the simulation where it says so, and bounds it elsewhere."""
+"""Closed forms of pipelines: each equals the simulation under its conditions, and is a lower bound elsewhere."""
 
 import itertools
 
@@ -60,7 +60,7 @@ def test_the_published_bubble_is_the_simulated_one(schedule: str, p: int, m: int
 
 @pytest.mark.parametrize("schedule, p, m, v", ZERO_BUBBLE)
 def test_the_published_zero_bubble_is_the_simulated_one(schedule: str, p: int, m: int, v: int) -> None:
-    """ZB-H1 idles (p - 1)(F + B - W) where W is the shortest and there are as many microbatches as stages."""
+    """ZB-H1 idles (p - 1)(F + B - W) where W is the shortest and there is one microbatch per stage."""
     for forward, backward, weight in TIMES:
         if weight <= min(forward, backward) and m >= p:
             timeline = simulated(schedule, p, m, v, (forward, backward, weight))

@@ -1,4 +1,4 @@
-"""Timelines: every task starts as soon as its device and what it needs allow, and orders that block are told."""
+"""Timelines: every task starts as soon as its device and dependencies allow; orders that deadlock raise."""
 
 import itertools
 import sys
@@ -113,7 +113,7 @@ def test_random_times_preserve_the_invariants(schedule: str, p: int, m: int, v: 
 
 
 def test_a_small_timeline_by_hand() -> None:
-    """F takes 1, the whole backward 2: two stages, two microbatches, and half a second to send."""
+    """F takes 1, the full backward pass 2: two stages, two microbatches, and half a second to send."""
     timeline = simulate(orders("1f1b", 2, 2), StageSeconds.equal(2), hop_seconds=0.5)
     assert timeline.start_seconds == ((0.0, 1.0, 5.0, 8.0), (1.5, 2.5, 4.5, 5.5))
     assert timeline.seconds == 10.0

@@ -1,4 +1,4 @@
-"""Unreduced: which sums over devices a loop can put off, and which it cannot."""
+"""Deferred reductions: which all-reduces a loop can defer, and which it cannot."""
 
 import functools
 from collections.abc import Callable

@@ -100,7 +100,7 @@ def test_batch_dims_remain_sharded() -> None:
 
 
 def test_values_sharded_along_a_batch_dim_are_exchanged_after_a_matmul() -> None:
-    """Tokens on their way to experts: put together where they are, and then sent."""
+    """Tokens that are sent to experts: combined locally, and then sent."""
     moves, split = einsum("bte,btd->bed", (DATA, 0, 0), (DATA, 0, 0), (0, DATA, 0))
     assert moves == [("all-to-all", "out", DATA, 0)]
     assert split.work == DATA and split.result == (DATA, 0, 0)
@@ -108,7 +108,7 @@ def test_values_sharded_along_a_batch_dim_are_exchanged_after_a_matmul() -> None
 
 @pytest.mark.parametrize(("spec", "out"), [("bte,ebd->btd", (DATA, 0, 0)), ("btd,ebd->bte", (DATA, 0, 0))])
 def test_values_with_another_sharding_are_exchanged_before_a_batched_matmul(spec: str, out: Masks) -> None:
-    """Tokens on their way back from experts: sent, and then taken apart; in the gradient of places too."""
+    """Tokens that return from experts: sent, and then combined; also in the gradient of the slots."""
     moves, split = einsum(spec, (DATA, 0, 0), (DATA, 0, 0), out)
     assert moves == [("all-to-all", "w", DATA, 0)]
     assert split.operands == ((DATA, 0, 0), (0, DATA, 0)) and split.work == DATA
@@ -162,7 +162,7 @@ def test_a_convolution_is_split_by_batch_and_by_channels() -> None:
     assert of((DATA, 0, 0, 0), (0, 0, 0, MODEL), (DATA, 0, 0, MODEL)) == []
     assert of((DATA, 0, 0, MODEL), (0, 0, MODEL, 0), (DATA, 0, 0, 0)) == [("all-reduce", "out", MODEL, DATA)]
     assert of((FSDP, 0, 0, 0), (0, 0, FSDP, 0), (FSDP, 0, 0, 0)) == [("all-gather", "w", FSDP, 0)]
-    # Nothing is split along a window: whoever is, comes whole.
+    # Windows are not sharded: operands that are sharded along one are gathered.
     assert of((0, MODEL, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)) == [("all-gather", "x", MODEL, 0)]
 
 

@@ -153,7 +153,7 @@ class Gated(nnx.Module):
 
 @pytest.mark.parametrize("ways", [2, 4])
 def test_devices_exchange_slices_of_a_sharded_dim(ways: int) -> None:
-    # Of ways shards of each half, the first of the first half and the last of the second lie where they are used.
+    # Of the shards of each half, the first of the first half and the last of the second are in place.
     mesh = MeshShape.of(f"model={ways}")
     program = traced(Gated, 32, squared)
     moved = counted(program, "tensor", f"model={ways}", is_tpu_program=True).moved_bytes(mesh)

@@ -1,4 +1,4 @@
-"""Tables: the same rows out of every format, what is held out, one pass into tokens, and what is refused."""
+"""Tables: the same rows from every format, the validation split, tokens in one pass, and errors."""
 
 import gzip
 import json
@@ -318,7 +318,7 @@ def test_tables_are_recognized(tmp_path: Path) -> None:
             (tmp_path / folder / name).write_text('{"text": "x"}\n')
     assert [is_table(tmp_path / name) for name in ("tables", "text", "documents")] == [True, False, False]
     assert [part.path.name for part in open_table(tmp_path / "tables").parts] == ["1.jsonl", "2.jsonl"]
-    assert open_table(str(tmp_path / "*" / "?" / "[12].jsonl")).num_rows == 1  # of two rows one is held out
+    assert open_table(str(tmp_path / "*" / "?" / "[12].jsonl")).num_rows == 1  # one of two rows is held out
 
 
 @pytest.mark.parametrize("layout", ["{split}-00000.jsonl", "{split}/0.jsonl"])
@@ -362,7 +362,7 @@ def test_a_dataset_and_a_dict_of_them(tmp_path: Path, opened: Callable[..., Batc
     rows = [row for batch in take(opened(turned, plan), 38) for row in zip(batch["label"], batch["image"], strict=True)]
     assert all(image[0][0] == N - 1 - label for label, image in rows)
     labels = [label for label, _ in rows]
-    assert sorted(labels[:N]) == list(range(N))  # all of it: nothing is held out of what a program has in hand
+    assert sorted(labels[:N]) == list(range(N))  # all of it: nothing is held out of a dataset in memory
     splits = datasets.DatasetDict({"train": dataset, "validation": dataset.select(range(20))})
     reader = opened(splits, TEXT, split="validation", shuffle=False)
     assert reader.tokens.ids.tobytes() == "".join(f"{row['text']}\n" for row in ROWS[:20]).encode()
@@ -481,7 +481,7 @@ def test_a_link_out_of_a_data_folder_raises(name: str, tmp_path: Path) -> None:
     assert take(batches(tmp_path / "data", TEXT, cache_dir=tmp_path / "cache", **options), 1)
     (tmp_path / "data" / name).symlink_to(tmp_path / name)
     assert f"data/{name}' is a link out of the data folder" in message_of(DataError, tmp_path / "data")
-    # Asked for, it is read: by a folder that holds both.
+    # On request it is read: with a folder that contains both.
     assert take(batches(tmp_path, TEXT, cache_dir=tmp_path / "data" / ".cache", **options), 1)
     if name == "a.jsonl":
         pattern = str(tmp_path / "data" / "*.jsonl")

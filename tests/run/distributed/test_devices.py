@@ -1,4 +1,4 @@
-"""Simulated devices: two threads for each, unless a number is said."""
+"""Simulated devices: two threads for each, unless a number is set."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Events: what is told can be read, whatever befell the file."""
+"""Events can be read from intact and damaged files."""
 
 import subprocess
 import sys

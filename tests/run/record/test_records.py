@@ -43,7 +43,7 @@ def run_folder(place: Path) -> Path:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """The settings of a run that goes on, once all of its records were checked."""
+    """The settings of a resumed run, after all of its records are checked."""
     check_records(folder)
     changed_versions(folder)
     return recorded(folder)

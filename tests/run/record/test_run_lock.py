@@ -31,7 +31,7 @@ TOGETHER = {
 
 
 def run_folder(folder: Path) -> Path:
-    """A run that beats and has told of itself."""
+    """A run with a heartbeat and events."""
     folder.mkdir()
     Events(folder).append("begin", step=0)
     Pulse(folder, 0, 0).beat("step", 7, seconds={"step": 3.0})
@@ -64,7 +64,7 @@ def test_shared_locks_of_a_run_folder(first: str, second: str, tmp_path: Path) -
 
 
 def test_a_recreated_lock_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening a lock and holding it, whoever had it may remove it, and somebody else make it anew."""
+    """Between opening and acquiring a lock, its holder may remove it, and another process may recreate it."""
     folder, flock, raced = run_folder(tmp_path / "run"), run_lock.fcntl.flock, iter([True])
 
     def slow(descriptor: int, how: int) -> None:

@@ -124,7 +124,7 @@ def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path
 
 
 def test_the_time_after_a_preemption_counts_as_restart(tmp_path: Path) -> None:
-    """The supervisor ends with the run; both say so, and a later one begins anew."""
+    """The supervisor ends with the run, both record it, and a later one starts from zero."""
     reported = [
         *FAULTY[:3],
         (1031.0, 0, "rank 0", {"event": "end", "how": "preempted", "step": 9}),
@@ -139,7 +139,7 @@ def test_the_time_after_a_preemption_counts_as_restart(tmp_path: Path) -> None:
 
 
 def test_a_manual_restart_after_a_kill_counts_as_a_restart(tmp_path: Path) -> None:
-    """Nobody counts attempts then: both are number 0, and the second takes its beginning for the first."""
+    """Attempts are not counted then: both have number 0, and both record a beginning."""
     again = [
         (1090.0, 0, "rank 0", {"event": "begin", "step": 6}),
         (1095.0, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 5, "recomputed": 10}}),

@@ -11,7 +11,7 @@ from spanax.run.record.time_ledger import BUCKETS, Ledger, process_age_seconds
 
 
 class Clock:
-    """Nanoseconds that go on when told."""
+    """A clock in nanoseconds that advances on request."""
 
     def __init__(self) -> None:
         self.now = 10**15
@@ -71,7 +71,7 @@ def test_a_bucket_ends_when_its_work_raises() -> None:
 
 
 def test_exactly_the_repeated_steps_are_recomputed() -> None:
-    """The attempt before had finished step 5; this one goes on from step 2, and later falls back to step 6 itself."""
+    """The attempt before had finished step 5; this one continues from step 2, and later returns to step 6."""
     clock = Clock()
     ledger = Ledger(attempt=1, reached=5, clock=clock)
     clock.advance(100)

@@ -1,4 +1,4 @@
-"""Trackers: what they are told and when, that none of them ends a run, and the files of the real ones read back."""
+"""Trackers: the values that they receive, failures that do not end a run, and files of real trackers."""
 
 import json
 import math
@@ -27,7 +27,7 @@ STEPS = [{"event": "step", "step": step, "loss": 1.0 / step, "counts": [1, 2]} f
 
 
 class Told:
-    """A tracker that remembers, and fails where it is told to."""
+    """A tracker that records its calls, and fails on request."""
 
     def __init__(self, fails: str = ""):
         self.said: list[Any] = []
@@ -62,7 +62,7 @@ def run_of(num_steps: int = 0) -> Any:
     return SimpleNamespace(plan=plan, num_steps=num_steps, program=SimpleNamespace(num_params=20))
 
 
-# ---- what is told
+# ---- values that trackers receive
 
 
 def test_a_tracker_receives_steps_and_evaluations() -> None:
@@ -274,7 +274,7 @@ def test_a_full_disk_disables_the_tracker_but_not_the_run(board: Path, small_dis
 
 
 def stored(path: Path) -> Iterator[bytes]:
-    """The records of an offline file: LevelDB's log format behind seven bytes of its own."""
+    """The records of an offline file: LevelDB's log format after a header of seven bytes."""
     content, start, parts = path.read_bytes(), 7, b""
     while start + 7 <= len(content):
         if (left := -start % (1 << 15)) < 7:
@@ -283,7 +283,7 @@ def stored(path: Path) -> Iterator[bytes]:
         _, size, kind = struct.unpack_from("<IHB", content, start)
         parts += content[start + 7 : start + 7 + size]
         start += 7 + size
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # complete, or its last part
             yield parts
             parts = b""
 

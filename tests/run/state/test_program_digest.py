@@ -81,7 +81,7 @@ def test_another_model_is_refused_unless_accepted(started: Path) -> None:
     assert events[-1]["steps"] == 4
     (warning,) = warnings(events)
     assert "step 2 was saved by another program: the loss" in warning
-    # What it saved is of the new model: from now on that one goes on.
+    # It saved a checkpoint of the new model, which can now be resumed.
     assert warnings(run(started, tiny(jnp.sin), resume=True, steps=5)) == []
     with pytest.raises(ConfigError, match="saved step 5"):
         run(started, tiny(), resume=True, steps=6)

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint: on any mesh, with the same numbers, from the same example."""
+"""A run continues from a checkpoint: on any mesh, with equal values, at the same example."""
 
 from pathlib import Path
 from typing import Any

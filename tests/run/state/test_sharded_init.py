@@ -1,4 +1,4 @@
-"""State: born in its shards, the same numbers on every mesh, and never whole on any device."""
+"""State is initialized sharded, with equal values on every mesh, and never replicated on a device."""
 
 import functools
 import math
@@ -142,7 +142,7 @@ def test_initialization_stores_only_shards_and_bounded_temporaries(monkeypatch: 
     watched = Watched(monkeypatch)
     run = spanax.start(wide_program, spanax.plan(wide_program, spanax.cluster("cpu:8"), layout="fsdp"))
     assert watched.programs
-    assert watched.largest_bytes <= 4.5 * shard  # the shard, and beside it its random bits, counters and signs
+    assert watched.largest_bytes <= 4.5 * shard  # the shard, and its random bits, counters and signs
     held: dict[Any, int] = dict.fromkeys(run.mesh.devices.flat, 0)
     for array in run.state:
         for shard in array.addressable_shards:
@@ -196,7 +196,7 @@ def test_small_constant_arrays_need_no_program(monkeypatch: pytest.MonkeyPatch) 
     )
     watched = Watched(monkeypatch)
     run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:8"), layout="fsdp"))
-    # The kernel, what is converted once it was filled, and the large parameter and its momentum, which are made alike.
+    # The kernel, what is converted once it was filled, and the large parameter and its momentum, created alike.
     assert len(watched.programs) == 3, [program.output_size_in_bytes for program in watched.programs]
     params = run.params()
     assert params["half_8"].dtype == jnp.bfloat16 and host(params["half_8"]).tolist() == [0.5] * 8

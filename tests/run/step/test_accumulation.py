@@ -1,4 +1,4 @@
-"""Microbatches: the loss, metrics, gradients and noise of the whole batch, for any loss and under any layout."""
+"""Microbatches: the loss, metrics, gradients and noise of the full batch, for any loss and in any layout."""
 
 import contextlib
 import functools

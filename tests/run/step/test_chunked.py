@@ -150,7 +150,7 @@ def test_auto_chunks_if_they_save_memory_at_little_cost() -> None:
     priced_as = {many: evaluate(traced.with_loss_chunks(many), plan, machine).candidate for many, plan in built.items()}
     first, then, twice = (priced_as[many].step_seconds for many in built)
     assert then <= 1.05 * first < twice
-    # What does not fit so is taken in more, whatever it takes.
+    # If it does not fit, more chunks are used at any cost.
     tight = dataclasses.replace(machine, memory_bytes=0.9 * priced_as[count].peak_bytes)
     assert suiting_chunks(traced, built[1], tight)[0] > count
 

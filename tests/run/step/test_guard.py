@@ -331,7 +331,7 @@ class Plain(nnx.Module):
 
 
 def own_step(model: Plain, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
-    """A gradient that is none beside a loss that is fine: the root's is infinite at zero, times zero."""
+    """A NaN gradient with a finite loss: the gradient of the root is infinite at zero, times zero."""
 
     def loss(model: Plain) -> jax.Array:
         kernel = model.kernel[...]
@@ -356,7 +356,7 @@ def test_a_bad_gradient_with_a_finite_loss_is_detected_in_its_step(policy: str) 
 
 
 def test_a_step_that_only_halts_is_the_step_without_a_guard() -> None:
-    """Where the norm of the gradients is told, nothing is added to what is compiled."""
+    """If the step returns the gradient norm, nothing is added to the compiled program."""
     plan = on(net(), "fsdp=8")
     texts = [spanax.start(net(), plan, guard=guard).lower().as_text() for guard in (None, spanax.Guard("rollback"))]
     assert texts[0] == texts[1] != spanax.start(net(), plan, guard=spanax.Guard("skip")).lower().as_text()

@@ -1,4 +1,4 @@
-"""Layers that the stages of a pipeline do not divide: the numbers of one device, and nobody sees the padding."""
+"""Layers that the stages of a pipeline do not divide: results of one device, without visible padding."""
 
 import dataclasses
 import functools
@@ -127,7 +127,7 @@ def test_a_stage_that_skips_its_padding_equals_one_device(monkeypatch: pytest.Mo
 
 
 def test_padding_is_stored_but_never_returned(tmp_path: Path) -> None:
-    """Arrays, the model, the evaluation and a checkpoint have six layers; what is kept has eight rows."""
+    """Arrays, the model, the evaluation and a checkpoint have six layers; the stored state has eight rows."""
     built, run, result = six_in_four()
     index = [leaf.path for leaf in built.leaves].index("blocks.up.kernel")
     place = run.plan["blocks.up.kernel"]
@@ -292,7 +292,7 @@ def test_unsupported_pipelines_raise_the_golden_messages() -> None:
 
 
 def by_all_layers(updates: Any) -> Any:
-    """An update that goes by sums, products and ends of what would not be nought in a row of noughts."""
+    """An update that uses sums, products and extrema of values that are not zero in a row of zeros."""
 
     def scaled(update: jax.Array) -> jax.Array:
         ones = jnp.cos(update)
@@ -305,7 +305,7 @@ def by_all_layers(updates: Any) -> Any:
 
 
 def test_sums_over_layers_in_the_optimizer_exclude_padding() -> None:
-    """Rows of padding are noughts, and would count for ones."""
+    """Rows of padding are zeros, and would count as ones."""
     change = optax.stateless(lambda updates, params: by_all_layers(updates))
     steps = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)), 2)
     built = watched(steps)
@@ -315,5 +315,5 @@ def test_sums_over_layers_in_the_optimizer_exclude_padding() -> None:
     for item in (run, alone):
         item.step(rows)
     result, expected = (np.asarray(entry.params()["blocks.bias"]) for entry in (run, alone))
-    assert expected.all()  # they began as noughts
+    assert expected.all()  # they are initialized to zeros
     np.testing.assert_allclose(result, expected, rtol=1e-5)

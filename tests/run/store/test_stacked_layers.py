@@ -1,4 +1,4 @@
-"""Lists of blocks and stacks on disk: a run goes on from a checkpoint of the other, bit by bit."""
+"""Lists of blocks and stacks on disk: a run continues from a checkpoint of the other, bit-equal."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Fusion: what reaches memory between kernels, held against what a compiler that fuses is known to do."""
+"""Fusion: memory traffic between kernels, compared with the known behavior of fusing compilers."""
 
 from typing import Any
 
@@ -131,7 +131,7 @@ def test_every_body_has_a_plan_with_its_residuals() -> None:
     for body, result in bodies.items():
         inside = {*body.inputs, *(value for op in body.ops for value in op.outputs), *traced.graph.constants}
         assert {*body.inputs, *map(result.of, body.outputs)} <= result.kept <= inside
-        # A kernel can be run: all it reads was kept before it.
+        # A kernel can run: all its operands were stored before it.
         for value in result.written:
             assert result.sources(value) <= result.kept
             assert all(result.level[source] <= result.level[value] for source in result.sources(value))

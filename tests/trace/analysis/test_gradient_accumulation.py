@@ -107,7 +107,7 @@ def test_a_sum_over_many_parameters_does_not_recurse() -> None:
 
 
 def test_a_deferred_sum_needs_no_extra_all_reduce() -> None:
-    """Two parts of one gradient in two dtypes: what is left is one sum, and a price."""
+    """Two parts of one gradient in two dtypes: one all-reduce and its cost remain."""
 
     class Halves(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

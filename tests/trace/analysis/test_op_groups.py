@@ -1,4 +1,4 @@
-"""Census: what runs how often in a step, and its FLOPs, held against counts and formulas worked out by hand.
+"""Operation groups: how often operations run in a step, and their FLOPs, compared with formulas by hand.
 
 B batch, T positions, V vocabulary, D embed, F mlp, L layers; a multiply-add is two FLOPs.
 """
@@ -58,7 +58,7 @@ def counted(graph: Graph) -> Counter[str]:
     return of(graph.body, 1)
 
 
-# A whole step
+# A complete step
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -58,7 +58,7 @@ def test_a_parameter_created_after_build_raises() -> None:
 
 
 class Looped(nnx.Module):
-    """NNX's own loop gives all that it was given back, stacked anew."""
+    """NNX's loop returns all of its arguments, stacked again."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))(rngs)

@@ -1,4 +1,4 @@
-"""Sharding keys: which values are sharded alike, and which are computed rather than stored."""
+"""Sharding keys: which values have equal shardings, and which are computed rather than stored."""
 
 import jax
 import jax.numpy as jnp

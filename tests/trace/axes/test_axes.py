@@ -1,4 +1,4 @@
-"""Axes: the whole zoo at a prime size, the names of the main models, and what users say about them."""
+"""Axes: all models of the zoo at a prime size, the names in the main models, and requests of users."""
 
 import dataclasses
 import functools
@@ -101,7 +101,7 @@ def test_a_missing_rule_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         traced = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(11), loss=case.loss)
     assert misnamed(traced.step, "batch", 11)
     assert traced.step.axes.unknown["dot_general"] > 0
-    # What comes from nothing is told by its growth, and makes up for much of it.
+    # Newly created arrays are recognized by their growth, which compensates for much of it.
     assert discover(traced.step.graph, traced.leaves, traced.batch).coverage < 1
 
 

@@ -74,7 +74,7 @@ def kept_bytes(program: Program) -> int:
     return sum(4 * math.prod(shape) for shape in stored_shapes(program))
 
 
-# What is kept, and what it costs
+# Residuals, and their cost
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -243,7 +243,7 @@ def test_remat_inside_a_layer_is_preserved() -> None:
 
 
 def test_remat_of_a_gradient_inside_the_loss_is_preserved() -> None:
-    """It is not what the loss's own gradient keeps, and cannot be told from outside to compute less."""
+    """Its residuals are not those of the loss's gradient, and its policy cannot be changed from outside."""
     gradient = jax.grad(jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable))
     for policy in ("none", "full"):
         graph = from_jaxpr(jax.make_jaxpr(rematerialized(lambda w, x: gradient(w, x).sum() + run(w, x), policy))(W, X))
@@ -273,7 +273,7 @@ def test_a_custom_derivative_is_preserved() -> None:
     assert remats(gradient) == 1 and threes and count(gradient, "dot_general") == 2 * 3  # none on the way back
 
 
-# What stays as it was
+# Unchanged code
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "full:1", "dots:1", "full:1,dots"])
@@ -399,7 +399,7 @@ def test_a_workload_passes_the_policy_on() -> None:
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an older jax_remat3 keeps no matmuls")
 @pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_the_coming_remat_is_the_same(name: str) -> None:
-    """Under every policy, as many matmuls as with today's primitive; the step trains to the same numbers."""
+    """Under every policy, the same number of matmuls as with the current primitive, and equal results."""
 
     def traced_with(is_new: bool) -> list[Program]:
         jax.config.update("jax_remat3", is_new)

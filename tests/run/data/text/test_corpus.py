@@ -1,4 +1,4 @@
-"""Corpus: what is read, what is held out, and what is refused."""
+"""Corpora: files that are read, the validation split, and errors."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from spanax.run.data.text.corpus import PYTHON_CORPUS_BYTES, load_corpus
 
 
 def message_of(source: Path) -> str:
-    """The whole message, with the folder of the test left out."""
+    """The full message, without the folder of the test."""
     with pytest.raises(DataError) as error:
         load_corpus(source)
     assert error.value.exit_code == 65

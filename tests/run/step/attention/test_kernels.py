@@ -44,7 +44,7 @@ def gradients(function: Callable[..., Any], operands: Any) -> Any:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Splash attention instead of what is computed here block by block, interpreted; and what was asked of it."""
+    """Splash attention, interpreted, in place of the computation block by block; and its arguments."""
     asked: list[str] = []
 
     def forward(q: Any, k: Any, v: Any, *, form: Any, dtype: Any, kernel: Any) -> Any:

@@ -77,7 +77,7 @@ def windowed(q: Any, k: Any, v: Any, inputs: Given) -> Any:
 
 
 def pooled(q: Any, k: Any, v: Any, inputs: Given) -> Any:
-    # Half as many keys as queries.
+    # One key per two queries.
     k, v = (item.reshape(item.shape[0], -1, 2, *item.shape[2:]).mean(2) for item in (k, v))
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -247,7 +247,7 @@ def test_without_attention_there_is_no_ring() -> None:
 
 @functools.cache
 def long_program(length: int, width: int = 8) -> Program:
-    """One layer, tiny widths: what is held is what grows with the sequence."""
+    """One layer with tiny widths: memory is dominated by values that grow with the sequence."""
 
     class Layer(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

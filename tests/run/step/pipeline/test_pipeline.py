@@ -99,7 +99,7 @@ def test_only_permutations_go_from_stage_to_stage() -> None:
     assert across[AXIS]["collective-permute"] > 0
     others = {(axes, kind): size for axes, kinds in across.items() for kind, size in kinds.items()}
     del others[AXIS, "collective-permute"]
-    # What is left are single numbers: the norm of all gradients.
+    # The rest are scalars: the norm of all gradients.
     assert all(kind == "all-reduce" and size <= 64 for (_, kind), size in others.items()), others
 
 
@@ -160,7 +160,7 @@ def test_a_state_is_initialized_in_stages() -> None:
 
 
 def test_stages_with_several_chunks_store_layers_from_several_places() -> None:
-    """What is kept stage by stage is shown in the layers' order, and evaluated in it."""
+    """State that is stored by stage is returned and evaluated in the order of the layers."""
     built = program("gpt", 4)
     first, second = (
         spanax.start(built, plan, seed=3)

@@ -1,4 +1,4 @@
-"""Sums that loops put off, run: XLA sums gradients once a step whatever the microbatches, and the numbers stay."""
+"""Deferred sums: XLA reduces gradients once per step for any number of microbatches, with equal results."""
 
 import functools
 
@@ -21,7 +21,7 @@ CASES = {
     ),
     "cnn": zoo.ZOO["cnn"],
 }
-# The single numbers of metrics and of the gradient's norm are summed in every turn, as whatever is not linear in a sum.
+# Scalars of metrics and of the gradient norm are not linear in a sum, and are reduced in every iteration.
 FEW_BYTES = 256
 
 

@@ -28,7 +28,7 @@ MESH = spanax.MeshShape.of("data=4,model=2")
 
 
 def replay(graph: Graph, constraints: Any, mesh: Any, taken: Any = MappingProxyType({})) -> Callable[..., list[Any]]:
-    """A graph replayed under constraints, its operands taken as they lie, or as said."""
+    """A graph replayed under constraints, with the current or the passed shardings of its operands."""
     whole = Replay(graph, constraints, taken, mesh)
     return lambda *args: whole.body(graph.body, args)
 
@@ -197,7 +197,7 @@ def test_one_device_has_no_constraints() -> None:
     assert "sharding_constraint" not in text
 
 
-# Gradients: the step returns them beside the loss, and nothing but the constraints says where they lie
+# Gradients: the step returns them with the loss, and only the constraints determine their shardings
 
 
 def step_with_gradients(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def misplaced(result: dict[str, jax.Array], plan: spanax.Plan) -> list[str]:
     ],
 )
 def test_gradients_are_sharded_as_the_layout_stores_them(layout: str, mesh: str, stored_like: str) -> None:
-    """As the parameters lie under the layout that stores both alike; in zero1 and zero2 the two differ."""
+    """The sharding of parameters under the layout that stores both equally; in zero1 and zero2 they differ."""
     plan, expected = (
         spanax.plan(program(), spanax.cluster("cpu:8"), layout=name, mesh=mesh) for name in (layout, stored_like)
     )

@@ -1,4 +1,4 @@
-"""Kernels: what a platform's attention kernel can take is told from what it cannot, with the reason."""
+"""Kernels: attention that a platform's kernel supports is distinguished from other attention, with a reason."""
 
 from typing import Any
 

@@ -201,7 +201,7 @@ def test_heads_that_combine_the_tokens_of_another(loss: Callable[..., Any]) -> N
 
 
 def count_logits(function: Callable[..., Any]) -> int:
-    """The number of values with as many numbers as the logits."""
+    """The number of values with the size of the logits."""
     graph = from_jaxpr(jax.make_jaxpr(function)(params(), batch()))
     return sum(int(np.prod(graph.shape(value))) == LOGITS for op in graph.ops() for value in op.outputs)
 
