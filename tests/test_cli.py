@@ -49,8 +49,8 @@ FLAGS = {
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "accumulate", "attention", "budget_hours", "calibrate", "diff", "dtype", "embed", "explain",
-        "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "no_pipeline", "on",
-        "optimizer_state", "out", "out_cluster", "pipeline", "remat", "save_seconds", "seq_len", "solve_for",
+        "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "microbatches", "no_pipeline",
+        "on", "optimizer_state", "out", "out_cluster", "pipeline", "remat", "save_seconds", "seq_len", "solve_for",
         "target_mfu", "tokens", "top", "traceback", "workload",
         "offload", "pad",
     },

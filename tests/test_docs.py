@@ -18,6 +18,7 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.errors import SpanaxError
+from spanax.interop import import_weights
 from written import CELL, Block, blocks, commands, looks_like_python, pages, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +96,7 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The folder of weights that the page on Hugging Face imports.
     shutil.copytree(ROOT / "tests" / "interop" / "weights" / "gpt2", tmp_path / "path" / "to" / "gpt2")
+    import_weights("path/to/gpt2", "gpt2", "weights/base")  # for the tutorial on LoRA, which trains its own
     with contextlib.redirect_stdout(io.StringIO()):
         run_blocks(page, python(page))
 

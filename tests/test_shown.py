@@ -1,7 +1,8 @@
 """Commands whose output a page shows print it: lines in order, numbers by pattern (`make golden` updates them).
 
 A block fenced as `console` holds commands after `$ ` and their output; `...` stands for any lines. Python that begins
-with `# NAME.py` is the file of that name. The commands of a page run in order, in one folder with these files.
+with `# NAME.py` is the file of that name, or a part of it. The commands of a page run in order, in one folder with
+these files.
 """
 
 import os
@@ -79,13 +80,17 @@ def run(command: str, folder: Path) -> list[str]:
     return [line.rstrip() for line in done.stdout.splitlines()]
 
 
-FILES = {
-    match[1]: block.text
+PARTS = [
+    (path, match[1], block.text)
     for path in pages(ROOT)
     for block in blocks(path.read_text())
     if (match := re.match(r"# (\w+\.py)\n", block.text))
+]
+
+FILES = {
+    name: "\n".join(text for part, other, text in PARTS if (part, other) == (path, name)) for path, name, _ in PARTS
 }
-"""The files that the pages write, by name; a page may use those of another one."""
+"""The files that the pages write, by name, from all blocks of that name; a page may use those of another one."""
 
 SHOWING = [path.relative_to(ROOT).as_posix() for path in pages(ROOT) if BLOCK.search(path.read_text())]
 

@@ -17,7 +17,7 @@ from spanax.commands.check import CheckCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.run.distributed import devices as distributed_devices
-from spanax.show.check import collective_text, collectives_text, report_text
+from spanax.show.check import collective_text, collectives_text, figure_rows, report_text
 
 SMALL = with_flags(CheckCommand("gpt-nano", "cpu:8"), global_batch_size=16, layout="fsdp", level=2)
 
@@ -75,6 +75,17 @@ def test_a_program_that_does_not_fit_lists_its_largest_arrays() -> None:
     text = report_text(reported)
     assert "does NOT fit: the compiler needs 20 GiB per device of 16 GiB" in text
     assert "2 x 1 GiB" in text and "shaped like up.kernel, mu.up.kernel" in text
+
+
+def test_errors_of_tiny_collectives_are_in_bytes() -> None:
+    predicted = Figures(4, 8, 2.0, {"fsdp": {"all-gather": 1640, "all-reduce": 4096, "reduce-scatter": 8}})
+    compiled = Figures(4, 8, 2.0, {"fsdp": {"all-gather": 4, "all-reduce": 2048, "all-to-all": 16}})
+    reported = Report(3, "v5e:2x4", "fsdp", "fsdp=8", True, "the compiler", predicted, compiled)
+    rows = {row[0]: row[1:] for row in figure_rows(reported)}
+    assert rows["all-gather over fsdp"] == ("1.6 KiB", "4 B", "+1.6 KiB")
+    assert rows["all-reduce over fsdp"] == ("4 KiB", "2 KiB", "+100.0 %")
+    assert rows["all-to-all over fsdp"] == ("", "16 B", "-16 B")
+    assert rows["reduce-scatter over fsdp"] == ("8 B", "", "only predicted")
 
 
 def test_an_unknown_collective_raises() -> None:

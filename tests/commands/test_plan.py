@@ -9,19 +9,22 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 
 import spanax
 from programs import zoo_program
 from requested import with_flags
 from sampling import sampled
 from spanax import cli
+from spanax.check.lint.lint import lint
 from spanax.commands.plan import PlanCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import Candidate, Search
+from spanax.plan.defaults import SAME_DTYPE
 from spanax.plan.plan import Plan
-from spanax.show.search import search_text
+from spanax.show.search import ranked_text, search_text
 from spanax.units import bytes_text
 
 SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), global_batch_size=16)
@@ -58,9 +61,41 @@ def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, 
     assert data["best"]["restore_bytes"] < plan.state_bytes()
 
 
+class Embedded(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: Any):
+        self.embed = nnx.Embed(64, 128, dtype=dtype, rngs=rngs)
+        self.up, self.down = nnx.Linear(128, 512, rngs=rngs), nnx.Linear(512, 64, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.down(nnx.relu(self.up(self.embed(ids))))
+
+
+@pytest.mark.parametrize(("dtype", "is_reported"), [(None, True), ("bfloat16", False)])
+def test_a_layer_that_returns_float32_is_reported(dtype: str | None, is_reported: bool) -> None:
+    """`nnx.Embed` without a dtype returns that of its parameters, and the matmuls after it are in float32."""
+    workload = spanax.Workload(
+        build=functools.partial(Embedded, dtype=dtype),
+        batch=jax.ShapeDtypeStruct((64, 32), "int32"),
+        loss=lambda model, ids: model(ids).astype("float32").var(),
+        learning_rate=1e-3,
+        num_steps=9,
+    )
+    command = with_flags(PlanCommand("embedded", "h100:8"), layout="data")
+    text = answer(command, lambda **sizes: workload).text
+    assert ", bfloat16, remat" in text.splitlines()[0]
+    assert (f"  dtype   most FLOPs are in float32: {SAME_DTYPE}\n" in text) == is_reported
+    program = workload.trace(learning_rate=1e-3, num_steps=9)
+    machine = spanax.cluster("h100:8")
+    messages = [str(finding) for finding in lint(program, spanax.plan(program, machine, layout="data"), machine)]
+    assert any("although bfloat16 was requested" in each and SAME_DTYPE in each for each in messages) == is_reported
+
+
 def test_the_text_output(answered: tuple[str, dict[str, Any]]) -> None:
     text, data = answered
-    for part in ("step ", "memory ", "moved ", "rule ", "ranked:", "layouts priced in"):
+    assert (
+        text.count("MFU is 3 x the forward pass's matmul FLOPs") == text.count("; HFU is of the FLOPs that run: ") == 1
+    )
+    for part in ("step ", "memory ", "moved ", "rule ", "\nranked by step time:\n", "layouts priced in"):
         assert part in text
     assert data["best"]["layout"] in text and max(map(len, text.splitlines())) < 400
 
@@ -78,6 +113,17 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
     assert "attention" not in text.splitlines()[0]
 
 
+def test_the_order_of_a_table_is_explained(answered: tuple[str, dict[str, Any]]) -> None:
+    best = search("mlp", "cpu:8").candidates[0]
+    slower, faster = (dataclasses.replace(best, step_seconds=seconds) for seconds in (2.0, 1.9))
+    assert ranked_text([faster, slower]) == "ranked by step time:"
+    assigned = dataclasses.replace(faster, assigned=best.assignment)
+    assert ranked_text([slower, assigned]) == "ranked by step time; assignments in parentheses as if 10 % slower:"
+    assert ranked_text([assigned, slower]) == "ranked by step time:"
+    staged = dataclasses.replace(faster, num_stages=2)
+    assert re.fullmatch(r"ranked by step time; stages as if \d+ % slower:", ranked_text([slower, staged]))
+
+
 TABLES = [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")]
 
 
@@ -86,7 +132,7 @@ def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
     searched = search(name, on)
     text = search_text(summarize(searched), 1000)
-    rows = text.partition("ranked:\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = text.partition("ranked by step time:\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(set(rows)) == len(rows) == len(searched.candidates) > 50
     priced = {
         dataclasses.replace(candidate, layout="", sequence=False) for candidate in map(hashable, searched.candidates)
@@ -170,6 +216,18 @@ def test_the_fewest_devices() -> None:
     assert data["of"] == "devices" and data["answer"] == data["devices"]
     with pytest.raises(SpanaxError, match="needs --tokens"):
         ask(budget_hours=1.0)
+
+
+def test_a_fixed_number_of_microbatches(tmp_path: Path) -> None:
+    _, data = ask(microbatches=4, global_batch_size=64, layout="fsdp", out=tmp_path / "plan.json")
+    assert {candidate["microbatches"] for candidate in data["candidates"]} == {data["best"]["microbatches"]} == {4}
+    assert Plan.load(tmp_path / "plan.json").schedule.microbatches == 4
+    _, data = ask(microbatches=2, layout="data", on="l4:1", global_batch_size=1024, solve_for="batch")
+    assert data["best"]["microbatches"] == 2
+    with pytest.raises(SpanaxError, match="3 microbatches do not divide the batch of 16"):
+        ask(microbatches=3)
+    with pytest.raises(SpanaxError, match="--microbatches is 0"):
+        ask(microbatches=0)
 
 
 def test_one_array_explained() -> None:

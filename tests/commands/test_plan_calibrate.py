@@ -71,7 +71,7 @@ def test_the_text_shows_before_and_after(tmp_path: Path) -> None:
     numbers = r"10 +0.\d+ +0.0 % +0.\d+ +-28.6 % +0.\d+ +[+-][01].\d % +\d.\d %"
     assert re.search(rf"\n/compared.json +\S+ on \S+ +{numbers}\n", text)
     assert re.search(r"\nmean error of the predictions: 28.6 % before, [01].\d % after\n", text)
-    assert text.index("best before: ") < text.index("best after:  ") < text.index("ranked:")
+    assert text.index("best before: ") < text.index("best after:  ") < text.index("ranked by step time")
 
 
 def test_noise_larger_than_the_correction_is_reported(tmp_path: Path) -> None:

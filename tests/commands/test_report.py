@@ -42,7 +42,7 @@ gpt-nano in FOLDER: 41.4 % goodput, 29.0 s of 1 min 10 s were steps that count
   compile     6.0 s   8.6 %   XLA compilation, including the first step
   save        2.0 s   2.9 %   steps blocked by a checkpoint
   start       4.0 s   5.7 %   imports, tracing, planning
-  restart     23.0 s  32.9 %  from a fault until steps resumed
+  restart     23.0 s  32.9 %  from a fault or preemption until steps resumed
 attempts (UTC)
   began                lasted  ended     steps  devices  mesh
   2023-11-14 22:13:20  30.0 s  died      0-9    8        fsdp 4, model 2

@@ -39,6 +39,7 @@ class PlanCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
       top: number of candidates to list.
@@ -63,6 +64,7 @@ class PlanCommand:
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
     request: LayoutFlags = LayoutRequest()
+    microbatches: int | None = None
     pipeline: Annotated[bool, FlagCreatePairsOff] = False
     no_pipeline: Annotated[bool, FlagCreatePairsOff] = False
     top: int = 10
@@ -118,7 +120,9 @@ def _check(command: PlanCommand) -> None:
     require("plan", command.workload, command.on, "a100-80gb:8")
     command.request.check_layout()
     command.precision.check_dtype()
-    check_positive(command, top="10", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60")
+    check_positive(
+        command, top="10", microbatches="4", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60"
+    )
     questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
     others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
     if questions and len(questions + others) > 1:
@@ -152,7 +156,7 @@ def _search(
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
-    microbatches = 1 if command.solve_for == "batch" else None
+    microbatches = 1 if command.solve_for == "batch" and command.microbatches is None else None
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
     search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
@@ -160,12 +164,14 @@ def _search(
 
 def _request(command: PlanCommand) -> "Request":
     from spanax.plan.candidates.request import Request
+    from spanax.plan.pipeline.stages import requested_schedule
     from spanax.trace.rewrites.remat_policies import known_offload
 
     request = command.request
     return Request(
         request.layout,
         request.mesh,
+        schedule=requested_schedule(microbatches=command.microbatches),
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad or ("none" if command.solve_for else None),
@@ -187,8 +193,8 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
         search, program = _search(command, load, machine, program)
         calibrated_lines, calibrated_data = _calibrated(command, calibration, before, search)
     summary = summarize(search)
-    lines, data = [search_text(summary, command.top)], search_json(summary, command.top)
-    lines, data = calibrated_lines + lines, data | calibrated_data
+    lines = [*calibrated_lines, search_text(summary, command.top)]
+    data = search_json(summary, command.top) | calibrated_data
     if search.best is None:
         lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)
@@ -363,12 +369,10 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
 
     search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
     if search is None:
-        raise CapacityError(
-            f"the step does not fit on 65536 {machine.chip.name} or fewer.", fix="a smaller batch, or --remat full"
-        )
+        what = f"the step does not fit on 65536 {machine.chip.name} or fewer."
+        raise CapacityError(what, fix="a smaller batch, or --remat full")
     count = search.cluster.num_devices
-    text = f"the fewest {machine.chip.name} on which it fits are {count}"
-    return _sized(text, count, "devices", search, command)
+    return _sized(f"the fewest {machine.chip.name} on which it fits are {count}", count, "devices", search, command)
 
 
 def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
@@ -382,10 +386,8 @@ def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
         if size >= limit:
             break
         size *= 2
-    raise CapacityError(
-        f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}.",
-        where=f"the most is {highest:.1f} %",
-    )
+    what = f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}."
+    raise CapacityError(what, where=f"the most is {highest:.1f} %")
 
 
 def _sized(text: str, size: int, name: str, search: "Search", command: PlanCommand) -> Answer:

@@ -12,7 +12,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.memory.margins import Margin, margin_of, upper_bytes
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
-from spanax.plan.defaults import contraction_dtypes
+from spanax.plan.defaults import NARROWER, contraction_dtypes
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
@@ -189,6 +189,11 @@ class Search:
     def counts_all_experts(self) -> bool:
         """Whether `model_flops` includes unchosen experts: the program does not show which experts tokens use."""
         return not next(iter(self.programs.values())).step.active.is_exact
+
+    @property
+    def has_other_dtype(self) -> bool:
+        """Whether most FLOPs are in float32 although a narrower compute dtype was requested or is the default."""
+        return self.dtype == "fp32" and next(iter(self.programs.values())).compute_dtype in NARROWER
 
     @property
     def peak_flops(self) -> float:

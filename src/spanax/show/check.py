@@ -13,6 +13,9 @@ from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
+TINY_BYTES = 1024
+"""Compiled bytes below this number are no base for a relative error in text; JSON has all numbers."""
+
 
 def report_json(report: Report) -> dict[str, Any]:
     """Returns the report part of `spanax check --json`; bytes and FLOPs per device and step."""
@@ -88,10 +91,22 @@ def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
 def _traffic_row(predicted: Figures, compiled: Figures, axes: str, kind: str) -> tuple[str, str, str, str]:
     before, after = ((figures.collectives or {}).get(axes, {}).get(kind) for figures in (predicted, compiled))
     if after:
-        error = f"{100 * ((before or 0) / after - 1):+.1f} %"
+        error = error_text(before or 0, after)
     else:
         error = "only predicted" if compiled.collectives is not None and before else ""
     return f"{kind} over {axes}", bytes_text(before) if before else "", bytes_text(after) if after else "", error
+
+
+def error_text(before: float, after: float) -> str:
+    """Returns the error of predicted bytes: relative to the compiled ones, or the difference where these are tiny.
+
+    Example:
+      >>> error_text(2048, 1024), error_text(1640, 4), error_text(2, 512)
+      ('+100.0 %', '+1.6 KiB', '-510 B')
+    """
+    if after < TINY_BYTES:
+        return f"{'+' if before >= after else '-'}{bytes_text(abs(before - after))}"
+    return f"{100 * (before / after - 1):+.1f} %"
 
 
 def _moved(predicted: Figures, compiled: Figures) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ MEANING = {
     "restore": "reading a checkpoint",
     "evaluate": "evaluation on held-out data",
     "start": "imports, tracing, planning",
-    "restart": "from a fault until steps resumed",
+    "restart": "from a fault or preemption until steps resumed",
     "idle": "none of the above",
 }
 """Description of each category of wall time."""
@@ -74,7 +74,14 @@ def _time_section(report: RunReport) -> Section:
         if times.seconds[name] >= 0.05
     ]
     if times.paused_seconds:
-        rows.append(("(paused)", duration_text(times.paused_seconds), "", "between a finished run and its resumption"))
+        rows.append(
+            (
+                "(paused)",
+                duration_text(times.paused_seconds),
+                "",
+                "after the run finished or was stopped",
+            )
+        )
     return Section(title, ("time in", "", "", ""), rows)
 
 

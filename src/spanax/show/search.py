@@ -2,15 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, SAME_DTYPE, STAGE_MARGIN
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
-FLOP_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full; hfu counts what is computed twice"
+FLOP_CONVENTION = (
+    "3 x the forward pass's matmul FLOPs, attention scores in full; HFU is of the FLOPs that run: "
+    "recomputed ones count again, scores that a kernel skips do not"
+)
 
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
 
@@ -116,7 +121,7 @@ def search_text(summary: Summary, top: int) -> str:
         lines = _best_lines(summary, search.best, summary.best)
     rows = search.candidates[:top] or search.nearest
     if rows:
-        lines += ["", "ranked:" if search.best else "needs least:", _table(search, rows)]
+        lines += ["", ranked_text(rows) if search.best else "needs least:", _table(search, rows)]
     rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
     lines += ["", *(f"left out {count}: {reason}" for reason, count in rejected)]
     lines.append(
@@ -124,6 +129,19 @@ def search_text(summary: Summary, top: int) -> str:
         f"after {search.trace_seconds:.2f} s of tracing"
     )
     return "\n".join(lines)
+
+
+def ranked_text(rows: Sequence[Candidate]) -> str:
+    """Returns by what candidates are ranked: their step time, and a handicap where a faster one comes later."""
+    handicaps = [
+        f"{name} as if {100 * margin:.0f} % slower"
+        for name, margin, is_listed in (
+            ("assignments in parentheses", ASSIGNMENT_MARGIN, any(row.assigned for row in rows)),
+            ("stages", STAGE_MARGIN, any(row.num_stages > 1 for row in rows)),
+        )
+        if is_listed and any(after.step_seconds < before.step_seconds for before, after in pairwise(rows))
+    ]
+    return f"ranked by step time{''.join(f'; {handicap}' for handicap in handicaps)}:"
 
 
 def _margin_lines(summary: Summary, candidate: Candidate) -> list[str]:
@@ -153,6 +171,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
+        *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
         + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory" if candidate.host_bytes else ""),

@@ -123,19 +123,22 @@ def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path
     assert times.seconds["restart"] == 8 and times.wall_seconds == 30 + 25
 
 
-def test_the_time_after_a_preemption_counts_as_restart(tmp_path: Path) -> None:
-    """The supervisor ends with the run, both record it, and a later one starts from zero."""
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_the_time_after_a_preemption_counts_as_restart(attempt: int, tmp_path: Path) -> None:
+    """The supervisor ends with the run, both record it, and a later one starts by hand, or as the next attempt."""
     reported = [
         *FAULTY[:3],
         (1031.0, 0, "rank 0", {"event": "end", "how": "preempted", "step": 9}),
         (1032.0, 0, "supervisor", {"event": "end", "how": "asked to stop", "code": 75}),
-        (1090.0, 0, "rank 0", {"event": "begin", "step": 9}),
-        (1095.0, 0, "rank 0", {"event": "ledger", "step": 12, "seconds": {"start": 5, "step": 10}}),
-        (1096.0, 0, "rank 0", {"event": "end", "how": "done", "step": 12}),
+        (1090.0, attempt, "rank 0", {"event": "begin", "step": 9}),
+        (1095.0, attempt, "rank 0", {"event": "ledger", "step": 12, "seconds": {"start": 5, "step": 10}}),
+        (1096.0, attempt, "rank 0", {"event": "end", "how": "done", "step": 12}),
     ]
     times = account(write(tmp_path, reported))
-    assert [attempt.outcome for attempt in times.attempts] == ["preempted", "finished"]
-    assert times.seconds["restart"] == (1080 - 1030) + 5 and not times.paused_seconds
+    assert [each.outcome for each in times.attempts] == ["preempted", "finished"]
+    away = 1080 - 1030
+    restart, start, paused = (away + 5, 4, 0) if attempt else (0, 4 + 5, away)
+    assert (times.seconds["restart"], times.seconds["start"], times.paused_seconds) == (restart, start, paused)
 
 
 def test_a_manual_restart_after_a_kill_counts_as_a_restart(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ class TimeAccount:
     Attributes:
       attempts: the attempts in the order they began.
       seconds: the wall time by bucket; `restart` includes the time between attempts.
-      paused_seconds: the time between the end of a finished run and its continuation; not part of the wall time.
+      paused_seconds: the time between a run that finished, or was stopped on request, and its continuation by hand; not
+        part of the wall time.
       faults: the events about faults and the reactions to them, in order.
       num_damaged: the number of lines of events.jsonl that cannot be parsed.
       unknown: the number of events of each kind that this version does not know; they are ignored.
@@ -123,21 +124,33 @@ def account(folder: Path) -> TimeAccount:
     if last is not None and earlier:
         earlier[-1].append(last)
     attempts = [_attempt(part) for part in parts]
-    for number, (before, after) in enumerate(pairwise(attempts), 1):
-        if before.outcome != "finished":
-            attempts[number] = replace(after, seconds=_as_restart(after.seconds))
+    pauses = [
+        _is_pause(attempt, before[0], after[0])
+        for attempt, (before, after) in zip(attempts[:-1], pairwise(parts), strict=True)
+    ]
+    for number, is_pause in enumerate(pauses, 1):
+        if not is_pause:
+            attempts[number] = replace(attempts[number], seconds=_as_restart(attempts[number].seconds))
     if attempts[-1].outcome == "killed" and beat is not None and _is_alive(beat):
         attempts[-1] = replace(attempts[-1], outcome="running")
     seconds = {bucket: sum(attempt.seconds.get(bucket, 0) for attempt in attempts) for bucket in BUCKETS}
     paused = 0.0
-    for before, after in pairwise(attempts):
+    for is_pause, (before, after) in zip(pauses, pairwise(attempts), strict=True):
         gap = max(0, after.began - before.ended)
-        if before.outcome == "finished":
+        if is_pause:
             paused += gap
         else:
             seconds["restart"] += gap
     faults = [event.record for event in log.events if not isinstance(event, Begin | Spent | End)]
     return TimeAccount(attempts, seconds, paused, faults, log.num_damaged, log.unknown)
+
+
+def _is_pause(attempt: Attempt, began: Event, after: Event) -> bool:
+    """Returns whether a run needed no recovery between two attempts: it finished, or was stopped and resumed by hand.
+
+    A launcher that resumes a preempted run counts attempts; by hand, a run begins with attempt 0 again.
+    """
+    return attempt.outcome == "finished" or (attempt.outcome == "preempted" and after.attempt <= began.attempt)
 
 
 def reached(folder: Path) -> int:

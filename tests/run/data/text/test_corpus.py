@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from spanax.errors import DataError
-from spanax.run.data.text.corpus import PYTHON_CORPUS_BYTES, load_corpus
+from spanax.run.data.formats.table import SUFFIXES
+from spanax.run.data.text.corpus import PYTHON_CORPUS_BYTES, TABLES, load_corpus
 
 
 def message_of(source: Path) -> str:
@@ -87,8 +88,10 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert message_of(tmp_path / "no.txt") == (
         "no file or folder '.../no.txt'.\n"
         "  where: looked in ...\n"
-        "  fix: a text file, a folder of them, a .bin of tokens, or 'python' for the built-in corpus"
+        "  fix: a text file or .jsonl, .parquet, .arrow, .array_record, a folder of them, a .bin of tokens, or "
+        "'python'; a .csv is read as text"
     )
+    assert {f".{kind}" for kind in SUFFIXES.values()} == {*TABLES.split(", ")}
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
