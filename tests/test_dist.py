@@ -26,7 +26,7 @@ def test_the_package_has_few_dependencies() -> None:
     assert 0 < len(PROJECT["dependencies"]) <= MAX_DEPENDENCIES
 
 
-def test_the_version_is_a_semantic_one() -> None:
+def test_the_version_is_semantic() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", PROJECT["version"])
 
 
@@ -75,7 +75,7 @@ def changelog_problems(text: str) -> list[str]:
     return problems
 
 
-def test_the_changelog_is_one() -> None:
+def test_the_changelog_is_valid() -> None:
     assert not changelog_problems((ROOT / "CHANGELOG.md").read_text())
 
 

@@ -54,7 +54,7 @@ def test_the_page_has_formulas() -> None:
 
 
 @pytest.mark.parametrize("formula, output", FORMULA.findall(PAGE.read_text()))
-def test_a_formula_gives_what_the_page_says(formula: str, output: str) -> None:
+def test_a_formula_equals_the_page(formula: str, output: str) -> None:
     result = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight, "gpt3_on": gpt3_on})
     digits = len(output.partition(".")[2])
     assert f"{result:.{digits}f}" == output
@@ -87,7 +87,7 @@ def test_weights_sharded_over_data_give_the_same_numbers(mesh: Mesh) -> None:
     np.testing.assert_array_equal(multiply(x, w), multiply(x, whole))
 
 
-def test_a_column_split_gathers_and_a_row_split_reduces(mesh: Mesh) -> None:
+def test_a_column_sharded_matmul_gathers_and_a_row_sharded_one_reduces(mesh: Mesh) -> None:
     x = put(mesh, 0, (16, 32), "data", "model")
     column, row = put(mesh, 1, (32, 64), None, "model"), put(mesh, 1, (32, 64), "model", None)
     to_columns = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data", "model")))
@@ -96,7 +96,7 @@ def test_a_column_split_gathers_and_a_row_split_reduces(mesh: Mesh) -> None:
     assert collectives(to_rows.lower(x, row).compile().as_text()) == {"all-reduce"}
 
 
-def test_two_column_splits_gather_between_them(mesh: Mesh) -> None:
+def test_two_column_sharded_matmuls_gather_between_them(mesh: Mesh) -> None:
     x, first = put(mesh, 0, (16, 32), "data"), put(mesh, 1, (32, 64), None, "model")
     column, row = put(mesh, 2, (64, 32), None, "model"), put(mesh, 2, (64, 32), "model", None)
     pair = jax.jit(lambda x, a, b: (x @ a) @ b)

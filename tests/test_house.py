@@ -640,7 +640,7 @@ def test_an_error_may_be_dropped_with_a_reason(tmp_path: Path) -> None:
     assert swallowed(tmp_path) == []
 
 
-def test_every_rule_was_seen_failing() -> None:
+def test_every_rule_has_a_failing_example() -> None:
     assert {rule for rule, *_ in BROKEN} | {crowded} == {*RULES, *TEST_RULES}
 
 
@@ -813,7 +813,7 @@ def test_import_spanax_starts_no_backend() -> None:
     assert python(f"import spanax; [getattr(spanax, name) for name in spanax.__all__]; {BACKENDS}") == "[]"
 
 
-def test_a_started_backend_is_seen() -> None:
+def test_a_started_backend_is_detected() -> None:
     assert python(f"import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices(); {BACKENDS}") == "['cpu']"
 
 

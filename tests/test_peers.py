@@ -119,7 +119,7 @@ def test_requested_peers_are_measured_with_their_reference() -> None:
     assert gpu.chosen(scanned, ["Torch"]) == {} and [*gpu.chosen(scanned, ["spanax"])] == [*scanned]
 
 
-def test_one_round_is_its_own_median_and_none_is_refused() -> None:
+def test_one_round_is_the_median_and_no_round_raises() -> None:
     (item,) = measured_peers("a")
     item.seconds = [0.3]
     assert peers_main.quartiles(item, replace(item, seconds=[0.1])) == pytest.approx([3.0] * 3)

@@ -84,6 +84,23 @@ def test_public_names_have_no_avoided_word() -> None:
     assert {name for name in public_names() - JSON_KEYS if avoided & set(words_of(name))} == set()
 
 
+def test_names_of_tests_state_a_behavior() -> None:
+    avoided = {word for cell in first_column(AVOIDED) for word in words_of(cell)} - {"one"}
+    assert [name for name in names_of_tests(ROOT / "tests") if is_dialect(name, avoided)] == []
+    assert is_dialect("test_a_page_is_told_of", avoided) and is_dialect("test_what_is_stored", avoided)
+    assert not is_dialect("test_sharded_step_equals_one_device", avoided)
+
+
+def names_of_tests(root: Path) -> set[str]:
+    return {name for path in root.rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+
+
+def is_dialect(name: str, avoided: set[str]) -> bool:
+    """Whether the name of a test has an avoided word, or is a clause such as `what_is_stored`."""
+    _, first, *others = [*name.split("_"), ""]
+    return bool(avoided.intersection((first, *others))) or first in ("what", "who", "whose", "so", "of")
+
+
 # ---- prose
 
 

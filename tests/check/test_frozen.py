@@ -91,7 +91,7 @@ def written(golden: dict[str, dict[str, list[str]]]) -> str:
 
 
 @pytest.mark.parametrize(("name", "layout", "mesh"), cases())
-def test_collectives_are_the_golden_ones(name: str, layout: str, mesh: str) -> None:
+def test_collectives_equal_the_golden_file(name: str, layout: str, mesh: str) -> None:
     case, result = f"{name} {layout} {mesh}", moved(name, layout, mesh)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("SPANAX_GOLDEN") == "update":

@@ -201,7 +201,7 @@ def products(text: str) -> list[str]:
     return re.findall(r"dot_general .* : (.*)$", text, flags=re.MULTILINE)
 
 
-def test_the_checked_cpu_program_equals_the_running_one() -> None:
+def test_the_checked_cpu_program_equals_the_executed_program() -> None:
     program, plan = planned("fsdp", "fsdp=8")
     running = spanax.start(program, plan).lower().compiler_ir().operation.get_asm(enable_debug_info=False)
     checked = {on: lower(program, plan, "cpu", devices=on).module.operation.get_asm() for on in ("cpu", "tpu", "gpu")}

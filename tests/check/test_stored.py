@@ -99,7 +99,7 @@ def test_every_loop_is_counted(on: str) -> None:
     assert all(item.is_counted for item in collectives_on(on))
 
 
-def test_text_and_serialized_programs_are_read_alike() -> None:
+def test_text_and_serialized_programs_are_read_equally() -> None:
     from jaxlib import _hlo
 
     case = BY_NAME["v5e:2x4"]

@@ -87,7 +87,7 @@ def test_reads_of_a_run_that_saves_every_step(live: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_reads_of_a_run_that_saves_every_step(live: Path) -> None:
+def test_hundreds_of_reads_of_a_saving_run_succeed(live: Path) -> None:
     read(live, 500)
 
 

@@ -211,7 +211,7 @@ def test_full_dims_come_first() -> None:
     assert all(part.wraps and part.size == 4 for part in (*data, *model)) and (len(data), len(model)) == (1, 2)
 
 
-def test_parts_that_continue_each_other_are_one() -> None:
+def test_adjacent_parts_are_merged() -> None:
     parts = [Part(0, 2, 4, False), Part(0, 1, 2, False), Part(1, 2, 2, True)]
     assert joined(parts, (8, 4), (True, True)) == [Part(0, 1, 8, True), Part(1, 2, 2, True)]
     assert joined(parts[:2], (16, 4), (True, True)) == [Part(0, 1, 8, False)]

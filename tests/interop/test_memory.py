@@ -52,7 +52,7 @@ def written(folder: Path, config: GPTConfig) -> int:
 
 
 @pytest.mark.slow
-def test_the_host_holds_the_largest_tensor_twice(tmp_path: Path) -> None:
+def test_the_host_stores_at_most_twice_the_largest_tensor(tmp_path: Path) -> None:
     small = Path(__file__).parent / "weights" / "gpt2"
     largest = written(tmp_path / "large", GPTConfig(300, 64, num_layers=4, num_heads=8, embed_dim=640))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size

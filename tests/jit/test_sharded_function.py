@@ -252,7 +252,7 @@ def test_static_arguments_methods_and_numbers() -> None:
     assert scaled(jnp.ones(8, jnp.bfloat16), 2.0).dtype == jnp.bfloat16
 
 
-def test_inside_another_transformation_it_is_the_function() -> None:
+def test_inside_another_transformation_it_is_traced_inline() -> None:
     model, step = linear(), spanax.jit(lambda model, x: (model(x) ** 2).mean(), mesh="data=8")
     expected = float(step(model, X))
     np.testing.assert_allclose(nnx.jit(lambda model, x: step(model, x) * 2)(model, X), 2 * expected, rtol=1e-6)

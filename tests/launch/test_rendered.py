@@ -50,7 +50,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_the_rendered_text_is_the_golden_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rendered_text_equals_the_golden_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     where, *rest = shlex.split(RENDERED[name])
     assert launch([where, "--dry-run", *rest]) == 0
     result = capsys.readouterr().out

@@ -76,7 +76,7 @@ def test_a_resnet_block_is_initialized_to_the_identity():
     assert not np.allclose(model.blocks[0](x[..., :8]), 0)
 
 
-def test_batch_statistics_move_in_training_and_stay_in_evaluation():
+def test_batch_statistics_change_only_in_training():
     model = build(resnet.ResNet, TINY_RESNET)
     before = np.asarray(model.stem.norm.mean[...])
     model(noise(32))

@@ -161,7 +161,7 @@ def test_half_precision_is_preserved_except_in_the_loss():
     assert jax.eval_shape(lambda: loss(model, {"inputs": tokens(0), "targets": tokens(1)})).dtype == jnp.float32
 
 
-def test_every_layer_draws_its_own_numbers():
+def test_every_layer_draws_different_numbers():
     up = np.asarray(build(TINY).blocks.mlp.up.kernel[...])
     assert up.shape == (3, 32, 64) and not np.array_equal(up[0], up[1])
     wide = build(SIZES["nano"])

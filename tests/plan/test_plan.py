@@ -81,7 +81,7 @@ def specs(plan: Plan) -> dict[str, str]:
 # Golden
 
 
-def test_specs_are_the_golden_ones() -> None:
+def test_specs_equal_the_golden_file() -> None:
     result = {name: specs(planned(*which)) for name, which in zip(IDS, LAYOUTS, strict=True)}
     if os.environ.get("SPANAX_GOLDEN") == "update":
         GOLDEN.write_text(json.dumps(result, indent=1) + "\n")

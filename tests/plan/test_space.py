@@ -129,7 +129,7 @@ def squared(model: nnx.Module, x: jax.Array) -> jax.Array:
     return (model(x) ** 2).mean()
 
 
-def test_meshes_on_which_a_leaf_is_stored_along_its_layers_are_a_family_of_their_own() -> None:
+def test_meshes_that_store_a_leaf_along_its_layers_are_a_separate_family() -> None:
     program = spanax.trace(build=Padded, optimizer=optax.adam(1e-3), batch=array(8, 12), loss=squared)
     result = families(program, spanax.cluster("cpu:8"), 8, Counter())
     by_fsdp = {

@@ -224,7 +224,7 @@ def test_a_rollback_before_the_first_checkpoint_restarts_the_run(folder: Path, t
     assert_same(saved(tmp_path / "run", source)[2], saved(tmp_path / "without", source)[2])
 
 
-def test_a_spike_is_seen_from_the_history_of_before_a_resume(tmp_path: Path) -> None:
+def test_a_spike_is_detected_from_the_history_before_a_resume(tmp_path: Path) -> None:
     """Of the 16 good steps that it takes, the resumed run has seen but two itself."""
     source = batches({20: 3000.0})
     settings = config(tmp_path / "run", "rollback", spike_factor=20.0, save_every=6, steps=18)

@@ -29,7 +29,7 @@ def planned(on: str = "cpu:8") -> tuple[spanax.Program, Plan]:
     return program, spanax.plan(program, spanax.cluster(on), layout="fsdp", mesh="fsdp=8")
 
 
-def test_each_chip_gets_its_own_and_a_cpu_nothing() -> None:
+def test_each_chip_has_options_and_a_cpu_none() -> None:
     names = {on: {flag.partition("=")[0] for flag in default_flags(spanax.cluster(on))} for on in (
         "cpu:8", "h100:8", "h100:1", "v5p:2x2x2", "v5e:2x2:2",
     )}  # fmt: skip

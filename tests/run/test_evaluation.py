@@ -223,7 +223,7 @@ def test_by_default_stages_are_excluded(source: Any) -> None:
     assert len(smaller_batches(source, FLAT)) == 2
 
 
-def test_fewer_examples_than_a_batch_are_one(tmp_path: Path) -> None:
+def test_fewer_examples_than_a_batch_are_one_batch(tmp_path: Path) -> None:
     (batch,) = smaller_batches(ROWS[:3], FLAT, drop_remainder=False)
     assert batch["x"].tolist() == [0, 1, 2]
     np.arange(33, dtype=np.uint16).tofile(tmp_path / "few.bin")

@@ -371,7 +371,7 @@ def message(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def test_messages_are_the_golden_ones() -> None:
+def test_messages_equal_the_golden_file() -> None:
     text = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":
         GOLDEN.write_text(text, newline="")

@@ -93,7 +93,7 @@ def test_gradients_are_those_of_the_blocks() -> None:
                 np.testing.assert_allclose(a[number], b, rtol=1e-4, atol=1e-7)
 
 
-def test_every_layer_draws_its_own_numbers() -> None:
+def test_every_layer_draws_different_numbers() -> None:
     stack = spanax.Stack(functools.partial(Block, CONFIG), 3, rngs=nnx.Rngs(0))
     for _, variable in nnx.to_flat_state(nnx.state(stack, nnx.Any(nnx.RngKey, nnx.PathContains("kernel")))):
         first, second, third = host(variable[...])
@@ -154,7 +154,7 @@ def test_values_written_and_sown_by_layers_are_returned() -> None:
     assert len(jax.tree.leaves(result)) == 2
 
 
-def test_a_layer_is_a_block_of_its_own() -> None:
+def test_a_layer_is_an_independent_block() -> None:
     blocks = blocks_of(Normed, 4)
     stack = spanax.Stack.of(blocks)
     assert len(stack) == 4 and [type(layer) for layer in stack] == [Normed] * 4

@@ -166,7 +166,7 @@ def test_forms_of_build(name: str) -> None:
     ]
 
 
-def test_an_optimizer_made_from_the_model() -> None:
+def test_an_optimizer_created_from_the_model() -> None:
     program = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     assert summary(program) == summary(trace(optimizer=optax.adam(1e-3)))
 

@@ -79,7 +79,7 @@ def test_the_calibrated_cluster_ranks_as_the_true_one_does() -> None:
     assert best(machine) != best(slowed(machine, truth)) == best(calibration.cluster)
 
 
-def test_a_single_run_changes_all_constants_alike() -> None:
+def test_a_single_run_scales_all_constants() -> None:
     """It cannot tell the constants apart, so that the order of the layouts hardly changes."""
     on = "cpu:8"
     everything = {constant.name: 1.5 for constant in CONSTANTS}

@@ -443,7 +443,7 @@ def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
     assert moved(program, "fsdp", "fsdp=8", "all-gather") == 4 * 16 * 32
 
 
-def test_megatron_reduces_activations_twice_a_block_each_way() -> None:
+def test_megatron_reduces_activations_twice_per_block_and_pass() -> None:
     config = zoo.GPT_SCAN
     each = 4 * 16 * config.seq_len * config.embed_dim
     for phase in (Phase.FORWARD, Phase.BACKWARD):

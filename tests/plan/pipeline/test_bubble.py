@@ -51,7 +51,7 @@ def predicted(schedule: str, p: int, m: int, v: int, times: tuple[float, ...], h
 
 
 @pytest.mark.parametrize("schedule, p, m, v", PLAIN + INTERLEAVED)
-def test_the_published_bubble_is_the_simulated_one(schedule: str, p: int, m: int, v: int) -> None:
+def test_the_published_bubble_equals_the_simulation(schedule: str, p: int, m: int, v: int) -> None:
     for times in TIMES:
         timeline = simulated(schedule, p, m, v, times)
         assert timeline.seconds * v * m == (v * m + p - 1) * timeline.busy_seconds[0]
@@ -59,7 +59,7 @@ def test_the_published_bubble_is_the_simulated_one(schedule: str, p: int, m: int
 
 
 @pytest.mark.parametrize("schedule, p, m, v", ZERO_BUBBLE)
-def test_the_published_zero_bubble_is_the_simulated_one(schedule: str, p: int, m: int, v: int) -> None:
+def test_the_published_zero_bubble_equals_the_simulation(schedule: str, p: int, m: int, v: int) -> None:
     """ZB-H1 idles (p - 1)(F + B - W) where W is the shortest and there is one microbatch per stage."""
     for forward, backward, weight in TIMES:
         if weight <= min(forward, backward) and m >= p:
@@ -153,7 +153,7 @@ def test_arrays_of_counts_equal_single_counts(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("closed_form", [step_seconds, bubble_over_ideal, num_in_flight])
-def test_closed_forms_and_schedules_raise_alike(closed_form: object) -> None:
+def test_closed_forms_and_schedules_raise_the_same_errors(closed_form: object) -> None:
     assert callable(closed_form)
     with pytest.raises(SpanaxError, match="unknown schedule 'zerobubble'.*\n  fix: did you mean 'zero-bubble'?"):
         closed_form("zerobubble", 4, 8)

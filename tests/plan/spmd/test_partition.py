@@ -56,19 +56,19 @@ def test_row_parallel_is_an_all_reduce() -> None:
     assert split.work == DATA | MODEL and split.result == (DATA, 0)
 
 
-def test_row_parallel_into_a_split_sequence_is_a_reduce_scatter() -> None:
+def test_row_parallel_into_a_sharded_sequence_is_a_reduce_scatter() -> None:
     moves, _ = einsum("btf,fd->btd", (DATA, 0, MODEL), (MODEL, 0), (DATA, MODEL, 0))
     assert moves == [("reduce-scatter", "out", MODEL, DATA)]
 
 
-def test_column_parallel_on_a_split_sequence_gathers_it_before() -> None:
+def test_column_parallel_gathers_a_sharded_sequence_before() -> None:
     moves, split = einsum("btd,df->btf", (DATA, MODEL, 0), (0, MODEL), (DATA, 0, MODEL))
     assert moves == [("all-gather", "x", MODEL, DATA)]
     assert split.operands[0] == (DATA, 0, 0) and split.work == DATA | MODEL
 
 
 @pytest.mark.parametrize("stored", [(FSDP, 0), (0, FSDP)])
-def test_a_stored_weight_is_gathered_where_the_batch_is_split_over_the_same_axis(stored: Masks) -> None:
+def test_a_stored_weight_is_gathered_if_the_batch_is_sharded_over_the_same_axis(stored: Masks) -> None:
     moves, split = einsum("bd,df->bf", (FSDP, 0), stored, (FSDP, 0))
     assert moves == [("all-gather", "w", FSDP, 0)]
     assert split.operands == ((FSDP, 0), (0, 0)) and split.work == FSDP
@@ -125,7 +125,7 @@ def test_a_contraction_sharded_in_one_operand_slices_the_other() -> None:
     assert split.operands == ((0, MODEL), (MODEL, 0)) and split.work == MODEL
 
 
-def test_keys_and_values_of_a_split_sequence_are_gathered() -> None:
+def test_keys_and_values_of_a_sharded_sequence_are_gathered() -> None:
     """Context parallel attention: the queries' positions stay, the keys' are needed everywhere."""
     moves, split = einsum("btk,bsk->bts", (0, MODEL, 0), (0, MODEL, 0), (0, MODEL, 0))
     assert moves == [("all-gather", "w", MODEL, 0)] and split.work == MODEL
@@ -152,7 +152,7 @@ def test_a_replicated_result_gathers_the_smaller_value() -> None:
     assert einsum("bd,df->bf", (0, 0), (0, MODEL), (0, 0), sizes="d")[0] == [("all-gather", "out", MODEL, 0)]
 
 
-def test_a_convolution_is_split_by_batch_and_by_channels() -> None:
+def test_a_convolution_is_sharded_by_batch_and_channels() -> None:
     def convolve(x: Any, w: Any) -> Any:
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -185,7 +185,7 @@ def test_elementwise_follows_its_operands() -> None:
     ("out", "expected"),
     [((0,), [("all-reduce", "out", DATA, 0)]), ((DATA,), [("reduce-scatter", "out", DATA, 0)])],
 )
-def test_a_reduction_over_a_split_dim_is_partial(out: Masks, expected: Moves) -> None:
+def test_a_reduction_over_a_sharded_dim_is_partial(out: Masks, expected: Moves) -> None:
     assert divided(lambda x: x.sum(0), [(8, 8)], [(DATA, 0)], out, [(B, D), (D,)])[0] == expected
 
 
@@ -280,7 +280,7 @@ def test_masks_of_a_spec() -> None:
     assert union((DATA, 0, MODEL)) == DATA | MODEL
 
 
-def test_a_transpose_within_a_class_exchanges_its_result_only_where_the_sharded_dim_stays() -> None:
+def test_a_transpose_within_a_class_exchanges_only_an_unmoved_sharded_dim() -> None:
     def moved(out: Masks) -> Moves:
         return divided(lambda x: x.T, [(8, 8)], [(MODEL, 0)], out, [(D, D), (D, D)])[0]
 

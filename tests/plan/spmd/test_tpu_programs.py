@@ -92,7 +92,7 @@ def test_a_complex_matmul_is_three_and_its_sum_has_three_parts() -> None:
     assert grown[1] - grown[0] == 32 * 16 * 4
 
 
-def test_of_a_complex_matmul_whose_real_part_is_read_two_products_are_computed() -> None:
+def test_the_real_part_of_a_complex_matmul_takes_two_products() -> None:
     def real(model: ComplexLinear, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.real(model(x)) ** 2)
 

@@ -98,7 +98,7 @@ def test_unshuffled_examples_come_in_order() -> None:
 
 @pytest.mark.parametrize("mesh, spec", [("data=8", "data"), ("data=2,model=4", "data"), ("model=4,data=2", "data")])
 @pytest.mark.parametrize("kind", ["text", "examples", "batches"])
-def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, text: Path) -> None:
+def test_two_processes_read_the_batches_of_one(mesh: str, spec: str, kind: str, text: Path) -> None:
     axes = ((spec,),)
     built = MeshShape.of(mesh).build()
     leaves = TEXT_PLAN.batch if kind == "text" else IMAGE_PLAN.batch
@@ -323,7 +323,7 @@ def test_an_example_batch_may_be_sharded(text: Path, opened: Callable[..., Batch
 
 
 @pytest.mark.parametrize("kind", ["sequence", "IterDataset"])
-def test_a_length_is_known_or_a_type_error(kind: str, opened: Callable[..., Batches]) -> None:
+def test_an_unknown_length_raises_a_type_error(kind: str, opened: Callable[..., Batches]) -> None:
     reader = opened(sources()[kind](), IMAGE_PLAN, epochs=None if kind == "sequence" else 1)
     with pytest.raises(TypeError, match="the number of batches of .* is unknown"):
         len(reader)
@@ -344,7 +344,7 @@ def test_epochs_are_a_positive_integer_or_none(epochs: Any, opened: Callable[...
 
 
 @pytest.mark.parametrize("kind", ["sequence", "MapDataset"])
-def test_examples_are_shuffled_and_each_comes_once(kind: str, opened: Callable[..., Batches]) -> None:
+def test_examples_are_shuffled_and_occur_once(kind: str, opened: Callable[..., Batches]) -> None:
     labels = [x for batch in take(opened(sources()[kind](), IMAGE_PLAN, seed=3, epochs=2), 99) for x in batch["label"]]
     assert sorted(labels[:40]) == sorted(labels[40:]) == list(range(40))
     assert labels[:40] != labels[40:] and labels[:40] != list(range(40))
@@ -539,7 +539,7 @@ def test_the_thread_ends_with_its_batches(text: Path) -> None:
     assert data_threads() <= before
 
 
-def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> None:
+def test_closed_batches_raise(text: Path, opened: Callable[..., Batches]) -> None:
     reader = opened(text, TEXT_PLAN)
     state = reader.state()
     reader.close()
@@ -590,7 +590,7 @@ def test_closing_closes_the_loader(prefetch: int) -> None:
     assert loader.num_alive() == 0
 
 
-def test_an_iterator_that_was_passed_stays_open(opened: Callable[..., Batches]) -> None:
+def test_a_passed_iterator_is_not_closed(opened: Callable[..., Batches]) -> None:
     loader = Threaded()
     elements = iter(loader)
     reader = opened(elements, IMAGE_PLAN, prefetch=0)

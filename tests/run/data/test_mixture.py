@@ -70,7 +70,7 @@ def test_no_part_of_a_mixture_is_exceeded(sizes: tuple[int, ...]) -> None:
 # ---- batches
 
 
-def test_each_part_comes_in_its_own_order_and_share() -> None:
+def test_each_part_has_an_order_and_a_share() -> None:
     actual = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
     assert Counter(x // 1000 for x in actual) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
@@ -84,7 +84,7 @@ def test_the_first_part_that_ends_ends_all() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "model=4,data=2"])
-def test_two_processes_see_the_batches_of_one(mesh: str) -> None:
+def test_two_processes_read_the_batches_of_one(mesh: str) -> None:
     plan = plan_of(*PLAN.batch, mesh=mesh)
     built = plan.mesh.build()
     shardings = {"x": plan.batch[0].sharding(built)}

@@ -103,7 +103,7 @@ def test_settings_too_long_to_be_read_back_are_refused_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("name", [CONFIG, PLAN, ENVIRONMENT])
-def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
+def test_every_truncation_and_changed_byte_is_rejected(name: str, tmp_path: Path) -> None:
     path = run_folder(tmp_path) / name
     content = path.read_bytes()
     assert resumed(tmp_path)["keep_last"] == 12
@@ -119,7 +119,7 @@ def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
             resumed(tmp_path)
 
 
-def test_no_cut_or_changed_byte_of_a_tokenizer_passes(tmp_path: Path) -> None:
+def test_every_truncated_or_changed_tokenizer_is_rejected(tmp_path: Path) -> None:
     assert saved_tokenizer(tmp_path) is None and saved_tokenizer(run_folder(tmp_path)) is None
     text = '{"model": {"vocab": {"\u0120a": 0}}}'
     write_records(tmp_path, TrainConfig().record(), PLAN_JSON, ["cpu:0"], tokenizer=text)

@@ -80,7 +80,7 @@ def test_a_recreated_lock_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", [LOCK, LEADER_LOCK, "LOCK.rank3", "log", "profile", "job.sh", "model.json"])
-def test_a_link_is_refused_before_a_lock_is_made(name: str, tmp_path: Path) -> None:
+def test_a_link_is_refused_before_a_lock_is_created(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "outside").write_text("precious")
     (tmp_path / "run" / name).symlink_to(tmp_path / "outside")

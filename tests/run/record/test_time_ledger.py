@@ -27,7 +27,7 @@ def spent(ledger: Ledger) -> dict[str, float]:
     return {name: seconds for name, seconds in ledger.seconds().items() if seconds}
 
 
-def test_time_goes_to_the_bucket_that_was_entered() -> None:
+def test_time_is_counted_in_the_current_bucket() -> None:
     clock = Clock()
     ledger = Ledger(clock=clock, age_seconds=1.5)
     clock.advance(0.5)

@@ -156,7 +156,7 @@ def test_a_custom_derivative_is_preserved(policy: str) -> None:
 
 @pytest.mark.parametrize("is_reverse", [False, True])
 @pytest.mark.parametrize("policy", ["full:1", "dots:3", "full:2,dots"])
-def test_two_loops_are_one(policy: str, is_reverse: bool) -> None:
+def test_a_loop_in_two_parts_equals_one_loop(policy: str, is_reverse: bool) -> None:
     """Rows, stacked results, random keys and consts of a loop of any direction: in the order of one loop."""
 
     def loss(w: Any, x: Any, scale: Any) -> Any:

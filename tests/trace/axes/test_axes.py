@@ -116,7 +116,7 @@ def table(traced: Program) -> str:
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_names_are_the_golden_ones(name: str) -> None:
+def test_names_equal_the_golden_file(name: str) -> None:
     result, golden = table(program(name, 11)), GOLDEN / f"{name}.txt"
     if os.environ.get("SPANAX_GOLDEN") == "update":
         golden.parent.mkdir(exist_ok=True)

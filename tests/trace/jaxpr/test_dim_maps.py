@@ -238,7 +238,7 @@ def test_the_number_of_shards_of_an_axis(function: Callable[..., Any], arg: Any,
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(1, 4), (2, 2), (4, 4)])
-def test_channels_split_no_further_than_their_groups(groups: int, expected: int) -> None:
+def test_channels_are_sharded_at_most_by_groups(groups: int, expected: int) -> None:
     dims = dims_of(lambda x, k: conv(x, k, feature_group_count=groups), IMAGE, f32(1, 1, 4 // groups, 4))
     assert ways(dims)[0][-1] == expected
 

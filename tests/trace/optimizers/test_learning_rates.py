@@ -68,7 +68,7 @@ def test_on_any_mesh(mesh: str) -> None:
     np.testing.assert_allclose(rates, [SCHEDULE(count) for count in range(2)], rtol=1e-6)
 
 
-def test_two_schedules_have_names_and_an_unknown_rate_has_none() -> None:
+def test_two_schedules_are_logged_by_name() -> None:
     other = optax.linear_schedule(2.0, 0.0, 10)
     labels = lambda params: jax.tree.map(lambda leaf: "few" if leaf.ndim < 3 else "many", params)  # noqa: E731
     both = optax.partition(

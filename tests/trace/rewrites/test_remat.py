@@ -167,7 +167,7 @@ def test_dots_stores_convolutions() -> None:
     assert len({count(graph, "conv_general_dilated") for graph in graphs}) == 1
 
 
-def test_microbatches_are_no_layers() -> None:
+def test_microbatches_are_not_layers() -> None:
     once, twice = (scanned(remat="full", microbatches=n) for n in (1, 2))
     assert count(twice.step.graph, "dot_general") == 2 * count(once.step.graph, "dot_general")
     with pytest.raises(spanax.SpanaxError, match="no layer to rematerialize"):
@@ -448,7 +448,7 @@ def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full:2", "full:1,dots"])
-def test_chunks_of_a_loss_are_no_layers(policy: str) -> None:
+def test_loss_chunks_are_not_layers(policy: str) -> None:
     program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
     once, chunked = (program.with_loss_chunks(chunks).step for chunks in (1, 4))
     assert chunked.layer_carry[1] == L and remats(chunked.graph) == remats(once.graph) + 1  # of its own

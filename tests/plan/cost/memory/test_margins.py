@@ -33,7 +33,7 @@ def test_the_margin_depends_on_the_kind_of_program_and_on_its_size() -> None:
     assert kind("mlp", 1e6) == kind("cnn", 1e6) == Kind.SMALL
 
 
-def test_every_margin_states_what_it_is_from() -> None:
+def test_every_margin_states_its_source() -> None:
     for kind, margin in MARGINS.items():
         assert margin.kind is kind and margin.num_cells > 0 and margin.source and 0 < margin.reserve < 1
 

@@ -153,7 +153,7 @@ def test_offloaded_activations_are_in_host_memory() -> None:
     assert 0.5 * offload.candidate.host_bytes < saved <= offload.candidate.host_bytes
 
 
-def test_copies_of_activations_hide_behind_the_layers() -> None:
+def test_copies_of_activations_overlap_with_the_layers() -> None:
     fast, slow, dots = remat("offload", rate=1e18), remat("offload", rate=1e3), remat("dots")
     assert fast.candidate.seconds["host transfers"] == 0
     copied = 2 * slow.candidate.host_bytes / 1e3

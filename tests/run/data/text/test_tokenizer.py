@@ -119,7 +119,7 @@ def test_a_truncated_cache_is_rebuilt(pattern: str, keep: int, text: Path, cache
     assert np.array_equal(first.ids, second.ids) and cached.read_bytes() == complete
 
 
-def test_the_cache_is_where_the_desktop_says(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_xdg(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_tokens(text, "bpe:300")
     assert list((tmp_path / "xdg" / "spanax").glob("tokens-*.npy"))

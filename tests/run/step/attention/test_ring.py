@@ -234,7 +234,7 @@ def test_a_plan_records_its_ring(tmp_path: Any) -> None:
     assert "context: gathered -> ring" in other.diff(plan)
 
 
-def test_without_attention_there_is_no_ring() -> None:
+def test_a_ring_requires_attention() -> None:
     mlp = spanax.trace(
         build=lambda rngs: nnx.Linear(16, 16, rngs=rngs),
         optimizer=optax.sgd(0.1),

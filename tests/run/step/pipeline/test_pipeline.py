@@ -79,7 +79,7 @@ def test_outputs_of_layers_for_the_head_are_sent_with_activations() -> None:
     assert_same(reference("mixtral", 4), trained(run, "mixtral"))
 
 
-def test_every_stage_takes_only_its_own_tasks_where_devices_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_runs_only_its_tasks_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators; simulated devices that also split a stage otherwise take the others' tasks along."""
     pipelined_loop = pipeline.pipelined_loop
     run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
@@ -133,7 +133,7 @@ class Deep(nnx.Module):
         return jnp.square(x).mean()
 
 
-def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
+def test_a_stage_stores_the_microbatches_of_its_schedule() -> None:
     """Memory of the compiled step: what a microbatch leaves times the slots of the table, and not more with each."""
     temporaries = {}
     for schedule in ("gpipe", "1f1b"):

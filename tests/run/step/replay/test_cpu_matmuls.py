@@ -52,7 +52,9 @@ def test_a_single_contraction_equals_dot_general(name: str, devices: Any) -> Non
         (((), (), ("model",)), ((), (), ()), frozenset(), True),
     ],
 )
-def test_a_split_dim_stays_in_front(lhs: Any, rhs: Any, manual: frozenset[str], is_merged: bool, devices: Any) -> None:
+def test_a_sharded_dim_remains_the_leading_one(
+    lhs: Any, rhs: Any, manual: frozenset[str], is_merged: bool, devices: Any
+) -> None:
     x = jnp.ones((4, 4, 4))
     (op,) = product(NUMBERS["a weight's gradient"], x, x).body.ops
     assert (single_contraction(op, [x, x], [Constraint(lhs), Constraint(rhs)], manual) is not None) == is_merged

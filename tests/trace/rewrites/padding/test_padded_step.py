@@ -120,7 +120,7 @@ def test_a_padded_step_computes_the_same(make, multiples):
 
 
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
-def test_indices_behind_an_axis_do_not_reach_its_padding(mode):
+def test_indices_beyond_an_axis_do_not_reach_its_padding(mode):
     class Lookup(nnx.Module):
         def __init__(self, rngs):
             self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 5)))
