@@ -437,14 +437,14 @@ def with_tokenizer(root: Path, text: str | bytes) -> list[str]:
 
 def tokenizers() -> None:
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
-    whole = {"version": "1.0", "added_tokens": [], "model": model}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
     texts: dict[str, str | bytes] = {
         "nested deep": DEEP,
-        "with an id of four billion": json.dumps(whole | {"model": model | {"vocab": {"a": 0, "b": 2**32 - 1}}}),
-        "with a negative id": json.dumps(whole | {"model": model | {"vocab": {"a": -1}}}),
-        "of one long number": json.dumps(whole).replace("1}", HUGE + "}"),
+        "with an id of four billion": json.dumps(tokenizer | {"model": model | {"vocab": {"a": 0, "b": 2**32 - 1}}}),
+        "with a negative id": json.dumps(tokenizer | {"model": model | {"vocab": {"a": -1}}}),
+        "of one long number": json.dumps(tokenizer).replace("1}", HUGE + "}"),
         "of a pickle": PICKLED,
-        "of another kind": json.dumps(whole | {"model": {"type": "os.system"}}),
+        "of another kind": json.dumps(tokenizer | {"model": {"type": "os.system"}}),
     }
     for name, text in texts.items():
         heavy(f"tokenizer {name}")(lambda root, text=text: with_tokenizer(root, text))

@@ -83,8 +83,8 @@ def test_weights_sharded_over_data_give_the_same_numbers(mesh: Mesh) -> None:
     x, w = put(mesh, 0, (16, 32), "data"), put(mesh, 1, (32, 64), "data")
     multiply = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data")))
     assert collectives(multiply.lower(x, w).compile().as_text()) == {"all-gather"}
-    whole = jax.device_put(np.asarray(w), NamedSharding(mesh, P()))
-    np.testing.assert_array_equal(multiply(x, w), multiply(x, whole))
+    replicated = jax.device_put(np.asarray(w), NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(multiply(x, w), multiply(x, replicated))
 
 
 def test_a_column_sharded_matmul_gathers_and_a_row_sharded_one_reduces(mesh: Mesh) -> None:

@@ -26,8 +26,8 @@ def test_the_page_has_every_point_and_the_curves() -> None:
     import scale
 
     points = list(scale.asked())
-    whole = PAGE.split(scale.BEGIN)[1].split(generated_tables.END)[0]
-    rows = [line for line in whole.splitlines() if line.startswith(tuple(f"| {model} |" for model in scale.MODELS))]
+    table = PAGE.split(scale.BEGIN)[1].split(generated_tables.END)[0]
+    rows = [line for line in table.splitlines() if line.startswith(tuple(f"| {model} |" for model in scale.MODELS))]
     reported = [" ".join(cell.strip().replace(",", "") for cell in row.split("|")[1:5]) for row in rows]
     assert reported == [point.name for point in points]
     assert (ROOT / "docs" / "scale.svg").read_text().count("<polyline") == 16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-PATCHES, KEPT, DIM = 16, 4, 32
+PATCHES, VISIBLE, DIM = 16, 4, 32
 
 
 class Block(nnx.Module):
@@ -36,10 +36,10 @@ class MAE(nnx.Module):
         shuffle = jnp.argsort(noise, axis=1)
         restore = jnp.argsort(shuffle, axis=1)
         x = self.embed(patches) + self.positions[...]
-        x = self.narrow(self.encoder(jnp.take_along_axis(x, shuffle[:, :KEPT, None], axis=1)))
-        masked = jnp.broadcast_to(self.mask_token[...], (len(x), PATCHES - KEPT, 16))
+        x = self.narrow(self.encoder(jnp.take_along_axis(x, shuffle[:, :VISIBLE, None], axis=1)))
+        masked = jnp.broadcast_to(self.mask_token[...], (len(x), PATCHES - VISIBLE, 16))
         x = jnp.take_along_axis(jnp.concatenate([x, masked], axis=1), restore[..., None], axis=1)
-        return self.predict(self.decoder(x + self.decoder_positions[...])), restore >= KEPT
+        return self.predict(self.decoder(x + self.decoder_positions[...])), restore >= VISIBLE
 
 
 def build(rngs: nnx.Rngs):

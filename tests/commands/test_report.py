@@ -19,7 +19,7 @@ from spanax.show.report import duration_text, report_text, sections
 
 BEGAN = 1_700_000_000.0
 
-TOLD: list[tuple[float, int, str, dict[str, Any]]] = [
+EVENTS: list[tuple[float, int, str, dict[str, Any]]] = [
     (4, 0, "rank 0", {"event": "begin", "step": 0, "devices": 8, "mesh": {"fsdp": 4, "model": 2}}),
     (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 4, "compile": 6, "step": 18, "save": 2}}),
     (42, 0, "supervisor", {"event": "died", "what": "it was killed.", "rank": 1, "words": "hm\nouch"}),
@@ -34,7 +34,7 @@ TOLD: list[tuple[float, int, str, dict[str, Any]]] = [
 ]
 END = (71, 1, "rank 0", {"event": "end", "step": 12})
 
-SAID = """\
+EXPECTED_REPORT = """\
 gpt-nano in FOLDER: 41.4 % goodput, 29.0 s of 1 min 10 s were steps that count
   time in
   step        29.0 s  41.4 %  steps that count
@@ -79,28 +79,28 @@ def report_output(folder: Path) -> str:
 
 
 def test_the_text_of_a_report(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "a", *TOLD, END)
+    folder = a_run(tmp_path / "a", *EVENTS, END)
     a_checkpoint(folder, 10)
-    assert report_output(folder).replace(str(folder), "FOLDER") == SAID
+    assert report_output(folder).replace(str(folder), "FOLDER") == EXPECTED_REPORT
 
 
 def test_buckets_that_round_to_zero_are_not_listed(tmp_path: Path) -> None:
     seconds = {"step": 7, "idle": 0.04, "data": 0.05}
     text = report_output(
-        a_run(tmp_path / "a", TOLD[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}))
+        a_run(tmp_path / "a", EVENTS[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}))
     )
     assert "none of these" not in text and "waiting for batches" in text
 
 
 def test_a_damaged_checkpoint_is_not_the_latest(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "a", *TOLD, END)
+    folder = a_run(tmp_path / "a", *EVENTS, END)
     a_checkpoint(folder, 6)
     (a_checkpoint(folder, 10) / "arrays" / "data").write_bytes(b"")
     assert "last checkpoint: step 6," in report_output(folder)
 
 
 def test_the_resume_command_has_the_flags_of_the_run(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "my run", *TOLD)
+    folder = a_run(tmp_path / "my run", *EVENTS)
     assert report_output(folder).endswith(f"to resume: spanax train --output-dir '{folder}' --resume")
     (folder / "heartbeats").mkdir()
     beat = {"rank": 0, "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "phase": "step", "step": 14}
@@ -111,7 +111,7 @@ def test_the_resume_command_has_the_flags_of_the_run(tmp_path: Path) -> None:
 
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = a_run(tmp_path / "a", *TOLD, END)
+    folder = a_run(tmp_path / "a", *EVENTS, END)
     a_checkpoint(folder, 12)
     cli.main(["report", str(folder), "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -126,7 +126,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     """No colors or escapes from an untrusted run folder, and no additional lines."""
     evil = {"event": "died", "why": "[red]why[/red] :smile:\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
-    folder = a_run(tmp_path / "a", *TOLD, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
+    folder = a_run(tmp_path / "a", *EVENTS, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
     (folder / "config.toml").write_text("not toml")
     text = report_output(folder)
     assert "\x1b" not in text and "[red]why[/red] :smile:\\x1b[2J\\nfine" in text and "a run in " in text
@@ -136,7 +136,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
 
 
 def test_unreadable_records_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = a_run(tmp_path / "a", *TOLD, END)
+    folder = a_run(tmp_path / "a", *EVENTS, END)
     (folder / "config.toml").write_text("not toml")
     (folder / "metrics.jsonl").write_text('{"event": "step", "step": 3, "loss": 2.5}\n{"event": "st\n[]\n')
     with open(folder / "events.jsonl", "a") as file:
@@ -169,7 +169,7 @@ def test_a_folder_without_a_run_cannot_be_reported(tmp_path: Path, capsys: pytes
 
 
 def test_a_report_starts_no_jax(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "a", *TOLD)
+    folder = a_run(tmp_path / "a", *EVENTS)
     code = "import sys; from spanax.cli import main; main(sys.argv[1:]); print('jax' in sys.modules)"
     argv = [sys.executable, "-c", code, "report", str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240)

@@ -92,13 +92,13 @@ def test_a_clock_that_is_set_during_the_check_is_reported(
     assert result["clock"].state == "warning" and "set by +3600" in result["clock"].what
 
 
-FOUND = [
+VERDICTS = [
     Verdict("python", "ok", "3.11.7", "hidden"),
     Verdict("devices", "problem", "JAX does not start: \x1b[2Jbad.\nworse", "JAX_PLATFORMS=tpu", "JAX_PLATFORMS=cpu"),
     Verdict("clock", "warning", "set by +3600.0 s", "", "chronyd"),
 ]
 
-SAID = """\
+EXPECTED_TEXT = """\
 ok       python         3.11.7
 problem  devices        JAX does not start: \\x1b[2Jbad.\\nworse
                         where: JAX_PLATFORMS=tpu
@@ -109,10 +109,10 @@ warning  clock          set by +3600.0 s
 
 
 def test_the_text_of_a_diagnosis() -> None:
-    assert verdicts_text(FOUND) == SAID
-    coloured = verdicts_text(FOUND, in_colours=True)
+    assert verdicts_text(VERDICTS) == EXPECTED_TEXT
+    coloured = verdicts_text(VERDICTS, in_colours=True)
     assert "\x1b[31mproblem\x1b[0m" in coloured and "\x1b[2J" not in coloured
-    assert not is_well(FOUND) and is_well([FOUND[0], FOUND[2]])
+    assert not is_well(VERDICTS) and is_well([VERDICTS[0], VERDICTS[2]])
 
 
 def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:

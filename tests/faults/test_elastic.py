@@ -63,10 +63,10 @@ def test_eight_four_six_eight(place: Path, course: tuple[tuple[int, int], ...]) 
     assert [(event["devices"], event["step"]) for event in begins] == [
         (num_devices, begin) for (num_devices, _), begin in zip(course, ends, strict=False)
     ]
-    whole = TrainConfig(workload="small.py:small", output_dir="whole", steps=8, seed=5, layout="fsdp")
-    train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
-    assert examples(place / "elastic") == examples(place / "whole")
-    np.testing.assert_allclose(losses(place / "elastic"), losses(place / "whole"), rtol=2e-6)
+    uninterrupted = TrainConfig(workload="small.py:small", output_dir="uninterrupted", steps=8, seed=5, layout="fsdp")
+    train(lambda **sizes: load(uninterrupted.workload, **sizes), uninterrupted, jax.devices(), lambda event: None)
+    assert examples(place / "elastic") == examples(place / "uninterrupted")
+    np.testing.assert_allclose(losses(place / "elastic"), losses(place / "uninterrupted"), rtol=2e-6)
 
 
 @pytest.mark.slow

@@ -32,10 +32,10 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path, form: str) -> Launched:
+def uninterrupted(place: Path, form: str) -> Launched:
     """An uninterrupted run."""
     hosts, devices = FORMS[form]
-    run = Launched.start(place, f"whole{hosts}", *TRAIN, hosts=hosts, devices=devices)
+    run = Launched.start(place, f"uninterrupted{hosts}", *TRAIN, hosts=hosts, devices=devices)
     assert run.end() == 0, run.output()
     return run
 
@@ -49,12 +49,12 @@ def running(place: Path, out: str, *train: str, **how: Any) -> Iterator[Launched
         run.kill()
 
 
-def same(run: Launched, whole: Launched) -> None:
-    assert losses(run.folder) == losses(whole.folder)
-    assert digest(run.folder) == digest(whole.folder)
+def same(run: Launched, uninterrupted: Launched) -> None:
+    assert losses(run.folder) == losses(uninterrupted.folder)
+    assert digest(run.folder) == digest(uninterrupted.folder)
 
 
-def test_kills_at_random_moments_lose_nothing(place: Path, form: str, whole: Launched) -> None:
+def test_kills_at_random_moments_lose_nothing(place: Path, form: str, uninterrupted: Launched) -> None:
     hosts, devices = FORMS[form]
     num_kills, moments = hosts, random.Random(hosts)
     # Three steps an attempt, so that no run ends before its kills.
@@ -67,11 +67,11 @@ def test_kills_at_random_moments_lose_nothing(place: Path, form: str, whole: Lau
             run.send(signal.SIGKILL, moments.randrange(hosts))
         assert run.end() == 0, run.output()
         assert len(run.events("died")) == len(run.events("restart")) == num_kills, run.output()
-        same(run, whole)
+        same(run, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_process_that_sleeps_in_python_is_restarted(place: Path, whole: Launched, form: str) -> None:
+def test_a_process_that_sleeps_in_python_is_restarted(place: Path, uninterrupted: Launched, form: str) -> None:
     """The other process waits for it in a collective forever, and does not react to signals."""
     if form == "one process":
         pytest.skip("there is no other process")
@@ -89,11 +89,11 @@ def test_a_process_that_sleeps_in_python_is_restarted(place: Path, whole: Launch
         assert 1 in stuck["ranks"] and not run.events("died")
         logs = [(run.folder / "log" / f"rank{rank}.log").read_text() for rank in range(2)]
         assert all("most recent call first" in text for text in logs) and "__getitem__" in logs[1]
-        same(run, whole)
+        same(run, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_run_stopped_by_a_signal_saves_and_resumes(place: Path, form: str, whole: Launched) -> None:
+def test_a_run_stopped_by_a_signal_saves_and_resumes(place: Path, form: str, uninterrupted: Launched) -> None:
     """SIGTERM to one process: all of them stop after the same step, and no step is lost."""
     hosts, devices = FORMS[form]
     asked = {"ASKED_TO_STOP": f"{hosts - 1}:{24 // hosts * 5}:1"}
@@ -104,7 +104,7 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes(place: Path, form: str, who
     with running(place, f"told{hosts}", *TRAIN, "--resume", hosts=hosts, devices=devices) as again:
         assert again.end() == 0, again.output()
         assert again.events("begin")[-1]["step"] == end["step"]
-        same(again, whole)
+        same(again, uninterrupted)
 
 
 @pytest.mark.slow

@@ -122,10 +122,12 @@ def test_an_error_of_sbatch_is_reported(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     train = ("gpt-nano", "--steps", "8", "--save-every", "2", "--eval-batches", "2")
     flags = ("--python", sys.executable)
-    assert slurm.ended(submitted(slurm, whole, *flags, args=train), 240)["ExitCode"] == "0:0", log(whole)
+    assert slurm.ended(submitted(slurm, uninterrupted, *flags, args=train), 240)["ExitCode"] == "0:0", log(
+        uninterrupted
+    )
     number = submitted(slurm, killed, *flags, args=train)
     wait_for(lambda: manifest.steps(killed / "checkpoints"), 240)
     os.kill(heartbeat.read(killed)[1].pid, signal.SIGKILL)
@@ -136,8 +138,8 @@ def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -
     begun = [event for event in reported if event["event"] == "begin"]
     assert died["rank"] == 1 and len(begun) == 2 and begun[1]["step"] >= 2
     print(f"died to begun again: {begun[1]['time'] - died['time']:.1f} s")
-    assert losses(killed) == losses(whole) and len(losses(whole)) == 8
-    assert metrics(whole)[0]["devices"] == 4
+    assert losses(killed) == losses(uninterrupted) and len(losses(uninterrupted)) == 8
+    assert metrics(uninterrupted)[0]["devices"] == 4
 
 
 def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:

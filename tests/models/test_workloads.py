@@ -80,7 +80,7 @@ def test_impossible_sizes_raise(name, sizes, says):
         load(name, **sizes)
 
 
-OWN = """
+SIZES_FILE = """
 import jax, spanax
 from flax import nnx
 
@@ -92,7 +92,7 @@ def workload(num_layers=1, batch_size=4):
 
 
 def test_a_function_of_a_file_takes_the_sizes_it_knows(tmp_path):
-    (tmp_path / "own_sizes.py").write_text(OWN)
+    (tmp_path / "own_sizes.py").write_text(SIZES_FILE)
     assert load(f"{tmp_path}/own_sizes.py:workload", num_layers=3).num_steps == 3
     with pytest.raises(spanax.SpanaxError, match="the width of .* is fixed") as caught:
         load(f"{tmp_path}/own_sizes.py:workload", embed_dim=64)

@@ -186,10 +186,10 @@ def test_stored_shardings_follow_the_layout(layout: str, mesh: str, params: set[
             assert used(leaf) in (target, positions), leaf
     stored = {"param": bool(params), "optimizer": bool(optimizer)}
     for kind, is_split in stored.items():
-        whole = sum(leaf.num_bytes for leaf in program().leaves if leaf.kind == kind and leaf.shape)
+        num_bytes = sum(leaf.num_bytes for leaf in program().leaves if leaf.kind == kind and leaf.shape)
         held = sum(leaf.local_bytes for leaf in by_kind(plan, kind))
         ways = dict(plan.mesh.axes).get("fsdp", 1) if is_split else 1
-        assert layout == "context" or held * ways == whole
+        assert layout == "context" or held * ways == num_bytes
 
 
 @pytest.mark.parametrize(

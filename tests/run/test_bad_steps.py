@@ -184,12 +184,12 @@ def test_ignore_saves_any_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
 def test_a_resumed_run_skips_the_same_batches(policy: str, tmp_path: Path) -> None:
     """Ended right after a skipped batch, and before another."""
-    source, whole, out = batches({BAD: NAN, BAD + 2: NAN}), tmp_path / "whole", tmp_path / "stopped"
-    settings = config(whole, policy, save_every=2)
+    source, uninterrupted, out = batches({BAD: NAN, BAD + 2: NAN}), tmp_path / "uninterrupted", tmp_path / "stopped"
+    settings = config(uninterrupted, policy, save_every=2)
     trained(source, settings)
     trained(source, replace(settings, output_dir=str(out), steps=BAD + 1))
     trained(source, replace(settings, output_dir=str(out), resume=True))
-    assert_same(saved(out, source)[STEPS], saved(whole, source)[STEPS])
+    assert_same(saved(out, source)[STEPS], saved(uninterrupted, source)[STEPS])
 
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
@@ -292,7 +292,7 @@ for policy in ("skip", "rollback"):
             assert run.unsound() == []
             run.save(out, data=data).wait()
     said.append((policy, run.num_steps, run.unsound(), sorted(data.skipped)))
-print("SAID", said)
+print("DECISION", said)
 """
 
 
@@ -307,7 +307,7 @@ def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
     runs = [subprocess.Popen([*command, rank, port, *places], env=environment, stdout=-1, text=True) for rank in "01"]
     output = [run.communicate(timeout=240)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    first, second = ([line for line in text.splitlines() if line.startswith("SAID")] for text in output)
+    first, second = ([line for line in text.splitlines() if line.startswith("DECISION")] for text in output)
     assert first == second and len(first) == 1
     for reported in ("('skip', 5, 4, 'loss is nan')", "('rollback', 5, 4, 'loss is nan')", "('skip', 22, [], [])"):
         assert reported in first[0], first

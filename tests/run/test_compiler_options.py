@@ -19,7 +19,7 @@ from spanax.plan.plan import Plan
 from spanax.run.compiler_options import check_accepted
 from spanax.run.run import Run
 
-GIVEN = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")
+MIXED_FLAGS = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")
 LEVEL = "xla_gpu_autotune_level=1"
 
 
@@ -124,14 +124,14 @@ def test_a_plan_stores_compiler_options(devices: list[jax.Device]) -> None:
 
 
 def test_the_options_for_these_devices_reach_the_compiler(devices: list[jax.Device], monkeypatch) -> None:
-    assert for_platform(GIVEN, "cuda") == {"xla_gpu_autotune_level": "2"}
+    assert for_platform(MIXED_FLAGS, "cuda") == {"xla_gpu_autotune_level": "2"}
     program, plan = planned()
     taken: list[dict[str, str] | None] = []
     jit = jax.jit
     monkeypatch.setattr(
         jax, "jit", lambda function, **how: taken.append(how.get("compiler_options")) or jit(function, **how)
     )
-    Run(program, replace(plan, xla_flags=GIVEN), plan.mesh.build(), state=[]).compile()
+    Run(program, replace(plan, xla_flags=MIXED_FLAGS), plan.mesh.build(), state=[]).compile()
     assert taken[-1] == {"xla_cpu_enable_fast_math": "True"}
 
 

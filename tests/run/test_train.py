@@ -91,37 +91,39 @@ def test_the_printed_resume_command_runs(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> list[dict[str, Any]]:
+def uninterrupted(place: Path) -> list[dict[str, Any]]:
     """An uninterrupted run."""
-    return train(place, "whole", "--mesh", "fsdp=4,model=2")
+    return train(place, "uninterrupted", "--mesh", "fsdp=4,model=2")
 
 
-def test_the_events_are_the_contract(whole: list[dict[str, Any]]) -> None:
-    steps = [event for event in whole if event["event"] == "step"]
+def test_the_events_are_the_contract(uninterrupted: list[dict[str, Any]]) -> None:
+    steps = [event for event in uninterrupted if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(1, 9))
     assert all(event["loss"] > 0 and event["step_seconds"] > 0 for event in steps)
-    done = whole[-1]
+    done = uninterrupted[-1]
     assert done["event"] == "done" and done["steps"] == 8 and done["train_loss"] == steps[-1]["loss"]
     keys = {"val_loss", "bigram_loss", "tokens_per_second", "step_seconds_median", "data_wait_fraction"}
     assert all(isinstance(done[key], float) for key in keys), done
 
 
-def test_the_run_folder_records_the_run(place: Path, whole: list[dict[str, Any]]) -> None:
-    folder = place / "whole"
+def test_the_run_folder_records_the_run(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    folder = place / "uninterrupted"
     names = {path.name for path in folder.iterdir()}
     assert {"config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints"} <= names
     recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [e["loss"] for e in recorded if e["event"] == "step"] == [e["loss"] for e in whole if e["event"] == "step"]
+    assert [e["loss"] for e in recorded if e["event"] == "step"] == [
+        e["loss"] for e in uninterrupted if e["event"] == "step"
+    ]
     assert 'mesh = "fsdp=4,model=2"' in (folder / "config.toml").read_text()
     assert manifest.steps(folder / "checkpoints") == [4, 6, 8]
 
 
-def test_a_run_folder_has_a_prediction_and_a_page(place: Path, whole: list[dict[str, Any]]) -> None:
-    price = Plan.load(place / "whole" / "plan.json").price
+def test_a_run_folder_has_a_prediction_and_a_page(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
+    price = Plan.load(place / "uninterrupted" / "plan.json").price
     assert price is not None and price.cluster == "cpu:8" and price.moved_of
     kinds = ("parameters", "optimizer", "other state")
-    assert sum(price.memory[kind] for kind in kinds) == whole[0]["state_bytes_per_device"]
-    text, loss = document(page_of(run_report(place / "whole"))), f"{whole[-1]['train_loss']:.4g}"
+    assert sum(price.memory[kind] for kind in kinds) == uninterrupted[0]["state_bytes_per_device"]
+    text, loss = document(page_of(run_report(place / "uninterrupted"))), f"{uninterrupted[-1]['train_loss']:.4g}"
     assert "Predicted and measured" in text and loss in text and "could not be" not in text
 
 
@@ -140,19 +142,19 @@ def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> No
 
 
 @pytest.mark.slow
-def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_killed_in_training_then_resumed_is_bit_equal(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
     before = time.time()
     start_and_kill(place, "killed", r"\.6\.new\w*\.[0-9a-f]{32}")
     saved = manifest.steps(place / "killed" / "checkpoints")
     events = train(place, "killed", "--resume")
     assert saved == [2, 4] and events[0]["step"] == 4
-    assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == whole[-1]["train_loss"]
+    assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == uninterrupted[-1]["train_loss"]
     recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
     if TRACK:
-        assert shown(place / "killed", "loss") == shown(place / "whole", "loss")
+        assert shown(place / "killed", "loss") == shown(place / "uninterrupted", "loss")
         assert [step for step, _ in shown(place / "killed", "loss")] == list(range(1, 9))
-    same_bits(place / "killed", place / "whole")
+    same_bits(place / "killed", place / "uninterrupted")
     begin = next(event for event in read(place / "killed").records if event["event"] == "begin")
     adds_up(account(place / "killed"), before, begin["time"])
 
@@ -170,13 +172,13 @@ def adds_up(times: TimeAccount, before: float, begin: float) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
     folder = place / "cut" / "checkpoints"
     start_and_kill(place, "cut", r"\.manifest\.json\.\w+\.new", after=1)
     assert manifest.steps(folder) == [2] and [path.name[:5] for path in manifest.unfinished(folder)] == ["4.new"]
     train(place, "cut", "--resume")
     assert not manifest.unfinished(folder)
-    same_bits(place / "cut", place / "whole")
+    same_bits(place / "cut", place / "uninterrupted")
 
 
 def same_bits(item: Path, other: Path) -> None:
@@ -187,9 +189,9 @@ def same_bits(item: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_mesh_continues_with_the_same_data(place: Path, whole: list[dict[str, Any]]) -> None:
+def test_another_mesh_continues_with_the_same_data(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
     """More steps of the undisturbed run, on one device."""
-    events = train(place, "whole", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
+    events = train(place, "uninterrupted", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
     assert events[0]["step"] == 8 and events[-1]["steps"] == 9
     assert np.isfinite(events[-1]["train_loss"])
 
@@ -200,11 +202,11 @@ def test_a_mixture_of_tables_continues_with_the_same_rows_on_another_mesh(place:
         rows = (json.dumps({field: f"{name} {number} to be or not to be"}) for number in range(400))
         (place / name).write_text("\n".join(rows))
     data = ["--data", "a.jsonl=0.75,b.jsonl=0.25", "--field", "content,text", "--tokenizer", "bpe:300"]
-    whole = train(place, "mixed", *data, "--mesh", "data=1", "--devices", "1")
-    assert [part["share"] for part in whole[0]["data"]] == [0.75, 0.25]
+    uninterrupted = train(place, "mixed", *data, "--mesh", "data=1", "--devices", "1")
+    assert [part["share"] for part in uninterrupted[0]["data"]] == [0.75, 0.25]
     shutil.copytree(place / "mixed", place / "moved")
     for step in ("6", "8"):
         shutil.rmtree(place / "moved" / "checkpoints" / step)
     events = train(place, "moved", "--resume", "--mesh", "fsdp=4", "--devices", "4")
-    losses = [[e["loss"] for e in result if e["event"] == "step"][-4:] for result in (whole, events)]
+    losses = [[e["loss"] for e in result if e["event"] == "step"][-4:] for result in (uninterrupted, events)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

@@ -175,11 +175,11 @@ def test_an_optimizer_created_from_the_model() -> None:
 
 
 def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
-    whole, parts = trace(), trace(microbatches=4)
-    assert summary(whole) == summary(parts)
-    assert [leaf.axes for leaf in parts.leaves] == [leaf.axes for leaf in whole.leaves]
+    full_batch, parts = trace(), trace(microbatches=4)
+    assert summary(full_batch) == summary(parts)
+    assert [leaf.axes for leaf in parts.leaves] == [leaf.axes for leaf in full_batch.leaves]
     (scan,) = (op for op in parts.step.graph.ops() if op.name == "scan")
-    assert scan.params["length"] == 4 and "scan" not in primitives(whole)
+    assert scan.params["length"] == 4 and "scan" not in primitives(full_batch)
     inner = {
         parts.step.axes.of(value)[:1] for value in scan.bodies[0].inputs if parts.step.graph.shape(value)[:1] == (4,)
     }

@@ -161,10 +161,10 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
 def test_a_gathered_weight_is_live_while_it_is_used() -> None:
     """With one example a device the weights are what matters."""
     program = spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(8, 32), loss=squared)
-    stored, whole = groups(program, "fsdp", "fsdp=8"), groups(program, "data", "data=8")
-    assert stored["parameters"] == whole["parameters"] // 8
+    stored, replicated = groups(program, "fsdp", "fsdp=8"), groups(program, "data", "data=8")
+    assert stored["parameters"] == replicated["parameters"] // 8
     assert stored["gathered weights"] + stored["gradients"] >= 4 * 32 * 128
-    assert whole["gathered weights"] == 0
+    assert replicated["gathered weights"] == 0
 
 
 class Tied(nnx.Module):
@@ -222,10 +222,12 @@ def test_stages_divide_layers_and_store_activations_in_flight() -> None:
 def test_microbatches_store_less_and_accumulate_gradients() -> None:
     """The accumulated gradients and those of one microbatch are live, as stored."""
     program = zoo_program("gpt")
-    whole, split = (groups(program, *position)["parameters"] for position in (("data", "data=8"), ("fsdp", "fsdp=8")))
+    replicated, split = (
+        groups(program, *position)["parameters"] for position in (("data", "data=8"), ("fsdp", "fsdp=8"))
+    )
     for layout, mesh, added in (
-        ("data", "data=8", whole),
-        ("zero1", "fsdp=8", whole),
+        ("data", "data=8", replicated),
+        ("zero1", "fsdp=8", replicated),
         ("zero2", "fsdp=8", split),
         ("fsdp", "fsdp=8", split),
     ):

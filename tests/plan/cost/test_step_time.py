@@ -150,13 +150,13 @@ def test_a_thin_matmul_takes_its_bytes_over_the_memorys_rate() -> None:
 def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> None:
     dtype = "bf16" if chip != "cpu" else "fp32"
     for m, n, k in ((4096, 4096, 4096), (128, 128, 8192), (8192, 256, 64)):
-        whole = seconds(chip, one_matmul(m, n, k, dtype=dtype))
+        full = seconds(chip, one_matmul(m, n, k, dtype=dtype))
         # A second tile, on an idle core, takes no longer.
-        assert whole <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
-        assert whole < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
-        assert whole < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
+        assert full <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
+        assert full < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
+        assert full < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
         split = seconds(chip, one_matmul(m, n, k, size_axes=(1, 0, 0, 0), dtype=dtype), ways=2)
-        assert whole / 2 <= split <= whole
+        assert full / 2 <= split <= full
 
 
 def test_a_long_sum_with_few_tiles_is_divided_into_parts() -> None:

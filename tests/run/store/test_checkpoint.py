@@ -177,13 +177,13 @@ def test_every_flip_and_truncation_is_detected(tmp_path: Path) -> None:
     rng = random.Random(0)
     for trial in range(200):
         path = files[trial % len(files)]
-        whole = path.read_bytes()
-        place = rng.randrange(len(whole))
-        flipped = bytes([*whole[:place], whole[place] ^ (1 << rng.randrange(8)), *whole[place + 1 :]])
-        path.write_bytes(flipped if trial % 2 else whole[:place])
+        full = path.read_bytes()
+        place = rng.randrange(len(full))
+        flipped = bytes([*full[:place], full[place] ^ (1 << rng.randrange(8)), *full[place + 1 :]])
+        path.write_bytes(flipped if trial % 2 else full[:place])
         result = checkpoint.verify(tmp_path)
         assert len(result) == 1 and path.name in result[0], (path, place, trial % 2)
-        path.write_bytes(whole)
+        path.write_bytes(full)
     assert checkpoint.verify(tmp_path) == []
 
 
@@ -522,9 +522,9 @@ import test_checkpoint as t
 from spanax.errors import DataError, WriteError
 from spanax.run.store import checkpoint, manifest
 
-whole = np.arange(128, dtype=np.float32).reshape(16, 8)
+full = np.arange(128, dtype=np.float32).reshape(16, 8)
 sharding = t.NamedSharding(t.mesh(4, 2), t.PartitionSpec("a", "b"))
-array = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+array = jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 busy = jax.jit(lambda array: (array * 2).sum())
 
 def save(step, **options):
@@ -537,7 +537,7 @@ for step in (1, 2, 3, 3):
     save(step, keep=2)
 found = checkpoint.restore(root, {{"w": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)}})
 for shard in found.arrays["w"].addressable_shards:
-    assert np.array_equal(shard.data, whole[shard.index])
+    assert np.array_equal(shard.data, full[shard.index])
 write, manifest.write = manifest.write, t.raises(OSError(28, "No space left on device"))
 for expected, act in [
     (WriteError, lambda: save(4)),

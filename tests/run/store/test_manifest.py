@@ -72,15 +72,15 @@ def test_each_difference_names_its_file(step: Path, name: str, content: bytes | 
 
 def test_every_bit_and_length_of_the_manifest_counts(step: Path) -> None:
     path = step / "manifest.json"
-    whole = path.read_bytes()
-    for place in range(len(whole)):
-        flipped = bytearray(whole)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        flipped = bytearray(content)
         flipped[place] ^= 1 << random.Random(place).randrange(8)
         path.write_bytes(flipped)
         assert manifest.problems(step), f"byte {place}"
-        path.write_bytes(whole[:place])
+        path.write_bytes(content[:place])
         assert manifest.problems(step), f"cut to {place} bytes"
-    path.write_bytes(whole)
+    path.write_bytes(content)
     assert manifest.problems(step) == []
 
 

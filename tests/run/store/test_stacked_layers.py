@@ -136,8 +136,8 @@ def test_only_lists_and_stacks_are_the_same_program(tmp_path: Path) -> None:
 
 def test_only_complete_sets_of_equal_layers_form_a_stack() -> None:
     single = {f"a.{i}.w": "float32[8,4]" for i in range(3)}
-    whole = [Group("a.w", (3,), ("a.0.w", "a.1.w", "a.2.w"))]
-    assert groups({"a.w": "float32[3,8,4]"}, single) == whole
+    stacks = [Group("a.w", (3,), ("a.0.w", "a.1.w", "a.2.w"))]
+    assert groups({"a.w": "float32[3,8,4]"}, single) == stacks
     for stack in ("float32[2,8,4]", "float32[4,8,4]", "bfloat16[3,8,4]", "float32[3,4,8]", "float32[8,4]"):
         assert groups({"a.w": stack}, single) == []
     assert groups({"a.w": "float32[3,8,4]"}, single | {"a.1.w": "float32[8,5]"}) == []

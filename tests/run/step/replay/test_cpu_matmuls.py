@@ -13,7 +13,7 @@ from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 
-WHOLE = Constraint(((), (), ()))
+REPLICATED = Constraint(((), (), ()))
 NUMBERS = {
     "a weight's gradient": (((0, 1), (0, 1)), ((), ())),
     "heads summed in the projection": (((1, 2), (0, 1)), ((), ())),
@@ -34,7 +34,7 @@ def test_a_single_contraction_equals_dot_general(name: str, devices: Any) -> Non
     x, y = jax.random.normal(jax.random.key(0), (2, 4, 4, 4))
     graph = product(NUMBERS[name], x, y)
     expected = lax.dot_general(x, y, NUMBERS[name])
-    result = single_contraction(graph.body.ops[0], [x, y], [WHOLE, WHOLE])
+    result = single_contraction(graph.body.ops[0], [x, y], [REPLICATED, REPLICATED])
     assert (result is not None) == (name in MERGED)
     if result is not None:
         np.testing.assert_allclose(result[0], expected, rtol=1e-6)
@@ -64,4 +64,4 @@ def test_a_sharded_dim_remains_the_leading_one(
 def test_products_of_unknown_sharding_are_not_rewritten(unknown: Constraint | None, devices: Any) -> None:
     x = jnp.ones((4, 4, 4))
     (op,) = product(NUMBERS["a weight's gradient"], x, x).body.ops
-    assert single_contraction(op, [x, x], [WHOLE, unknown]) is None
+    assert single_contraction(op, [x, x], [REPLICATED, unknown]) is None

@@ -155,8 +155,8 @@ def test_noise_is_that_of_the_batch(impl: str, dtype: str) -> None:
         )
         (op,) = (op for op in from_jaxpr(closed).ops() if op.name == "random_bits")
         key = jax.random.key(1, impl=impl)
-        whole = jax.random.bits(key, shape, dtype)
+        full = jax.random.bits(key, shape, dtype)
         for index in range(4):
             (rows,) = drawn(op, [key], [(dim, inner)], jnp.int32(index), 4)
-            np.testing.assert_array_equal(rows, rows_of(whole, dim, inner, index, 4))
-            assert rows.dtype == whole.dtype
+            np.testing.assert_array_equal(rows, rows_of(full, dim, inner, index, 4))
+            assert rows.dtype == full.dtype
