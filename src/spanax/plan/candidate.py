@@ -147,6 +147,7 @@ class Search:
       assignment: why the best layout is not a preset; None if it is.
       alternative: why axes are padded, or state is offloaded, without a request; None otherwise.
       offload: the kinds of state in host memory, for every candidate.
+      partial_remat: why only the first layers are recomputed without a request; None where all or none are.
 
     Example:
       >>> import jax, optax, spanax
@@ -181,6 +182,7 @@ class Search:
     assignment: Reason | None = None
     alternative: Reason | None = None
     offload: tuple[str, ...] = ()
+    partial_remat: Reason | None = None
 
     def _repr_html_(self) -> str | None:
         return display(self)

@@ -18,6 +18,7 @@ from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.padding import search_in_padding
+from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.refused_stages import refused_stages
 from spanax.plan.candidates.request import Request
 from spanax.plan.cost.calibration import Assumptions
@@ -219,6 +220,8 @@ def searched(
         return find(program) if count else search_in_chunks(find, program, cluster)
 
     result, limit = chunked(), None if each else top
+    if remat is None:
+        result = with_partial_remat(result, stage_margin)
     if not (request.is_placed or request.offload or request.padded):
         result = with_assignments(result, Assumptions(), limit, stage_margin)
     if not request.is_placed:
@@ -272,6 +275,7 @@ def chosen(result: Search) -> Plan:
         result.requested,
         result.assignment,
         result.alternative,
+        result.partial_remat,
         rule(result, result.best),
         padding,
         *attention,

@@ -42,6 +42,13 @@ ASSIGNMENT_MARGIN = 0.1
 Source: a judgment, about the mean error of predicted step times of compiled programs (docs/planning.md).
 """
 
+PARTIAL_REMAT_MARGIN = 0.02
+"""How much faster than the fastest plan a partial remat policy must be, as a fraction.
+
+It runs the layers as two loops, which compile longer. Source: a judgment; predicted times of one sharding under two
+policies differ by the recomputed FLOPs, which are exact in compiled programs (docs/planning.md), so that the errors of
+the times are nearly equal.
+"""
 
 ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)
 ON_ACCELERATOR = Defaults("bfloat16", "auto", 0, pipeline=True, is_searched=True)

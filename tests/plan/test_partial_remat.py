@@ -1,0 +1,248 @@
+"""Partial remat policies that a search chooses: where, with how many layers, and what it traces for it."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import spanax
+from spanax.models import gpt
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.candidates import partial_remat
+from spanax.plan.candidates.forms import REMAT
+from spanax.plan.candidates.partial_remat import with_partial_remat
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import chosen, searched
+from spanax.plan.cost.memory import margins
+from spanax.plan.evaluate import evaluate
+from spanax.plan.plan import Plan, Schedule
+from spanax.plan.reason import Code, Reason
+from spanax.trace.program import Program
+
+MACHINE = spanax.cluster("v5e:2x4")
+REQUEST = Request(layout="fsdp", mesh="fsdp=8", attention="plain", loss_chunks=1)
+L = 8
+
+
+@functools.cache
+def program(num_layers: int = L) -> Program:
+    config = gpt.GPTConfig(256, seq_len=512, num_layers=num_layers, num_heads=8, embed_dim=1024)
+    tokens = {name: jax.ShapeDtypeStruct((64, 512), "int32") for name in ("inputs", "targets")}
+    return spanax.trace(build=lambda rngs: gpt.GPT(config, rngs), optimizer=optax.sgd(0.1), batch=tokens, loss=gpt.loss)
+
+
+@functools.cache
+def under(remat: str) -> Candidate:
+    """The cost under one policy, with enough memory."""
+    machine = replace(MACHINE, memory_bytes=1 << 40)
+    result = searched(program(), machine, replace(REQUEST, schedule=Schedule(remat=remat)), microbatches=1)
+    return evaluate(program(), chosen(result), machine).candidate
+
+
+def upper_bytes(remat: str) -> int:
+    peak = np.asarray(float(under(remat).peak_bytes))
+    return math.ceil(margins.upper_bytes(program(), peak))
+
+
+def searched_in(memory_bytes: int | None, request: Request = REQUEST) -> Search:
+    return searched(program(), replace(MACHINE, memory_bytes=memory_bytes), request, microbatches=1)
+
+
+@functools.cache
+def between() -> Search:
+    """The search with the memory half-way between `dots`, which does not fit, and `full`, which does."""
+    return searched_in((upper_bytes("dots") + upper_bytes("full")) // 2)
+
+
+def test_the_smallest_number_of_layers_that_fits_is_recomputed() -> None:
+    result, limit = between(), between().cluster.memory_bytes
+    best, dots, full = result.best, under("dots"), under("full")
+    first, _, others = best.remat.partition(",")
+    count = int(first.removeprefix("full:"))
+    assert others == "dots" and upper_bytes(best.remat) <= limit < upper_bytes(f"full:{count - 1},dots")
+    assert dots.step_seconds < best.step_seconds < full.step_seconds / (1 + partial_remat.PARTIAL_REMAT_MARGIN)
+    assert best.flops == pytest.approx(dots.flops + count / L * (full.flops - dots.flops))
+    assert result.candidates == (best,)  # not `full` of the same sharding
+    assert result.layouts_priced == len(REMAT) + 2 and result.rejected[Reason(Code.TOO_LARGE)] == 2
+
+
+def test_a_candidate_costs_what_its_plan_does() -> None:
+    best = between().best
+    assert best == under(best.remat)
+    plan = chosen(between())
+    assert plan.schedule.remat == best.remat and Plan.from_json(plan.to_json()) == plan
+    gain = f"{1 - best.step_seconds / under('full').step_seconds:.0%}"
+    assert f"remat {best.remat}: a step takes {gain} less than with the fastest policy of all layers" in plan.why
+    evaluation = evaluate(program(), plan, MACHINE)
+    assert evaluation.peak_bytes == pytest.approx(best.peak_bytes, abs=8)
+
+
+def test_an_open_search_chooses_what_a_requested_layout_gets() -> None:
+    result = searched(program(), between().cluster, Request(attention="plain", loss_chunks=1), microbatches=1)
+    assert result.best.remat == between().best.remat and result.partial_remat == between().partial_remat
+
+
+def test_enough_memory_for_the_fastest_policy_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_remat, "_traced", None)  # is not called
+    result = searched_in(2 * upper_bytes("dots"))
+    assert result.best.remat == "dots" and result.partial_remat is None and Reason(Code.TOO_LARGE) in result.rejected
+
+
+def test_a_requested_policy_stays() -> None:
+    result = searched_in(between().cluster.memory_bytes, replace(REQUEST, schedule=Schedule(remat="full")))
+    assert result.best.remat == "full" and result.partial_remat is None
+
+
+def test_a_program_without_layers_or_memory_limit_or_fitting_layout_is_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, nothing = before(), searched_in(1)
+    monkeypatch.setattr(partial_remat, "_seeds", None)  # is not called
+    single = replace(result, programs={"none": program(1)})
+    unlimited = replace(result, cluster=replace(MACHINE, memory_bytes=None))
+    for each in (single, unlimited, nothing):
+        assert with_partial_remat(each, 0.0) is each
+
+
+def test_seeds_are_the_fastest_that_recompute_and_those_too_large() -> None:
+    best = before().best
+    candidates = [replace(best, remat=remat) for remat in ("none", "full", "dots", "full")]
+    too_large = [replace(best, step_seconds=seconds, num_stages=1 + (seconds == 1)) for seconds in (1, 2, 3, 4, 5, 6)]
+    result = replace(before(), candidates=tuple(candidates), too_large=tuple(too_large))
+    assert partial_remat._seeds(result, 6.0) == candidates[1:3] + too_large[1:3]
+    assert partial_remat._seeds(result, 3.0) == candidates[1:3] + too_large[1:2]
+
+
+COSTS = {"none": (10.0, 100.0), "dots": (11.0, 60.0), "full": (14.0, 20.0)}
+"""Seconds and bytes of a step under each policy."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "seed", "is_large", "expected"),
+    [
+        (50, "none", True, {"full:5": 12.5, "full:2,dots": 11.75}),
+        (50, "dots", True, {"full:2,dots": 11.75}),
+        (50, "full", False, {"full:5": 12.5, "full:2,dots": 11.75}),
+        (60, "dots", False, {}),  # all 8 layers
+        (65, "dots", False, {"dots:7": 10.875}),
+        (25, "none", True, {"full:7,dots": 13.625}),
+        (100, "none", True, {}),
+        (19, "none", True, {}),
+    ],
+)
+def test_estimates_are_linear_in_the_number_of_layers(
+    limit: int, seed: str, is_large: bool, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = replace(before().best, remat=seed)
+
+    def priced(result: Search, seed: Candidate, program: Program) -> Any:
+        seconds, num_bytes = COSTS[program.remat]
+        return partial_remat._Point(replace(seed, step_seconds=seconds), program, num_bytes)
+
+    monkeypatch.setattr(partial_remat, "_priced", priced)
+    result = replace(before(), candidates=() if is_large else (candidate,))
+    estimates = list(partial_remat._estimates(result, candidate, limit, 8))
+    assert {str(each.policy): each.seconds for each in estimates} == expected
+    assert all(each.lighter.upper_bytes > limit for each in estimates)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(20.0, [3]), (12.0, [3, 5]), (0.0, [3])])
+def test_a_second_policy_is_traced_where_the_first_implies_it(
+    saved: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per layer, of an excess of 60."""
+
+    def priced(result: Search, seed: Candidate, program: Program) -> Any:
+        return partial_remat._Point(seed, program, 100.0 - saved * int(program.remat[5]))
+
+    monkeypatch.setattr(partial_remat, "_priced", priced)
+    lighter = partial_remat._Point(before().best, program(), 100.0)
+    estimate = partial_remat._Estimate(1.0, partial_remat.PartialPolicy("full", 3), lighter)
+    points = partial_remat._traced(before(), estimate, 40, Counter())
+    assert [point.program.remat for point in points] == [f"full:{count}" for count in expected]
+
+
+@functools.cache
+def before() -> Search:
+    """The search without partial policies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_remat, "_estimates", lambda *_: iter(()))
+        return searched_in(between().cluster.memory_bytes)
+
+
+def priced_forms(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> tuple[Search, list[str]]:
+    """The search with partial policies, and those that were traced; they are `slower` than they are."""
+    traced, price = list[str](), partial_remat._priced
+
+    def priced(result: Search, seed: Any, program: Program) -> Any:
+        point = price(result, seed, program)
+        if ":" in program.remat:
+            traced.append(program.remat)
+            point = replace(point, candidate=replace(point.candidate, step_seconds=slower * point.seconds))
+        return point
+
+    monkeypatch.setattr(partial_remat, "_priced", priced)
+    return with_partial_remat(result, 0.0), traced
+
+
+def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert before().best.remat == "full"
+    result, traced = priced_forms(before(), monkeypatch)
+    assert result.best == between().best and 1 <= len(traced) <= 2
+    assert result.layouts_priced == before().layouts_priced + len(traced)
+    assert result.rejected.get(Reason(Code.NOT_PARTIAL), 0) == len(traced) - 1
+    assert result.search_seconds > before().search_seconds
+
+
+def test_a_guess_of_too_few_layers_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpolated between other policies, or as the layers of two loops: the price of the guess has the slope."""
+    estimates = partial_remat._estimates
+
+    def short(*args: Any) -> Iterator[Any]:
+        return (replace(each, policy=replace(each.policy, num_layers=1)) for each in estimates(*args))
+
+    monkeypatch.setattr(partial_remat, "_estimates", short)
+    result, traced = priced_forms(before(), monkeypatch)
+    assert traced == ["full:1,dots", between().best.remat] and result.best == between().best
+    assert result.rejected[Reason(Code.NOT_PARTIAL)] == 1
+
+
+def test_a_number_of_layers_that_the_loss_lacks_is_rejected_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = partial_remat._estimates
+
+    def long(*args: Any) -> Iterator[Any]:
+        return (replace(each, policy=replace(each.policy, num_layers=99)) for each in estimates(*args))
+
+    monkeypatch.setattr(partial_remat, "_estimates", long)
+    result = with_partial_remat(before(), 0.0)
+    assert result.candidates == before().candidates and result.partial_remat is None
+    (reason,) = set(result.rejected) - set(before().rejected)
+    assert reason.code is Code.NO_REMAT and str(reason).startswith("remat full:99,dots: remat 'full:99,dots' is for")
+
+
+def test_a_policy_that_is_slower_than_estimated_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, traced = priced_forms(before(), monkeypatch, slower=2.0)
+    assert result.candidates == before().candidates and result.partial_remat is None
+    assert result.rejected[Reason(Code.NOT_PARTIAL)] == len(traced) > 0
+
+
+def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_remat, "PARTIAL_REMAT_MARGIN", 0.5)
+    result, traced = priced_forms(before(), monkeypatch)
+    assert result is before() and traced == []
+
+
+def test_stages_count_with_their_margin_and_are_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = before().best
+    fast = replace(best, num_stages=2, step_seconds=between().best.step_seconds)
+    result = replace(before(), candidates=(fast, best))
+    assert partial_remat._seeds(result, np.inf)[0] == best
+    assert priced_forms(result, monkeypatch)[1] == []
+    assert with_partial_remat(result, 0.5).best == between().best
