@@ -101,6 +101,26 @@ def test_the_real_part_of_a_complex_matmul_takes_two_products() -> None:
     assert after == (2 + 3) * before / 2  # the result, and the gradient of the weights
 
 
+class Spectrum(nnx.Module):
+    """A complex gain per frequency, of rank 1, or per frequency and channel."""
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...]):
+        self.gain = nnx.Param(jnp.ones(shape, jnp.complex64))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x.reshape(BATCH, *self.gain[...].shape) * self.gain[...]
+
+
+@pytest.mark.parametrize("shape, kind", [((32,), "all-reduce"), ((4, 8), "all-gather")])
+def test_complex_sums_are_gathered(shape: tuple[int, ...], kind: str) -> None:
+    program, mesh = traced(lambda rngs: Spectrum(rngs, shape), 32, squared), MeshShape.of("data=4")
+    before, after = (
+        counted(program, "data", "data=4", is_tpu_program=is_tpu).moved_bytes(mesh) for is_tpu in (False, True)
+    )
+    gradient = 8 * 32
+    assert after[kind, "data"] - before.get((kind, "data"), 0) == (4 if kind == "all-gather" else 3) * gradient
+
+
 class Block(nnx.Module):
     """Two layers, of which the second sums over a dim that tensor parallelism shards."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from spanax.plan.cost.ring_attention import matmul_rows
 from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.divided_sums import divided, num_divided
+from spanax.plan.spmd.divided_sums import divided, num_divided, ways
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, kernel_row, matmul_row, of_experts, sums_rows
 from spanax.plan.spmd.partition import Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
@@ -21,6 +21,7 @@ from spanax.plan.spmd.tpu_kernels import KernelMatmul, kernel_matmuls
 from spanax.plan.spmd.tpu_matmuls import (
     RENAMED,
     is_gathered_rounded,
+    is_gathered_sum,
     is_rounded,
     num_parts,
     tpu_matmul,
@@ -340,6 +341,10 @@ class _TermCounter:
             if shift.kind == "reduce-scatter":
                 shift, padding = as_tiles(self.sharded, shift)
                 factor *= padding
+            if is_gathered_sum(self.traced.graph, shift.value):
+                # One dim is gathered as the sum of zero-padded shards, as small parameters are.
+                kind = "all-gather" if len(self.traced.graph.shape(shift.value)) > 1 else "all-reduce"
+                return replace(shift, kind=kind), float(ways(self.sharded, shift.over))
             return shift, factor
         is_narrow = shift.kind == "all-gather" and shift.is_operand and is_gathered_rounded(self.sharded, shift.value)
         return shift, 0.5 if is_narrow else 1.0

@@ -7,10 +7,15 @@ shapes in programs for v5e:2x4, libtpu 0.0.52 (`spanax check --level 3`).
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
 
 from spanax.plan.spmd.partition import Reshard, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.jaxpr.graph import Op
+from spanax.trace.jaxpr.graph import Graph, Op
+
+Count = float | np.ndarray
 
 LANES, ROWS = 128, 8
 """Columns and rows of a tile of 32-bit elements."""
@@ -71,22 +76,55 @@ def halo_shards(sharded: ShardedProgram, shift: Reshard) -> float:
 
 
 def _is_windowed(sharded: ShardedProgram, shift: Reshard, op: Op) -> bool:
-    """Returns whether the sum of a matmul is scattered by permutes between parts of the matmul.
-
-    No device may repeat the matmul of another.
-    """
+    """Returns whether the sum of a matmul is scattered by permutes between parts of the matmul."""
     graph, mesh = sharded.traced.graph, sharded.resolver.mesh
-    if graph.num_bytes(shift.value) > WINDOWED_BYTES:
-        return True
     over, unchanged, others = (
         mesh.ways([axis for bit, axis in enumerate(mesh.names) if mask >> bit & 1])
         for mask in (shift.over, shift.unchanged, ~(shift.over | shift.unchanged))
     )
-    if others > 1:
-        return False
-    num_products = math.prod(graph.shape(op.inputs[0])[dim] for dim, _ in op.dim_map.contraction[0])
-    is_long = num_products >= WINDOWED_PRODUCTS * graph.avals[shift.value].dtype.itemsize and over >= RING
-    return is_long or graph.num_bytes(shift.value) / unchanged < SMALL_BYTES
+    return bool(is_windowed(PartialSum.of(graph, op, shift.over, shift.unchanged), over, unchanged, others))
+
+
+class PartialSum(NamedTuple):
+    """The sum of a matmul that is stored sharded.
+
+    Attributes:
+      num_bytes: global bytes of the result.
+      num_products: the products that each of its elements sums.
+      itemsize: bytes per element.
+      over: the mesh axes that it is summed over, as a mask.
+      unchanged: the other axes that shard the result.
+    """
+
+    num_bytes: int
+    num_products: int
+    itemsize: int
+    over: int
+    unchanged: int
+
+    @staticmethod
+    def of(graph: Graph, op: Op, over: int, unchanged: int) -> "PartialSum":
+        """Returns the sum of a matmul over mesh axes."""
+        (result,), lhs = op.outputs, graph.shape(op.inputs[0])
+        num_products = math.prod(lhs[dim] for dim, _ in op.dim_map.contraction[0])
+        return PartialSum(graph.num_bytes(result), num_products, graph.avals[result].dtype.itemsize, over, unchanged)
+
+
+def is_windowed(
+    partial: PartialSum, over: Count, unchanged: Count, others: Count, scale: Count = 1.0
+) -> np.ndarray | bool:
+    """Returns whether a sum is scattered by permutes between parts of its matmul; no device may repeat that of another.
+
+    Args:
+      partial: the sum.
+      over: the number of devices that it is summed over, on one mesh or as an array.
+      unchanged: the number of shards of the result along other axes.
+      others: the number of devices that repeat the matmul, and 1.
+      scale: the factor of the number of products.
+    """
+    is_long = (partial.num_products * scale >= WINDOWED_PRODUCTS * partial.itemsize) & (over >= RING)
+    is_small = partial.num_bytes / unchanged < SMALL_BYTES
+    return (partial.num_bytes > WINDOWED_BYTES) | ((others <= 1) & (is_long | is_small))
 
 
 def scatter_padding(local: Sequence[int], scattered: Sequence[int], itemsize: int, *, is_padded: bool) -> float | None:
@@ -118,7 +156,9 @@ def scatter_padding(local: Sequence[int], scattered: Sequence[int], itemsize: in
         if dim == minor:
             is_tiled = size % (LANES * max(1, WORD_BYTES // itemsize)) == 0
         else:
-            rows = max(FEWEST_ROWS, math.ceil(size / ROWS) * ROWS)
+            is_leading = is_padded and dim not in (first, last) and itemsize == WORD_BYTES
+            tile = ROWS if is_leading or local[minor] > LANES else FEWEST_ROWS
+            rows = max(ROWS if is_leading else FEWEST_ROWS, math.ceil(size / tile) * tile)
             padding *= rows / size
             is_tiled = rows == size or (is_padded and padding <= MAX_PADDING)
         if not is_tiled:

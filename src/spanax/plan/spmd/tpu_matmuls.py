@@ -94,6 +94,16 @@ def num_parts(graph: Graph, value: int) -> float:
     return REAL_PRODUCTS / COMPLEX_PARTS if is_complex_matmul else 1.0
 
 
+def is_gathered_sum(graph: Graph, value: int) -> bool:
+    """Returns whether a sum over devices is gathered and added by each: complex sums are.
+
+    Those of complex matmuls are sums of real matmuls. Source: 8 shapes in programs for v5e:2x4, libtpu 0.0.52.
+    """
+    producer = graph.producers.get(value)
+    is_matmul = producer is not None and producer.name == "dot_general"
+    return _is_complex(graph, value) and not is_matmul and bool(graph.shape(value))
+
+
 def is_rounded(graph: Graph, value: int) -> bool:
     """Returns whether each reader of a float32 value rounds it to 16 bits: a TPU moves the rounded value."""
     return _is_rounded_by(graph, value, graph.readers[value])
