@@ -15,7 +15,7 @@ import numpy as np
 from spanax.plan.cost.memory.columns import Column, Columns
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, state_padding
-from spanax.plan.cost.memory.tables import Counts, counted, table_bytes
+from spanax.plan.cost.memory.tables import Counts, counted, num_window_tuples, table_bytes
 from spanax.plan.cost.memory.tiles import Tiled
 from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.roofline import shard_counts
@@ -121,7 +121,8 @@ def memory_use(
         total, small = peak[: len(GROUPS)].sum(0), peak[len(GROUPS)]
         peak = peak[: len(GROUPS)] * on_chip.share_in_main_memory(total, small)
         groups[PADDING] = state_padding(state, num_shards, scale, num_stages)
-        groups[TABLES] = table_bytes(state, level.counts, on_chip.free_share(total))
+        windows = num_window_tuples(level.counts.sums, num_shards, scale)
+        groups[TABLES] = table_bytes(state, level.counts, on_chip.free_share(total), windows)
     for index, name in enumerate(GROUPS):
         groups[name] = peak[index]
     updated = COPIED_LEAVES * state.largest_bytes(OFFLOADED, num_shards, num_stages)

@@ -11,10 +11,22 @@ from flax import nnx
 import spanax
 from programs import array
 from spanax.plan.cost.memory.state import State, state_of
-from spanax.plan.cost.memory.tables import COPIES, PER_COLLECTIVE, PER_KERNEL, SLOT_BYTES, Counts, table_bytes
+from spanax.plan.cost.memory.tables import (
+    COPIES,
+    PER_COLLECTIVE,
+    PER_KERNEL,
+    SLOT_BYTES,
+    WINDOW,
+    WINDOW_OF_TWO,
+    Counts,
+    num_window_tuples,
+    table_bytes,
+)
 from spanax.plan.cost.peak_memory import walk
+from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.tiled_scatter import PartialSum
 
 
 class Scaled(nnx.Module):
@@ -41,7 +53,7 @@ def counted(layout: str, mesh: str, **arguments: Any) -> tuple[State, Counts]:
 
 
 def slots(state: State, counts: Counts, free_share: float = 1.0) -> float:
-    return float(table_bytes(state, counts, np.asarray(free_share))) / SLOT_BYTES
+    return float(table_bytes(state, counts, np.asarray(free_share), np.zeros(()))) / SLOT_BYTES
 
 
 def test_scalars_of_the_state_are_not_copied() -> None:
@@ -61,6 +73,24 @@ def test_kernels_scalars_and_collectives_take_slots() -> None:
     more = [counts + Counts(kernels=10), counts + Counts(scalars=10), counts + Counts(collectives=10)]
     added = [slots(state, each) - slots(state, counts) for each in more]
     assert added == pytest.approx([10 * PER_KERNEL, 10, 10 * PER_COLLECTIVE])
+
+
+@pytest.mark.parametrize(
+    "sizes, batch, tuples",
+    [((8, 1), 64, 0), ((8, 1), 16384, 2 * WINDOW), ((4, 2), 16384, 0), ((2, 1), 16384, 0), ((1, 1), 16384, 0)],
+)
+def test_sums_that_are_scattered_by_permutes_take_tuples(sizes: tuple[int, int], batch: int, tuples: int) -> None:
+    _, counts = counted("fsdp", "fsdp=8")
+    assert len(counts.sums) == 2
+    num_shards = shard_counts(np.asarray(sizes, float)[:, None])
+    scale = np.asarray([batch / 64])
+    assert num_window_tuples(counts.sums, num_shards, scale) == tuples
+
+
+def test_a_small_sum_over_two_devices_takes_the_tuples_of_a_loop_with_one_permute() -> None:
+    small = PartialSum(num_bytes=512, num_products=64, itemsize=4, over=1, unchanged=0)
+    num_shards = shard_counts(np.asarray([[2.0, 4.0]]))
+    assert num_window_tuples([small], num_shards, np.ones(2)).tolist() == [WINDOW_OF_TWO, WINDOW]
 
 
 def test_only_collectives_of_activations_are_counted() -> None:
