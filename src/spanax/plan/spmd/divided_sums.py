@@ -7,12 +7,12 @@ are all-reduced, and a permute moves each to its device. Source: openxla/xla xla
 tests/byo/mae.py, multitask.py and tests/zoo.py (swin) for v5e:2x4, libtpu 0.0.52.
 """
 
-import math
 from dataclasses import replace
 
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.plan.spmd.tiled_scatter import is_vector_product
+from spanax.trace.jaxpr.graph import Op
 
 
 def num_divided(sharded: ShardedProgram, op: Op, partition: PartitionedOp | None) -> int:
@@ -31,15 +31,6 @@ def num_divided(sharded: ShardedProgram, op: Op, partition: PartitionedOp | None
     num_parts = ways(sharded, sums[0].over)
     num_repeating = ways(sharded, ~union([partition.work, *map(union, partition.operands), union(partition.result)]))
     return num_parts if num_repeating % num_parts == 0 else 1
-
-
-def is_vector_product(graph: Graph, op: Op) -> bool:
-    """Returns whether a matmul has one row, one column or one product, and is not partitioned as a matmul."""
-    summed, passed = op.dim_map.contraction
-    lhs, rhs = (graph.shape(value) for value in op.inputs[:2])
-    rows = math.prod(lhs[dim] for dim, other, _ in passed if dim >= 0 and other < 0)
-    columns = math.prod(rhs[dim] for other, dim, _ in passed if dim >= 0 and other < 0)
-    return min(rows, columns, math.prod(lhs[dim] for dim, _ in summed)) == 1
 
 
 def divided(sharded: ShardedProgram, shift: Reshard) -> tuple[tuple[Reshard, float], tuple[Reshard, float]]:

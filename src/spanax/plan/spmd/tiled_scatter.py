@@ -58,7 +58,12 @@ def as_tiles(sharded: ShardedProgram, shift: Reshard) -> tuple[Reshard, float]:
     local = [-(-size // count) for size, count in zip(shape, ways, strict=True)]
     producer = graph.producers.get(shift.value)
     is_matmul = producer is not None and producer.name == "dot_general"
-    if producer is not None and is_matmul and _is_windowed(sharded, shift, producer):
+    if (
+        producer is not None
+        and is_matmul
+        and not is_vector_product(graph, producer)
+        and _is_windowed(sharded, shift, producer)
+    ):
         return shift, 1.0
     padding = scatter_padding(local, scattered, graph.avals[shift.value].dtype.itemsize, is_padded=is_matmul)
     return (replace(shift, kind="all-reduce"), 1.0) if padding is None else (shift, padding)
@@ -108,6 +113,15 @@ class PartialSum(NamedTuple):
         (result,), lhs = op.outputs, graph.shape(op.inputs[0])
         num_products = math.prod(lhs[dim] for dim, _ in op.dim_map.contraction[0])
         return PartialSum(graph.num_bytes(result), num_products, graph.avals[result].dtype.itemsize, over, unchanged)
+
+
+def is_vector_product(graph: Graph, op: Op) -> bool:
+    """Returns whether a matmul has one row, one column or one product, and is not partitioned as a matmul."""
+    summed, passed = op.dim_map.contraction
+    lhs, rhs = (graph.shape(value) for value in op.inputs[:2])
+    rows = math.prod(lhs[dim] for dim, other, _ in passed if dim >= 0 and other < 0)
+    columns = math.prod(rhs[dim] for other, dim, _ in passed if dim >= 0 and other < 0)
+    return min(rows, columns, math.prod(lhs[dim] for dim, _ in summed)) == 1
 
 
 def is_windowed(

@@ -7,7 +7,7 @@ import numpy as np
 
 from spanax.plan.cost.memory.state import State
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.plan.spmd.tiled_scatter import PartialSum, is_windowed
+from spanax.plan.spmd.tiled_scatter import PartialSum, is_vector_product, is_windowed
 from spanax.trace.analysis.liveness import Liveness
 from spanax.trace.jaxpr.graph import Body, Op
 
@@ -68,10 +68,12 @@ def counted(sharded: ShardedProgram, live: Liveness, body: Body, ops: Sequence[O
         (op, sharded.division(op).partition) for op in ops if not op.bodies and op not in sharded.traced.inert
     ]
     shifts = [(op, shift) for op, partition in partitions if partition is not None for shift in partition.shifts]
+    scattered = [each for each in shifts if each[0].name == "dot_general" and each[1].kind == "reduce-scatter"]
+    graph = sharded.traced.graph
     sums = tuple(
-        PartialSum.of(sharded.traced.graph, op, shift.over, shift.unchanged)
-        for op, shift in shifts
-        if op.name == "dot_general" and shift.kind == "reduce-scatter"
+        PartialSum.of(graph, op, shift.over, shift.unchanged)
+        for op, shift in scattered
+        if not is_vector_product(graph, op)
     )
     return Counts(kernels, scalars, sum(sharded.is_batched(shift.value) for _, shift in shifts), sums)
 
