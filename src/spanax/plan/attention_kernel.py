@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from spanax.errors import VariantError
 from spanax.hardware.cluster import Cluster
-from spanax.plan.sharding.attention import attention_kernels
-from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.sharding.attention import attention_kernels, attention_sharding
+from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
+from spanax.trace.rewrites.attention.operation import RING
 from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
 from spanax.trace.variant import Variant
 
@@ -75,13 +76,24 @@ def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
     return is_open and program.rewrites_loss and not cluster.chip.shared
 
 
-def repeating_axes(sharded: ShardedProgram, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices repeat the work of an attention kernel.
+def repeating_axes(resolver: Resolver, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the mesh axes along which several devices repeat the work of an attention kernel.
 
     Args:
-      sharded: a program under a layout.
+      resolver: a layout, applied to a program.
       axes: the mesh axes.
     """
-    operands = [sharded.division(op).operands for op in attention_kernels(sharded.traced)]
-    shardings = [each.attention for each in operands if each is not None and each.attention is not None]
-    return tuple(axis for axis in axes if any(axis not in sharding.used for sharding in shardings))
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in attention_kernels(step)]
+    several = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
+    return tuple(axis for axis in several if any(each is not None and axis not in each.used for each in shardings))
+
+
+def ring_axes(resolver: Resolver) -> tuple[str, ...]:
+    """Returns the mesh axes of the ring that keys and values circulate around; empty without ring attention."""
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    ops = [group.op for group in step.op_groups if group.op.name in RING and group.op.params["kernel"] is None]
+    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in ops]
+    return max((each.ring for each in shardings if each is not None), key=resolver.mesh.ways, default=())

@@ -3,31 +3,26 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.attention_kernel import can_ring, repeating_axes, with_attention
+from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search
-from spanax.plan.candidates.forms import REMAT, in_context, in_rings, programs_of
-from spanax.plan.candidates.grids import SCHEDULES, ZERO_BUBBLE, Grids, grids_of
+from spanax.plan.candidates.forms import Forms, in_context
+from spanax.plan.candidates.grids import SCHEDULES, grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
-from spanax.plan.candidates.ranking import Priced, ranked, without_repeated_kernels
+from spanax.plan.candidates.pricer import Bound, Pricer, priced_forms
+from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.memory.margins import upper_bytes
-from spanax.plan.cost.memory.state import State, state_of
-from spanax.plan.cost.step_time import GridTable, Table
 from spanax.plan.defaults import defaults
-from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
+from spanax.plan.evaluate import main_dtype, model_flops
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
-from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import RING, known_offload, partial_policy
 
@@ -140,15 +135,12 @@ def _search(
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch_size
     rejected: Rejections = Counter()
-    policies = REMAT if remat is None else remat
-    tracing_start = time.perf_counter()
-    programs = programs_of(program, policies[:1] if fits_first else remat, rejected)
-    trace_seconds = time.perf_counter() - tracing_start
-    first = next(iter(programs.values()))
+    forms = Forms(program, remat, rejected, is_lazy=fits_first)
+    first = next(iter(forms.programs.values()))
     space = families(first, cluster, batch_size, rejected, pins, model)
     if not space:
         raise _no_layout(batch_size, cluster.num_devices, rejected)
-    pipeline = pipeline and not any(map(partial_policy, policies))
+    pipeline = pipeline and not any(map(partial_policy, forms.policies))
     space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     sequences = [in_context(family, rejected) for family in space] if ring else []
@@ -158,19 +150,13 @@ def _search(
         ], offload)
         for some in (space, sequences)
     ]  # fmt: skip
-    tracing_start = time.perf_counter()
-    rings = in_rings(programs, rejected) if any(family.num_stages.size for family in sequences) else []
-    trace_seconds += time.perf_counter() - tracing_start
-    limit, parts = cluster.memory_bytes, _priced(pricers, (programs.values(), rings), rejected)
-    if len(programs) < len(policies) and fits_first and _is_too_large(parts, limit, counts_stages, layout):
-        tracing_start = time.perf_counter()
-        others, rings_of_others = _other_forms(program, policies, programs, rings, rejected)
-        trace_seconds += time.perf_counter() - tracing_start
-        if len(rings_of_others) < len(others):
-            parts[1] = []
-        more = _priced(pricers, (others.values(), rings_of_others), rejected)
-        programs, parts = programs | others, [a + b for a, b in zip(parts, more, strict=True)]
-    priced = [entry for part in parts for entry in part]
+    limit, repeats = cluster.memory_bytes, (layout is not None, True)
+    possible = [pricer.possible(first, repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
+    bound = Bound(limit, None if each else top, stage_margin, counts_stages)
+    priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
+    if not any(entry.fits(limit).any() for entry in priced):
+        priced, left_out = priced_forms(pricers[0], pricers[1], forms, bound)
+    rejected.update(left_out)
     priced = priced if layout else without_repeated_kernels(priced, limit, rejected)
     best, too_large, nearest = ranked(priced, limit, top, each, distinct, rejected, stage_margin)
     return Search(
@@ -180,12 +166,12 @@ def _search(
         too_large=too_large,
         nearest=nearest,
         rejected={reason: count for reason, count in rejected.items() if count},
-        layouts_priced=sum(entry.costs.step_seconds.size for entry in priced),
+        layouts_priced=sum(entry.costs.step_seconds.size for entry in priced) + left_out[Reason(Code.TOO_LARGE)],
         model_flops=model_flops(first) * batch_size / traced_batch,
         dtype=main_dtype(priced[0].terms) if priced else "fp32",
-        trace_seconds=trace_seconds,
-        search_seconds=time.perf_counter() - start - trace_seconds,
-        programs=programs,
+        trace_seconds=forms.trace_seconds,
+        search_seconds=time.perf_counter() - start - forms.trace_seconds,
+        programs=forms.programs,
         pins=pins or {},
         attention=program.attention,
         offload=offload,
@@ -260,90 +246,4 @@ def _requested(
                 columns.append(column)
                 continue
         rejected[Reason(Code.NOT_REQUESTED)] += 1
-    return replace(family, sizes=family.sizes[:, columns], num_stages=family.num_stages[columns])
-
-
-def _other_forms(
-    program: Program, policies: Sequence[str], programs: dict[str, Program], rings: Sequence[Program],
-    rejected: Rejections,
-) -> tuple[dict[str, Program], list[Program]]:  # fmt: skip
-    """Returns the program under the other policies, and in rings: under every policy, or not at all."""
-    others = programs_of(program, policies, rejected)
-    others = {name: form for name, form in others.items() if name not in programs}
-    return others, in_rings(others, rejected) if rings else []
-
-
-def _priced(
-    pricers: Sequence["Pricer"], forms: Sequence[Iterable[Program]], rejected: Rejections
-) -> list[list[Priced]]:
-    return [pricer.price(some, rejected) for pricer, some in zip(pricers, forms, strict=True)]
-
-
-def _is_too_large(parts: Sequence[Sequence[Priced]], limit: int | None, stages: bool, layout: str | None) -> bool:
-    """Whether some layout does not fit; those in stages count only if `stages` is set."""
-    priced = [entry for part in parts for entry in part]
-    if not stages:
-        priced = [entry.select(np.flatnonzero(entry.grid.num_stages == 1)) for entry in priced]
-    priced = priced if layout else without_repeated_kernels(priced, limit, Counter())
-    return any(not entry.fits(limit).all() for entry in priced)
-
-
-@dataclass(frozen=True, eq=False)
-class Pricer:
-    """Families with their meshes and schedules, to be priced under any forms of the program.
-
-    Attributes:
-      space: the families.
-      grids: the meshes and schedules of each family.
-      states: the state of each family.
-      tables: the part of a table of links and matmuls of each family.
-      cluster: the devices.
-      assumptions: constants that are not in data sheets.
-    """
-
-    space: Sequence[Family]
-    grids: Sequence[Grids | None]
-    states: Sequence[State]
-    tables: Sequence[GridTable | None]
-    cluster: Cluster
-    assumptions: Assumptions
-
-    @staticmethod
-    def of(
-        space: Sequence[Family],
-        cluster: Cluster,
-        assumptions: Assumptions,
-        grids: Sequence[Grids | None],
-        offload: Sequence[str],
-    ) -> "Pricer":
-        """Returns the pricer of some families; its table is filled with the first price."""
-        table = Table(cluster, AXES, [each.plain for each in grids if each], assumptions)
-        tables = [None if each is None else table.select(each.plain) for each in grids]
-        states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
-        return Pricer(space, grids, states, tables, cluster, assumptions)
-
-    def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
-        """Prices every mesh of every family under every policy and schedule."""
-        result, cluster = list[Priced](), self.cluster
-        for program in programs:
-            cache, known = ShardingCache(), dict[object, LayoutCosts]()
-            rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
-            for family, state, grids, table in rows:
-                if grids is None:
-                    continue
-                sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
-                layout = LayoutCosts(sharded, state, cluster, self.assumptions, known.get(sharded.signature))
-                known.setdefault(sharded.signature, layout)
-                repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded, AXES))
-                plain = layout.costs(grids.plain, table)
-                costs = [(grids.plain, plain)]
-                for grid, columns in grids.others:
-                    if grid.schedule == ZERO_BUBBLE and program.remat != REMAT[0]:
-                        rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
-                    else:
-                        costs.append((grid, plain.select(columns).scheduled(grid)))
-                uses = layout.memory([grid for grid, _ in costs])
-                for (grid, seconds), memory in zip(costs, uses, strict=True):
-                    upper = upper_bytes(program, memory.peak_bytes)
-                    result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
-        return result
+    return family.select(columns)

@@ -1,7 +1,7 @@
 """Enumerates every layout of a program on a cluster, as arrays; counts invalid layouts by reason."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +15,8 @@ from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
-from spanax.plan.sharding.attention import attention_kernels
 from spanax.plan.sharding.resolve import Resolver, annotated, resolve
+from spanax.plan.sharding.size_decisions import size_decisions
 from spanax.trace.program import Program
 
 AXES = ("data", "fsdp", "expert", "context", "model")
@@ -28,18 +28,20 @@ STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
 Rejections = Counter[Reason]
 """The number of rejected layouts by reason."""
 
-Key = dict[str, frozenset[tuple[int, int]]]
+Key = tuple[tuple[str, frozenset[tuple[int, int]]], ...]
+"""The classes that each mesh axis of several devices shards, with their ranks."""
+
 Row = tuple[int, ...]
-Groups = list[tuple[Key, list[Row]]]
+"""A number of stages and the sizes of AXES."""
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
     """Meshes with the same resolved layout: one pass over the program prices all of them.
 
-    The resolved layout is the same where computation shards the same dims, and storage shards each leaf over the same
-    axes, along any dim. The `resolver` shards over every axis that any of the meshes shards over; its mesh need not be
-    one of them. `sizes` has shape [AXES, meshes]; `num_stages` has shape [meshes].
+    The resolved layout is the same where several devices are along the same axes, computation shards the same dims, and
+    all decisions by size are equal (`size_decisions`). The mesh of `resolver` is one of them. `sizes` has shape
+    [AXES, meshes]; `num_stages` has shape [meshes].
     """
 
     storing: str
@@ -47,6 +49,13 @@ class Family:
     resolver: Resolver
     sizes: np.ndarray
     num_stages: np.ndarray
+
+    def select(self, columns: Sequence[int] | np.ndarray) -> "Family":
+        """Returns the family of some of the meshes."""
+        sizes, resolver = self.sizes[:, columns], self.resolver
+        if sizes.size:
+            resolver = replace(resolver, mesh=MeshShape(tuple(zip(AXES, sizes[:, 0].tolist(), strict=True))))
+        return replace(self, resolver=resolver, sizes=sizes, num_stages=self.num_stages[columns])
 
 
 def families(
@@ -69,7 +78,7 @@ def families(
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
     for storing in STORING:
         for sequence in (False, True):
-            options, groups = _Options(program, storing, sequence, pins or {}), Groups()
+            options, groups = _Options(program, storing, sequence, pins or {}), defaultdict[Key, list[Row]](list)
             for stages, *sizes in meshes:
                 by_axis = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and by_axis["fsdp"] == 1) or (sequence and by_axis["model"] == 1):
@@ -85,8 +94,8 @@ def families(
                 if isinstance(key, Reason):
                     rejected[key] += 1
                 else:
-                    _join(groups, key, (stages, *sizes))
-            result += [family for key, rows in groups for family in _stored_alike(options, key, rows, rejected)]
+                    groups[key].append((stages, *sizes))
+            result += [family for rows in groups.values() for family in _resolved_alike(options, rows, rejected)]
     return result
 
 
@@ -163,106 +172,36 @@ def _key(options: _Options, sizes: Sequence[int]) -> Key | Reason:
         return Reason(Code.IDLE_AXIS)
     except SpanaxError:
         return Reason(Code.SIZE_NOT_DIVISIBLE)  # all other errors of resolve()
-    return {axis: frozenset(ranks.items()) for axis, ranks in assignment.ranks.items()}
+    return tuple((axis, frozenset(ranks.items())) for axis, ranks in assignment.ranks.items())
 
 
-def _join(groups: Groups, key: Key, row: Row) -> None:
-    """Adds a row to the first compatible group; an axis of one device shards nothing and is compatible with any."""
-    for known, rows in groups:
-        if all(known.get(axis, ranks) == ranks for axis, ranks in key.items()):
-            known.update(key)
-            rows.append(row)
-            return
-    groups.append((dict(key), [row]))
-
-
-def _stored_alike(options: _Options, key: Key, rows: Sequence[Row], rejected: Rejections) -> list[Family]:
-    """Returns the families of one group, separated by the leaves that storage can shard on each mesh."""
+def _resolved_alike(options: _Options, rows: Sequence[Row], rejected: Rejections) -> list[Family]:
+    """Returns the families of meshes with several devices along the same axes: those with equal decisions by size."""
+    sizes = np.asarray(rows, int).T[1:]
+    decisions = size_decisions(_resolver(options, rows[0][1:]), sizes)
     result = []
-    for resolver, members in _represented(options, key, rows):
-        flags, num_stored = _divisible(resolver, np.asarray(members, int).T[1:])
-        for flag in np.unique(flags, axis=1).T:
-            same_rows = [row for row, column in zip(members, flags.T, strict=True) if (column == flag).all()]
-            if not flag[:num_stored].any():
-                idle = [row for row in same_rows if row[1 + AXES.index("fsdp")] > 1]
-                rejected[Reason(Code.NOTHING_STORED)] += len(idle)
-                same_rows = [row for row in same_rows if row not in idle]
-            if not same_rows:
-                continue
-            for representative, represented in _represented(options, key, same_rows, flag):
-                table = np.asarray(represented, int).T
-                result.append(Family(options.storing, options.sequence, representative, table[1:], table[0]))
+    for decision in np.unique(decisions, axis=1).T:
+        members = [row for row, column in zip(rows, decisions.T, strict=True) if (column == decision).all()]
+        resolver, table = _resolver(options, members[0][1:]), np.asarray(members, int).T
+        if table[1 + AXES.index("fsdp"), 0] > 1 and not _stores(resolver):
+            rejected[Reason(Code.NOTHING_STORED)] += len(members)
+        else:
+            result.append(Family(options.storing, options.sequence, resolver, table[1:], table[0]))
     return result
 
 
-def _represented(
-    options: _Options, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
-) -> list[tuple[Resolver, Sequence[Row]]]:
-    """Returns resolvers that shard over every axis that any of their rows shards over, each with its rows.
-
-    The smallest sizes of all rows rarely form a mesh of these devices, but represent all rows where the resolved layout
-    is the same.
-    """
-    smallest = [min((size for size in column if size > 1), default=1) for column in zip(*rows, strict=True)][1:]
-    smallest_key = _key(options, smallest)
-    if not isinstance(smallest_key, Reason) and all(key[axis] == ranks for axis, ranks in smallest_key.items()):
-        resolver = _resolver(options, smallest)
-        if flag is None or (_divisible(resolver, np.asarray([smallest]).T)[0][:, 0] == flag).all():
-            return [(resolver, rows)]
-    result: list[tuple[Resolver, Sequence[Row]]] = []
-    while rows:
-        best = max(rows, key=lambda row: (sum(size > 1 for size in row[1:]), row))
-        covered = [
-            row for row in rows if all(size == 1 or most > 1 for size, most in zip(row[1:], best[1:], strict=True))
-        ]
-        result.append((_resolver(options, best[1:]), covered))
-        rows = [row for row in rows if row not in covered]
-    return result
+def _stores(resolver: Resolver) -> bool:
+    """Returns whether storage shards some leaf further than computation."""
+    program, classes = resolver.program, resolver.program.step.axes.classes
+    return any(
+        resolver.stored(used, labels, leaf.shape, "optimizer") != used
+        for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False)
+        if leaf.shape
+        for labels in [classes[value]]
+        for used in [resolver.used(labels, leaf.shape)]
+    )
 
 
 def _resolver(options: _Options, sizes: Sequence[int]) -> Resolver:
     mesh = MeshShape(tuple(zip(AXES, map(int, sizes), strict=True)))
     return resolve(options.program, layout_on(options.storing, options.sequence, mesh), mesh, options.pins)
-
-
-def _divisible(resolver: Resolver, sizes: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns for each mesh what its sizes divide, as the resolved layout needs, and the number of rows of storage.
-
-    The first rows are those of `_storable`, the others those of `_exchangeable`.
-    """
-    stored = _storable(resolver, sizes)
-    return np.concatenate([stored, _exchangeable(resolver, sizes)]), len(stored)
-
-
-def _exchangeable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
-    """Returns for each batch dim of each attention kernel and mesh whether the axes of the sequence also divide it."""
-    step, mesh_sizes = resolver.program.step, dict(zip(AXES, sizes, strict=True))
-    rows = {}
-    for op in attention_kernels(step):
-        form, queries = op.params["form"], op.inputs[0]
-        spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
-        for dim, size in enumerate(form.sizes[: form.num_batch]):
-            num_shards = [mesh_sizes[axis] for axis in (*spec[dim], *spec[form.queries])]
-            rows[form, dim] = size % np.prod(num_shards, axis=0, initial=1) == np.zeros(sizes.shape[1])
-    return np.asarray([*rows.values()], bool).reshape(-1, sizes.shape[1])
-
-
-def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
-    """Returns for each (labels, shape), reluctance and mesh whether a dim of at most this reluctance is divisible."""
-    program, index = resolver.program, {axis: position for position, axis in enumerate(AXES)}
-    classes = program.step.axes.classes
-    stored = sizes[index["fsdp"]]
-    rows = {}
-    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
-        labels = classes[value]
-        if not leaf.shape or (labels, leaf.shape) in rows:
-            continue
-        spec = resolver.used(labels, leaf.shape)
-        num_shards = [stored * np.prod([sizes[index[axis]] for axis in axes], axis=0, initial=1) for axes in spec]
-        by_dim = [size % count == 0 for size, count in zip(leaf.shape, num_shards, strict=True)]
-        order = [resolver.reluctance(label) for label in labels]
-        rows[labels, leaf.shape] = [
-            np.any([fits for fits, rank in zip(by_dim, order, strict=True) if rank <= limit], axis=0)
-            for limit in sorted(set(order))
-        ]
-    return np.asarray([row for flags in rows.values() for row in flags], bool).reshape(-1, sizes.shape[1])

@@ -1,7 +1,9 @@
 """Enumerates the forms of a program that a search prices: remat policies, and ring attention."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,6 +12,8 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.space import AXES, Family, Rejections
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import RING
+
+T = TypeVar("T")
 
 REMAT = ("none", "dots", "full")
 
@@ -40,17 +44,55 @@ def in_context(family: Family, rejected: Rejections) -> Family:
     """Returns the family with only the meshes that shard sequences over at most `MOST_IN_RING` devices."""
     sizes = family.sizes[AXES.index("context")]
     rejected[Reason(Code.RING_TOO_LONG, size=MOST_IN_RING)] += int(np.count_nonzero(sizes > MOST_IN_RING))
-    columns = np.flatnonzero((sizes > 1) & (sizes <= MOST_IN_RING))
-    return replace(family, sizes=family.sizes[:, columns], num_stages=family.num_stages[columns])
+    return family.select(np.flatnonzero((sizes > 1) & (sizes <= MOST_IN_RING)))
 
 
-def in_rings(programs: dict[str, Program], rejected: Rejections) -> list[Program]:
-    """Returns the programs with ring attention; none, with the reason in `rejected`, where it is unsupported."""
-    rings = list[Program]()
-    for program in programs.values():
+class Forms:
+    """The forms of a program that a search prices: under each remat policy, and there with ring attention.
+
+    Args:
+      program: the program.
+      remat: the policies; None prices those of `REMAT` that the program supports.
+      rejected: counts unsupported forms by reason.
+      is_lazy: traces the first policy, which the program must support, and the others when they are needed.
+
+    Attributes:
+      programs: the traced programs by policy.
+      trace_seconds: the time it took to trace all forms.
+    """
+
+    def __init__(self, program: Program, remat: Sequence[str] | None, rejected: Rejections, *, is_lazy: bool):
+        self._program, self._rejected, self.is_lazy, self.trace_seconds = program, rejected, is_lazy, 0.0
+        policies = REMAT if remat is None else tuple(remat)
+        self.programs = self._timed(lambda: programs_of(program, policies[:1] if is_lazy else remat, rejected))
+        self.policies = policies if is_lazy else tuple(self.programs)
+        self._rings: dict[str, Program | None] = {}
+
+    def under(self, policy: str) -> Program | None:
+        """Returns the program under a policy, in one microbatch; None where it does not support that."""
+        if policy not in self.programs:
+            try:
+                self.programs |= self._timed(lambda: programs_of(self._program, (policy,), self._rejected))
+            except SpanaxError:  # `programs_of` counts it in `rejected`
+                return None
+        return self.programs[policy]
+
+    def in_ring(self, policy: str) -> Program | None:
+        """Returns the program under a policy with ring attention; None where it does not support that."""
+        if policy not in self._rings:
+            self._rings[policy] = self._timed(lambda: self._in_ring(self.programs[policy]))
+        return self._rings[policy]
+
+    def _in_ring(self, program: Program) -> Program | None:
         try:
-            rings.append(program.variant(replace(program.form, context=RING)))
+            return program.variant(replace(program.form, context=RING))
         except SpanaxError as error:
-            rejected[Reason(Code.NO_RING, detail=first_line(error))] += 1
-            return []
-    return rings
+            self._rejected[Reason(Code.NO_RING, detail=first_line(error))] += 1
+            return None
+
+    def _timed(self, trace: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        try:
+            return trace()
+        finally:
+            self.trace_seconds += time.perf_counter() - start

@@ -34,6 +34,24 @@ class Grids:
     plain: Grid
     others: tuple[tuple[Grid, np.ndarray], ...]
 
+    @property
+    def size(self) -> int:
+        """The number of candidates under all schedules."""
+        return self.plain.scale.size + sum(columns.size for _, columns in self.others)
+
+    def select(self, chosen: np.ndarray) -> "Grids | None":
+        """Returns the chosen candidates of `plain`, a mask, under every schedule; None for no candidate."""
+        if chosen.all():
+            return self
+        if not chosen.any():
+            return None
+        places = np.cumsum(chosen) - 1
+        others = [
+            (grid.select(np.flatnonzero(chosen[columns])), columns[chosen[columns]]) for grid, columns in self.others
+        ]
+        others = [(grid, places[columns]) for grid, columns in others if columns.size]
+        return Grids(self.plain.select(np.flatnonzero(chosen)), tuple(others))
+
 
 def grids_of(
     family: Family,

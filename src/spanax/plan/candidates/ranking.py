@@ -41,6 +41,10 @@ class Priced:
         """For each mesh, whether devices repeat the work of an attention kernel."""
         return np.asarray((self.grid.sizes[list(self.repeats)] > 1).any(0))
 
+    def ranks(self, stage_margin: float) -> np.ndarray:
+        """Returns the step time of each mesh, with a margin for stages, which candidates are ranked by."""
+        return self.costs.step_seconds * np.where(self.grid.num_stages > 1, 1 + stage_margin, 1)
+
     def select(self, columns: np.ndarray) -> "Priced":
         """Returns the priced meshes of some columns."""
         grid = self.grid.select(columns)
@@ -55,6 +59,21 @@ def without_repeated_kernels(priced: Sequence[Priced], limit: int | None, reject
         return list(priced)
     rejected[Reason(Code.KERNEL_REPEATED)] += sum(int(np.count_nonzero(entry.is_repeated)) for entry in priced)
     return [entry.select(np.flatnonzero(~entry.is_repeated)) if entry.repeats else entry for entry in priced]
+
+
+def slowest_rank(priced: Sequence[Priced], limit: int | None, top: int | None, stage_margin: float) -> float:
+    """Returns a rank that `top` distinct layouts do not exceed; infinity where fewer fit, or where `top` is None."""
+    rows = []
+    for entry in priced if top is not None else ():
+        fits, ranks = entry.fits(limit), entry.ranks(stage_margin).round(9)
+        meshes = np.stack([entry.grid.num_stages, *entry.grid.sizes, ranks])[:, fits]
+        rows.append(meshes[:, np.argsort(meshes[-1], kind="stable")])
+    if top is None or not rows:
+        return np.inf
+    table = np.concatenate(rows, axis=1)
+    _, first = np.unique(table[:-1, np.argsort(table[-1], kind="stable")], axis=1, return_index=True)
+    ranks = np.unique(np.sort(table[-1])[first])
+    return float(ranks[top - 1]) if ranks.size >= top else np.inf
 
 
 def ranked(
@@ -76,7 +95,7 @@ def ranked(
         fits = entry.fits(limit)
         rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)
-        ranks = entry.costs.step_seconds * np.where(entry.grid.num_stages > 1, 1 + stage_margin, 1)
+        ranks = entry.ranks(stage_margin)
         rows.append(
             np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry), ranks])
         )

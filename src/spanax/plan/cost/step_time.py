@@ -89,7 +89,7 @@ class Costs:
     """Seconds of one step by term, one entry per candidate; they add up to `step_seconds`.
 
     `hidden` is the communication by term that runs during computation, and is not part of the step time. `stage` has
-    the times of one stage, which no schedule changes.
+    the times of one stage, which no schedule changes; `attention` is the part of the term `matmuls` in attention.
     """
 
     terms: dict[str, Array]
@@ -97,17 +97,24 @@ class Costs:
     flops: Array
     hidden: dict[str, Array]
     stage: "Stage"
+    attention: Array
 
     def select(self, columns: Array) -> "Costs":
         """Returns the costs of some candidates."""
         terms, hidden = ({name: row[columns] for name, row in rows.items()} for rows in (self.terms, self.hidden))
         stage = Stage(**{each.name: getattr(self.stage, each.name)[columns] for each in fields(Stage)})
-        return Costs(terms, self.step_seconds[columns], self.flops[columns], hidden, stage)
+        step_seconds, flops, attention = (row[columns] for row in (self.step_seconds, self.flops, self.attention))
+        return Costs(terms, step_seconds, flops, hidden, stage, attention)
 
     def scheduled(self, grid: Grid) -> "Costs":
         """Returns the costs under the schedule of a grid with the same meshes, microbatches and parts of the layers."""
         terms = self.terms | {"pipeline": self.stage.idle_seconds(grid)}
         return replace(self, terms=terms, step_seconds=np.sum([*terms.values()], 0))
+
+    def without_attention(self) -> Array:
+        """Returns seconds of the terms that no form of attention shortens, one entry per candidate."""
+        changed = ("activations between devices", "memory", "pipeline")
+        return np.asarray(sum(row for name, row in self.terms.items() if name not in changed) - self.attention)
 
     def plus(self, name: str, seconds: Array) -> "Costs":
         """Returns the costs with more seconds in a term of the step time."""
@@ -181,7 +188,10 @@ def price(
     copies = exposed_copies(terms.host_copies, num_shards, grid.scale, computing, cluster.chip)
     seconds_by_term |= {name: seconds * count / grid.shares for name, seconds in copies.items()}
     hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
-    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage)
+    share = {True: count / grid.shares, False: count}
+    in_attention = [(parts[key] - parts[*key[:2], WEIGHTED]) * share[key[1]] for key in parts if key[2] == "matmuls"]
+    attention = np.sum(in_attention, 0)
+    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage, attention)
 
 
 def _stage(

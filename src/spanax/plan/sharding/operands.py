@@ -4,22 +4,17 @@ By default, XLA may move activations to a sharded weight instead of gathering th
 of a platform's kernel. Both are decided here, ahead of time.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
+from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
-from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-
-LOOKUPS = names(Family.GATHER, Family.SCATTER_ADD)
-"""Operations that read rows of a table, or add to them; their sharding also depends on the sizes of the mesh."""
 
 REDUCING = frozenset({"conv_general_dilated"})
 """Operations whose partial results are reduced before they are sharded."""
@@ -182,7 +177,7 @@ def _contracted(
                         first[side] = Constraint(_taken(specs[side], [was & gathered | to for was, to in pairs], bits))
         summed = _named(_over(parts, "reduce-scatter", op.outputs[0]), bits)
         if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
-            outputs[0] = Constraint(_without(specs[2], summed))
+            outputs[0] = Constraint(without(specs[2], summed))
         elif exchanged := _over(parts, "all-to-all", op.outputs[0]):
             before = [was & exchanged | to & ~exchanged for was, to in zip(parts.result, masks[2], strict=True)]
             outputs[0] = Constraint(_taken(specs[2], before, bits))
@@ -273,105 +268,27 @@ def _isolated(
     )
 
 
-@dataclass(frozen=True)
-class _Lookup:
-    """A lookup in a table, or its gradient; `columns` are dims of the rows, `looked_up` dims of the table."""
-
-    table: int
-    indices: int
-    rows: int
-    columns: Sequence[int]
-    looked_up: Sequence[int]
-
-
-def _lookup_of(op: Op) -> _Lookup | None:
-    numbers: Any = op.params.get("dimension_numbers")
-    if op.family is Family.GATHER:
-        return _Lookup(op.inputs[0], op.inputs[1], op.outputs[0], numbers.offset_dims, numbers.start_index_map)
-    if op.name in LOOKUPS:
-        dims = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
-        return _Lookup(op.outputs[0], op.inputs[1], op.inputs[2], *dims)
-    return None
-
-
 def _lookup(
     resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
-    """Shards a lookup in a table, or its gradient, by whichever of three strategies moves the fewest bytes.
-
-    Computed: the table has its computed sharding; if that shards its rows, the devices of those shards receive the same
-    indices, and their partial results are summed. Replicated: every device gathers the table. Stored: each device
-    looks up its stored columns for the indices of all devices with other columns of the same rows, and the result
-    moves instead.
-    """
-    lookup = _lookup_of(op)
-    sharding, result = (constraints[lookup.table], constraints[lookup.rows]) if lookup else (None, None)
-    if lookup is None or sharding is None or result is None:
+    """Shards a lookup in a table, or its gradient, by the strategy that moves the fewest bytes (`lookups`)."""
+    lookup = lookup_of(op, constraints)
+    if lookup is None:
         return None
-    used = sharding.computed
-    summed = {axis for dim in lookup.looked_up for axis in used[dim]}
-    if sharding.used is None and not summed:
-        return None
-    candidates = _lookup_strategies(resolver, traced, lookup, sharding, result, summed)
+    used, result = lookup.sharding.computed, lookup.result
+    candidates = strategies(lookup, traced, resolver.mesh.ways)
     table_spec, rows_spec, _ = min(candidates, key=lambda candidate: candidate[2])
-    if sharding.used is None and table_spec == used and not summed & axes_of(result.spec):
+    if lookup.sharding.used is None and table_spec == used and not lookup.summed & axes_of(result.spec):
         return None
     index_dims = [by for dim, by in enumerate(rows_spec) if dim not in lookup.columns]
     rank = len(traced.graph.shape(lookup.indices))
     indices = Constraint((*index_dims, *((),) * (rank - len(index_dims))))
     table, rows = Constraint(table_spec), Constraint(rows_spec)
-    exchanged = _exchanged(used, table_spec)
+    exchanged = exchanged_first(used, table_spec)
     if op.family is Family.GATHER:
         others = (None,) * (len(op.inputs) - 2)
         return OperandSharding((table, indices, *others), (rows,), (exchanged, None, *others) if exchanged else ())
     return OperandSharding((table, indices, rows), (exchanged or table,))
-
-
-def _exchanged(used: Spec, local: Spec) -> Constraint | None:
-    """Returns the sharding of a table between its own and that of its rows, if axes move between its dims.
-
-    Axes that its rows do not have stay in place meanwhile. If they changed at once, XLA would exchange the gathered
-    table, or exchange sums over devices twice.
-    """
-    remaining = axes_of(used) - axes_of(local)
-    spec = tuple((*by, *(axis for axis in use if axis in remaining)) for by, use in zip(local, used, strict=True))
-    changed = {axis for by, use in zip(local, used, strict=True) for axis in use if axis not in by}
-    return Constraint(spec) if remaining and changed != remaining else None
-
-
-def _lookup_strategies(
-    resolver: Resolver, step: StepAnalysis, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
-) -> list[tuple[Spec, Spec, float]]:
-    """Returns the specs of the table and of the rows for each strategy, and how many numbers move per device."""
-    shape, classes, ways = step.graph.shape, step.axes.classes, resolver.mesh.ways
-    used = sharding.computed
-    row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
-    is_summed = ways([*summed]) > 1
-    computed = _without(result.spec, summed)
-    sums = is_summed * (1 + (computed != result.spec)) * row_size / ways([*axes_of(computed)])
-    tables = 2 * table_size / ways([*axes_of(used)]) if sharding.used is not None else 0
-    candidates: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
-    if not step.batch_labels.intersection(classes[lookup.table]):
-        candidates.append((((),) * len(used), result.spec, 2 * table_size))
-    else:  # a table per example: resharded as its rows are, or gathered
-        free_spec = _without(used, axes_of(result.spec) | summed)
-        row_axes = dict(zip(classes[lookup.rows], result.spec, strict=True))
-        local_spec = tuple(
-            () if dim in lookup.looked_up else row_axes[label] if label in step.batch_labels & row_axes.keys() else by
-            for dim, (label, by) in enumerate(zip(classes[lookup.table], free_spec, strict=True))
-        )
-        candidates.append((local_spec, result.spec, table_size / ways([*axes_of(local_spec)])))
-    by_label = dict(zip(classes[lookup.table], sharding.spec, strict=True))
-    columns = {dim: by_label.get(classes[lookup.rows][dim], ()) for dim in lookup.columns}
-    parts = axes_of([*columns.values()])
-    if sharding.used is not None and ways([*parts]) > 1:
-        # Axes that shard the batch and no column stay: only devices with the same shard of the batch communicate.
-        batch_spec = _without(result.spec, parts | summed)
-        stored = tuple(columns.get(dim, by) for dim, by in enumerate(batch_spec))
-        batch = axes_of(batch_spec) - parts
-        moved = (2 + is_summed) * row_size / ways([*parts, *batch])
-        candidates.append((sharding.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
-    return candidates
 
 
 def _taken(spec: Spec, masks: Sequence[int], bits: Mapping[str, int]) -> Spec:
@@ -385,7 +302,3 @@ def _taken(spec: Spec, masks: Sequence[int], bits: Mapping[str, int]) -> Spec:
 
 def _named(mask: int, bits: Mapping[str, int]) -> set[str]:
     return {axis for axis, bit in bits.items() if bit & mask}
-
-
-def _without(spec: Spec, axes: Collection[str]) -> Spec:
-    return tuple(tuple(axis for axis in by if axis not in axes) for by in spec)

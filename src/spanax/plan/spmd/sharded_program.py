@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from spanax.plan.cost.ring_attention import ring_partition
-from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
+from spanax.plan.sharding.lookups import LOOKUPS
+from spanax.plan.sharding.operands import OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.trace.analysis.labels import Labels, stacked_labels

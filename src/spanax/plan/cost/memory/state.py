@@ -60,6 +60,16 @@ class State:
         counts = np.asarray([count for leaf, count in zip(self.kind, self.counts, strict=True) if leaf == kind], int)
         return (self._each(kind, num_shards, num_stages) / counts[:, None]).max(0, initial=0.0)
 
+    def least_bytes(self, num_shards: Array, num_stages: Array, num_microbatches: Array, scale: Array) -> Array:
+        """Returns the bytes per device that every form of the step needs, one entry per candidate.
+
+        They are those of the state, the batch and the accumulated gradients.
+        """
+        by_kind = {kind: self.local_bytes(kind, num_shards, num_stages) for kind in (*STATE_GROUPS, "gradient")}
+        by_kind["batch"] = by_kind["batch"] * scale * num_microbatches
+        by_kind["gradient"] = np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
+        return np.asarray(sum(by_kind.values()))
+
     def _each(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
         """Returns the bytes per device of every row of a kind."""
         rows = np.asarray([leaf_kind == kind for leaf_kind in self.kind], bool)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from spanax.plan.sharding.operands import LOOKUPS
+from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.resolve import Constraint, Spec
 from spanax.trace.jaxpr.graph import Graph, Op
 

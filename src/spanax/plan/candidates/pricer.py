@@ -1,0 +1,264 @@
+"""Prices families of meshes under forms of a program, without those that can neither fit nor be chosen."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.attention_kernel import repeating_axes, ring_axes
+from spanax.plan.candidates.forms import MOST_IN_RING, REMAT, Forms
+from spanax.plan.candidates.grids import PLAIN, ZERO_BUBBLE, Grids
+from spanax.plan.candidates.ranking import Priced, slowest_rank
+from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.memory.margins import upper_bytes
+from spanax.plan.cost.memory.state import State, state_of
+from spanax.plan.cost.roofline import shard_counts
+from spanax.plan.cost.step_time import Grid, GridTable, Table
+from spanax.plan.evaluate import LayoutCosts, priced_offload
+from spanax.plan.reason import Code, Reason
+from spanax.plan.space import AXES, Family, Rejections
+from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
+from spanax.trace.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Pricer:
+    """Families with their meshes and schedules, to be priced under any forms of the program.
+
+    Attributes:
+      space: the families.
+      grids: the meshes and schedules of each family; None where none is priced.
+      states: the state of each family.
+      tables: the part of a table of links and matmuls of each family.
+      cluster: the devices.
+      assumptions: constants that are not in data sheets.
+      left_out: the candidates that are not priced, under each form of the program.
+    """
+
+    space: Sequence[Family]
+    grids: Sequence[Grids | None]
+    states: Sequence[State]
+    tables: Sequence[GridTable | None]
+    cluster: Cluster
+    assumptions: Assumptions
+    left_out: Rejections
+
+    @staticmethod
+    def of(
+        space: Sequence[Family],
+        cluster: Cluster,
+        assumptions: Assumptions,
+        grids: Sequence[Grids | None],
+        offload: Sequence[str],
+    ) -> "Pricer":
+        """Returns the pricer of some families; its table is filled with the first price."""
+        states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
+        return Pricer(space, grids, states, [None] * len(space), cluster, assumptions, Counter())._with_table()
+
+    def _with_table(self) -> "Pricer":
+        grids = [each.plain for each in self.grids if each]
+        table = Table(self.cluster, AXES, grids, self.assumptions)
+        return replace(self, tables=[None if each is None else table.select(each.plain) for each in self.grids])
+
+    def select(self, chosen: Sequence[np.ndarray]) -> "Pricer":
+        """Returns the pricer of some candidates: a mask over `Grids.plain` for each family with grids."""
+        masks = iter(chosen)
+        grids = [None if each is None else each.select(next(masks)) for each in self.grids]
+        return replace(self, grids=grids)._with_table()
+
+    def possible(self, program: Program, *, repeats: bool) -> "Pricer":
+        """Returns the pricer of the candidates whose state fits, and that repeat no attention kernel unless `repeats`.
+
+        No other candidate is chosen where one of these fits; `left_out` counts them.
+        """
+        chosen, left_out, limit = list[np.ndarray](), Counter(self.left_out), self.cluster.memory_bytes
+        for family, grids, state in zip(self.space, self.grids, self.states, strict=True):
+            if grids is None:
+                continue
+            grid = grids.plain
+            least = state.least_bytes(shard_counts(grid.sizes), grid.shares, grid.num_microbatches, grid.scale)
+            fits = upper_bytes(program, least) <= (np.inf if limit is None else limit)
+            if not repeats and repeating_axes(family.resolver, AXES):
+                left_out[Reason(Code.KERNEL_REPEATED)] += grids.size
+                fits = np.zeros_like(fits)
+            else:
+                few = grids.select(fits)
+                left_out[Reason(Code.TOO_LARGE)] += grids.size - (0 if few is None else few.size)
+            chosen.append(fits)
+        return replace(self.select(chosen), left_out=left_out)
+
+    def unfit(self, priced: Sequence[Priced], bound: "Bound", slowest: float) -> "Pricer":
+        """Returns the pricer of the candidates that do not fit, as priced, and would rank before `slowest` if they did.
+
+        With more recomputation they may fit, and are slower.
+        """
+        by_schedule = {(id(entry.family), entry.grid.schedule, entry.grid.num_chunks): entry for entry in priced}
+        chosen = []
+        for family, grids in zip(self.space, self.grids, strict=True):
+            if grids is None:
+                continue
+            needed = np.zeros(grids.plain.scale.size, bool)
+            for grid, columns in ((grids.plain, np.arange(needed.size)), *grids.others):
+                entry = by_schedule.get((id(family), grid.schedule, grid.num_chunks))
+                if entry is not None:
+                    needed[columns] |= ~entry.fits(bound.limit) & (entry.ranks(bound.stage_margin) < slowest)
+            chosen.append(needed)
+        return self.select(chosen)
+
+    def in_rings(self, priced: Sequence[Priced], bound: "Bound", slowest: float) -> "Pricer":
+        """Returns the pricer of the candidates that may rank before `slowest` with ring attention.
+
+        Args:
+          priced: the same candidates, and others, with the attention of the program.
+          bound: what the search returns.
+          slowest: a rank.
+        """
+        least = dict[tuple[object, ...], float]()
+        for entry in priced:
+            grid, margin = entry.grid, np.where(entry.grid.num_stages > 1, 1 + bound.stage_margin, 1)
+            if grid.schedule == PLAIN:
+                seconds = (entry.costs.without_attention() * margin).tolist()
+                keys = _keys(entry.family, grid)
+                least.update(zip(keys, seconds, strict=True))
+        chosen = [
+            np.asarray([least.get(key, 0.0) < slowest for key in _keys(family, grids.plain)], bool)
+            for family, grids in zip(self.space, self.grids, strict=True)
+            if grids is not None
+        ]
+        return self.select(chosen)
+
+    def by_ring(self, program: Program, rejected: Rejections) -> "Pricer":
+        """Returns the pricer with a family for each number of devices of a ring: which blocks are masked depends on it.
+
+        Rings of more than `MOST_IN_RING` devices are left out.
+        """
+        space, every, states = list[Family](), list[Grids | None](), list[State]()
+        for family, grids, state in zip(self.space, self.grids, self.states, strict=True):
+            axes = [AXES.index(axis) for axis in ring_axes(family.resolver.of(program))] if grids else []
+            sizes = grids.plain.sizes[axes].prod(0) if grids else np.zeros(0, int)
+            for size in np.unique(sizes).tolist():
+                few = grids.select(sizes == size) if grids else None
+                if few is not None and size > MOST_IN_RING:
+                    rejected[Reason(Code.RING_TOO_LONG, size=MOST_IN_RING)] += few.size
+                elif few is not None:
+                    mesh = MeshShape(tuple(zip(AXES, few.plain.sizes[:, 0].tolist(), strict=True)))
+                    space.append(replace(family, resolver=replace(family.resolver, mesh=mesh)))
+                    every.append(few)
+                    states.append(state)
+        return replace(self, space=space, grids=every, states=states)._with_table()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to price."""
+        return not any(self.grids)
+
+    def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
+        """Prices every mesh of every family under every policy and schedule."""
+        result, cluster = list[Priced](), self.cluster
+        for program in programs:
+            rejected.update(self.left_out)
+            cache, known = ShardingCache(), dict[object, LayoutCosts]()
+            rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
+            for family, state, grids, table in rows:
+                if grids is None:
+                    continue
+                sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
+                layout = LayoutCosts(sharded, state, cluster, self.assumptions, known.get(sharded.signature))
+                known.setdefault(sharded.signature, layout)
+                repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded.resolver, AXES))
+                plain = layout.costs(grids.plain, table)
+                costs = [(grids.plain, plain)]
+                for grid, columns in grids.others:
+                    if grid.schedule == ZERO_BUBBLE and program.remat != REMAT[0]:
+                        rejected[Reason(Code.STORES_RECOMPUTED)] += columns.size
+                    else:
+                        costs.append((grid, plain.select(columns).scheduled(grid)))
+                uses = layout.memory([grid for grid, _ in costs])
+                for (grid, seconds), memory in zip(costs, uses, strict=True):
+                    upper = upper_bytes(program, memory.peak_bytes)
+                    result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
+        return result
+
+
+def _keys(family: Family, grid: Grid) -> list[tuple[object, ...]]:
+    """Returns what identifies each candidate of a grid under any form of the program."""
+    rows = np.stack([grid.num_stages, grid.num_microbatches, *grid.sizes]).T.tolist()
+    return [(family.storing, family.sequence, *row) for row in rows]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a search returns: the candidates that need not be priced follow from it.
+
+    Attributes:
+      limit: the memory of a device, if known.
+      top: the number of candidates; None for the fastest of every kind.
+      stage_margin: as in `search`.
+      counts_stages: as in `search`.
+    """
+
+    limit: int | None
+    top: int | None
+    stage_margin: float
+    counts_stages: bool
+
+    def slowest(self, priced: Sequence[Priced]) -> float:
+        """Returns a rank that the search need not exceed."""
+        return slowest_rank(priced, self.limit, self.top, self.stage_margin)
+
+    def is_too_large(self, priced: Sequence[Priced]) -> bool:
+        """Returns whether some layout does not fit; those in stages count only if `counts_stages` is set."""
+        return any(
+            (~entry.fits(self.limit) & (self.counts_stages | (entry.grid.num_stages == 1))).any() for entry in priced
+        )
+
+
+def priced_forms(plain: Pricer, rings: Pricer, forms: Forms, bound: Bound) -> tuple[list[Priced], Rejections]:
+    """Returns the candidates under all forms of a program, and the number of those that are not priced, by reason.
+
+    If the forms are lazy, prices candidates under a policy that recomputes more only where they do not fit without, and
+    ring attention only where it may be fast enough.
+
+    Args:
+      plain: the pricer of layouts with the attention of the program.
+      rings: that of layouts with ring attention.
+      forms: the forms of the program.
+      bound: what the search returns.
+    """
+    rejected = Counter[Reason]()
+    priced = _under_policies(plain, forms, forms.under, bound, [], rejected)
+    if forms.is_lazy:
+        rings = rings.in_rings(priced, bound, bound.slowest(priced))
+    ring = None if rings.is_empty else forms.in_ring(forms.policies[0])
+    rings = rings if ring is None else rings.by_ring(ring, rejected)
+    in_rings = [] if ring is None else _under_policies(rings, forms, forms.in_ring, bound, priced, rejected)
+    policies = {entry.program.remat for entry in priced}
+    has_all = forms.is_lazy or {entry.program.remat for entry in in_rings} == policies
+    return [*priced, *(in_rings if has_all else [])], rejected
+
+
+def _under_policies(
+    pricer: Pricer,
+    forms: Forms,
+    form: Callable[[str], Program | None],
+    bound: Bound,
+    others: Sequence[Priced],
+    rejected: Rejections,
+) -> list[Priced]:
+    """Returns the candidates of a pricer under every policy; `others` are candidates that they compete with."""
+    priced, last = list[Priced](), list[Priced]()
+    for policy in forms.policies:
+        if forms.is_lazy and policy != forms.policies[0]:
+            if not bound.is_too_large(priced):
+                break
+            pricer = pricer.unfit(last, bound, bound.slowest([*others, *priced]))
+            if pricer.is_empty:
+                break
+        program = form(policy)
+        if program is not None:
+            last = pricer.price([program], rejected)
+            priced += last
+    return priced

@@ -1,0 +1,117 @@
+"""What the sizes of a mesh decide about the sharding of a step: where all decisions are equal, so is the sharding."""
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from spanax.plan.sharding.attention import attention_kernels
+from spanax.plan.sharding.lookups import lookup_of, strategies
+from spanax.plan.sharding.resolve import Resolver
+from spanax.trace.analysis.labels import label_key
+from spanax.trace.jaxpr.dim_maps.relations import Kind
+
+Array = np.ndarray
+
+
+def size_decisions(resolver: Resolver, sizes: Array) -> Array:
+    """Returns the decisions of a layout that depend on the sizes of a mesh: a row for each, a column for each mesh.
+
+    Args:
+      resolver: the layout, on a mesh with several devices along the same axes as all others.
+      sizes: a row per axis of the resolver's mesh, a column per mesh.
+    """
+    by_axis = dict(zip(resolver.mesh.names, sizes, strict=True))
+
+    @functools.cache
+    def ways(axes: tuple[str, ...]) -> Array:
+        return np.asarray(np.prod([by_axis[axis] for axis in axes], axis=0, initial=1) * np.ones(sizes.shape[1], int))
+
+    parts = (_divided, _stored, _exchanged, _in_groups, _looked_up)
+    rows = [row for part in parts for row in part(resolver, lambda axes: ways(tuple(sorted(axes))))]
+    return np.asarray(rows, int).reshape(-1, sizes.shape[1])
+
+
+Ways = Callable[[Sequence[str]], Array]
+"""Returns the number of shards over mesh axes on every mesh."""
+
+
+def _divided(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields whether the mesh axes that may shard a dim divide it, for each class and size and any of these axes."""
+    axes_of_class = defaultdict[int, list[str]](list)
+    for axis, ranks in resolver.assignment.ranks.items():
+        for label in ranks:
+            axes_of_class[label].append(axis)
+    step = resolver.program.step
+    dims = {
+        (label, size)
+        for key in {id(key): key for key in step.sharding_keys}.values()
+        for label, size in zip(key.labels, key.shape, strict=True)
+        if label is not None and label in axes_of_class
+    }
+    for label, size in sorted(dims):
+        yield from (size % ways(some) == 0 for some in _subsets(axes_of_class[label]))
+
+
+def _stored(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields the dim along which an array is sharded in storage, -1 for none, for each class of arrays."""
+    program, step = resolver.program, resolver.program.step
+    axes = dict.fromkeys(axis for kind in ("param", "gradient", "optimizer") for axis in resolver.layout.stored(kind))
+    stored = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
+    known = set[object]()
+    if not stored:
+        return
+    keys = [(key.labels, key.shape, key.is_routed) for key in {id(key): key for key in step.sharding_keys}.values()]
+    for labels, shape, is_routed in keys:
+        pairs = tuple(sorted(zip(labels, shape, strict=True), key=str))
+        if label_key(labels) not in program.param_keys or (pairs, is_routed) in known:
+            continue
+        known.add((pairs, is_routed))
+        used, padded = resolver.computed(labels, shape, is_routed=is_routed), resolver.padded_shape(labels, shape)
+        rows = []
+        for dim, (label, size) in enumerate(zip(labels, padded, strict=True)):
+            local = size // ways(used[dim])
+            reluctance = resolver.reluctance(label)
+            place = 4 * reluctance[0] + 2 * reluctance[1] + bool(used[dim])
+            # Of equal places the dim with the most elements, as in `Resolver.stored`.
+            order = place * 1e15 - local + (label if label is not None else -1) * 1e-6 + dim * 1e-9
+            rows.append(np.where(local % ways(stored) == 0, order, np.inf))
+        yield np.where(np.isinf(np.min(rows, axis=0, initial=np.inf)), -1, np.argmin(rows, axis=0))
+
+
+def _exchanged(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields for each batch dim of each attention kernel whether any axes of the sequence also divide it."""
+    step, known = resolver.program.step, set[object]()
+    for op in attention_kernels(step):
+        form, queries = op.params["form"], op.inputs[0]
+        spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
+        for dim, size in enumerate(form.sizes[: form.num_batch]):
+            if (form, dim) not in known:
+                known.add((form, dim))
+                yield from (size % ways((*spec[dim], *some)) == 0 for some in _subsets(spec[form.queries]))
+
+
+def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields whether mesh axes divide the number of groups of a convolution."""
+    axes = [axis for axis, size in resolver.mesh.axes if size > 1]
+    ops = [op for op in resolver.program.step.keys_of if op.name == "conv_general_dilated"]
+    relations = [next(op.dim_map.of_kind(Kind.GROUPS), None) for op in ops]
+    for factor in sorted({relation.factor for relation in relations if relation is not None and relation.factor}):
+        yield from (factor % ways(some) == 0 for some in _subsets(axes))
+
+
+def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields the strategy of each lookup in a table that moves the fewest bytes."""
+    step, constraints = resolver.program.step, resolver.constraints(resolver.program.step)
+    for op in step.keys_of:
+        lookup = lookup_of(op, constraints)
+        if lookup is not None:
+            moved = [numbers for *_, numbers in strategies(lookup, step, ways)]
+            yield np.argmin(np.stack([numbers * np.ones_like(ways(()), float) for numbers in moved]), axis=0)
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the subsets of some mesh axes but the empty one."""
+    return itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
