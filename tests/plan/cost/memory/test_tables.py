@@ -89,8 +89,8 @@ def test_sums_that_are_scattered_by_permutes_take_tuples(sizes: tuple[int, int],
 
 def test_a_small_sum_over_two_devices_takes_the_tuples_of_a_loop_with_one_permute() -> None:
     small = PartialSum(num_bytes=512, num_products=64, itemsize=4, over=1, unchanged=0)
-    num_shards = shard_counts(np.asarray([[2.0, 4.0]]))
-    assert num_window_tuples([small], num_shards, np.ones(2)).tolist() == [WINDOW_OF_TWO, WINDOW]
+    num_shards = shard_counts(np.asarray([[1.0, 2.0, 4.0]]))
+    assert num_window_tuples([small], num_shards, np.ones(3)).tolist() == [0, WINDOW_OF_TWO, WINDOW]
 
 
 def test_only_collectives_of_activations_are_counted() -> None:
