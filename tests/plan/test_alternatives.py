@@ -18,9 +18,9 @@ from spanax.trace.program import Program
 MACHINE = spanax.cluster("h100:8")
 
 
-def wide(num_heads: int = 25) -> Program:
+def wide(num_heads: int = 25, num_layers: int = 4) -> Program:
     """Two examples on eight devices, which only tensor or context parallelism shards."""
-    config = gpt.GPTConfig(1024, seq_len=256, num_layers=4, num_heads=num_heads, embed_dim=num_heads * 128)
+    config = gpt.GPTConfig(1024, seq_len=256, num_layers=num_layers, num_heads=num_heads, embed_dim=num_heads * 128)
     tokens = {name: jax.ShapeDtypeStruct((2, 256), "int32") for name in ("inputs", "targets")}
     return spanax.trace(
         build=lambda rngs: gpt.GPT(config, rngs), optimizer=optax.adamw(1e-3), batch=tokens, loss=gpt.loss
@@ -67,3 +67,13 @@ def test_only_forms_that_can_gain_are_priced(uneven: Program, monkeypatch: pytes
     assert alternatives._forms(even) == []
     simulated = searched(uneven, spanax.cluster("cpu:8"), Request(pins=FORBIDDEN))
     assert simulated.alternative is None
+
+
+def test_a_padded_form_without_a_layout_is_rejected_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two examples on eight devices, and heads padded for two devices: two more would have nothing to shard."""
+    monkeypatch.setattr(alternatives, "ASSIGNMENT_MARGIN", 0.0)
+    pins = dict.fromkeys(["seq", "head_dim", "embed"])
+    result = searched(wide(3, num_layers=1), MACHINE, Request(pins=pins, attention="plain", loss_chunks=1))
+    assert result.best is not None and result.alternative is None
+    (reason,) = (reason for reason in result.rejected if reason.code is Code.NOT_PLACED)
+    assert str(reason) == "heads padded: no layout shards a batch of 2 over 8 devices."

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from spanax.errors import SpanaxError, first_line
+from spanax.errors import NoLayoutError, SpanaxError, first_line
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.padding import is_used, padded_forms
 from spanax.plan.cost.overlap import TERMS
@@ -44,15 +44,20 @@ def with_padding(result: Search, find: Callable[..., Search], program: Program, 
       program: without padded axes.
       stage_margin: as in `search`.
     """
-    best = result
+    best, rejected = result, Counter(result.rejected)
     for padded in _forms(result):
         chunks = next(iter(result.programs.values())).loss_chunks
         form = replace(program.form, padded=padded, loss_chunks=chunks)
-        other = find(program.variant(form), model=padded[0][1])
+        try:
+            other = find(program.variant(form), model=padded[0][1])
+        except NoLayoutError as error:
+            names = ", ".join(name for name, _ in padded)
+            rejected[Reason(Code.NOT_PLACED, f"{names} padded", detail=first_line(error))] += 1
+            continue
         if is_used(other, padded) and _seconds(other, stage_margin) < _seconds(best, stage_margin):
             best = other
     if best is result or _seconds(best, stage_margin) * (1 + ASSIGNMENT_MARGIN) > _seconds(result, stage_margin):
-        return result
+        return replace(result, rejected=dict(rejected))
     assert best.best is not None
     names = ", ".join(name for name, _ in next(iter(best.programs.values())).form.padded)
     reason = Reason(Code.PADDED_FITS, names)
