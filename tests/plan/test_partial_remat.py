@@ -16,7 +16,6 @@ import spanax
 from spanax.models import gpt
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.candidates import partial_remat
-from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import chosen, searched
@@ -70,7 +69,6 @@ def test_the_smallest_number_of_layers_that_fits_is_recomputed() -> None:
     assert dots.step_seconds < best.step_seconds < full.step_seconds / (1 + partial_remat.PARTIAL_REMAT_MARGIN)
     assert best.flops == pytest.approx(dots.flops + count / L * (full.flops - dots.flops))
     assert result.candidates == (best,)  # not `full` of the same sharding
-    assert result.layouts_priced == len(REMAT) + 2 and result.rejected[Reason(Code.TOO_LARGE)] == 2
 
 
 def test_a_candidate_costs_what_its_plan_does() -> None:
