@@ -13,7 +13,7 @@ import spanax
 from sampling import sampled
 from spanax.models.workloads import load
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import Candidate, Search
+from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.evaluate import collectives_of
 from spanax.trace.program import Program
 
@@ -104,7 +104,7 @@ def choices() -> str:
         chosen = f"`{item.layout}` on `{item.mesh}`{stages}, remat {item.remat}"
         lines.append(
             (f"`{workload}`, {batch_size}", f"`{on}`", chosen, f"{item.step_seconds:.3g} s",
-             f"{100 * mfu:.0f} %", rule(search_result, item))
+             f"{100 * mfu:.0f} %", rule(search_result, item, plan_of(search_result, item)))
         )  # fmt: skip
     return table(*lines)
 

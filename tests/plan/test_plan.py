@@ -279,7 +279,8 @@ def test_no_layout_means_the_fastest_that_fits() -> None:
     result = spanax.search(actual, spanax.cluster("a100:8"), pipeline=False, attention="auto")
     best = spanax.plan(program(), spanax.cluster("a100:8"))
     assert best == dataclasses.replace(plan_of(result, result.best), why=best.why)
-    assert best.schedule.remat == result.best.remat and best.why.startswith(rule(result, result.best) + "; attention ")
+    text = rule(result, result.best, best) + "; attention "
+    assert best.schedule.remat == result.best.remat and best.why.startswith(text)
     # With half of the memory something else, which is slower.
     tight = dataclasses.replace(spanax.cluster("a100:8"), memory_bytes=result.best.peak_bytes // 2)
     other = spanax.search(actual, tight, pipeline=False, attention="auto")

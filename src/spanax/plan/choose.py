@@ -276,7 +276,7 @@ def chosen(result: Search) -> Plan:
         result.assignment,
         result.alternative,
         result.partial_remat,
-        rule(result, result.best),
+        rule(result, result.best, plan),
         padding,
         *attention,
         result.logits,

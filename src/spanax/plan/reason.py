@@ -8,7 +8,8 @@ class Code(Enum):
     """The kinds of reasons; the value of each is its text, with the fields of `Reason`."""
 
     NOT_DIVISIBLE = "{name} ({size}) is not divisible by {num_shards}"
-    AXIS_USED = "'{axis}' already shards another dim of {name}"
+    AXIS_USED = "'{axis}' does not shard {detail}: it shards another dim of {name}"
+    TWO_DIMS = "'{axis}' does not shard {detail}: it would shard two dims of {name}"
     ROUTER_SCORES = "only a router's scores have {name}"
 
     STORED_UNPADDED = "{name} ({size}) is padded in computation only: the array is stored with its own size"
@@ -65,7 +66,7 @@ class Reason:
       axis: the mesh axes, joined by `+`.
       size: the size of a dim, or a number of chunks.
       num_shards: the number of shards that were requested.
-      detail: a quantity, or the message of an error.
+      detail: a quantity, the name of an axis, or the message of an error.
 
     Example:
       >>> str(Reason(Code.NOT_DIVISIBLE, "mlp", size=10, num_shards=4))

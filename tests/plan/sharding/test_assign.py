@@ -12,6 +12,8 @@ import spanax
 from programs import small_gpt
 from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.advice.rules_of_thumb import rule
+from spanax.plan.candidate import plan_of
 from spanax.plan.layout import Layout
 from spanax.plan.presets import layout_named
 from spanax.plan.reason import Code
@@ -114,3 +116,35 @@ def test_a_value_with_two_batch_dims_is_sharded_along_the_divisible_dim() -> Non
     constraints = resolve(program, layout_named("data", mesh), mesh, {}).constraints(program.step)
     large = [constraints[value] for value in range(len(constraints)) if program.step.graph.shape(value) == (4, 16, 256)]
     assert large and all(each is not None and each.spec == ((), ("data",), ()) for each in large)
+
+
+class Residual(nnx.Module):
+    """A square layer whose output is added to its input, between two other layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(32, 96, rngs=rngs)
+        self.block = nnx.Linear(96, 96, rngs=rngs)
+        self.last = nnx.Linear(96, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = self.first(x)
+        return self.last(hidden + nnx.gelu(self.block(hidden)))
+
+
+def test_a_class_along_both_dims_of_a_kernel_is_the_reason_that_none_is_sharded() -> None:
+    plan = spanax.plan(traced(Residual, 32), "cpu:8", mesh="data=2,model=4")
+    reason = "'model' does not shard hidden: it would shard two dims of block.kernel"
+    assert [plan[path].spec for path in ("block.kernel", "first.bias")] == [((), ()), ((),)]
+    assert {plan[path].reason for path in ("block.kernel", "first.bias", "last.kernel")} == {reason}
+
+
+def test_the_rule_of_a_layout_names_axes_where_few_parameters_are_sharded() -> None:
+    program = traced(Residual, 32)
+    result = spanax.search(program, "cpu:8", layout="tensor")
+    assert result.best is not None
+    text = rule(result, result.best, plan_of(result, result.best))
+    assert text.endswith("features (29 % of the parameters) are sharded over model=8, inside a node")
+    result = spanax.search(traced(layers, 16), "cpu:8", layout="tensor")
+    assert result.best is not None
+    text = rule(result, result.best, plan_of(result, result.best))
+    assert text.endswith("; layers are sharded over model=8, inside a node")

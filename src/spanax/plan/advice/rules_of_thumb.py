@@ -1,11 +1,18 @@
 """The rules of thumb that a layout follows, and warnings for layouts that break them."""
 
+import math
+
 from spanax.plan.candidate import Candidate, Search
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.resolve import axes_of
 from spanax.units import bytes_text
 
+MOSTLY = 0.5
+"""The share of the parameters above which the text says that layers are sharded. Source: a judgment."""
 
-def rule(search: Search, candidate: Candidate) -> str:
-    """Returns the reasons for a layout, in the terms of the decision guide.
+
+def rule(search: Search, candidate: Candidate, plan: Plan) -> str:
+    """Returns the reasons for a layout, in the terms of the decision guide; `plan` is that of the candidate.
 
     The guide: a state that fits is replicated (data parallel); otherwise it is sharded (FSDP), inside the fast domain
     first (HSDP); layers are sharded (tensor) where they are too large or the batch per device too small for FSDP;
@@ -25,8 +32,8 @@ def rule(search: Search, candidate: Candidate) -> str:
             domain = " across slower links" if candidate.mesh.size > search.cluster.devices_per_node else ""
             parts.append(f"replicated over data={axes['data']}{domain}")
     if axes.get("model", 1) > 1:
-        inside = axes["model"] <= search.cluster.devices_per_node
-        parts.append(f"layers are sharded over model={axes['model']}, {'inside a node' if inside else 'across nodes'}")
+        inside = "inside a node" if axes["model"] <= search.cluster.devices_per_node else "across nodes"
+        parts.append(f"{_sharded_over(plan, 'model')} sharded over model={axes['model']}, {inside}")
     if axes.get("context", 1) > 1:
         parts.append(f"sequences are sharded over context={axes['context']}")
     if axes.get("expert", 1) > 1:
@@ -36,6 +43,23 @@ def rule(search: Search, candidate: Candidate) -> str:
     if candidate.remat == "full":
         parts.append("activations are recomputed to save memory")
     return "; ".join(parts)
+
+
+def _sharded_over(plan: Plan, axis: str) -> str:
+    """Returns what a mesh axis shards: layers, or names of axes where it shards few of the parameters."""
+    sizes = [(math.prod(leaf.shape), axis in axes_of(leaf.spec)) for leaf in plan.leaves if leaf.kind == "param"]
+    share = sum(size for size, is_sharded in sizes if is_sharded) / max(1, sum(size for size, _ in sizes))
+    if share >= MOSTLY:
+        return "layers are"
+    names = sorted(
+        {
+            name
+            for leaf in (*plan.leaves, *plan.batch)
+            for name, by in zip(leaf.axes, leaf.spec, strict=True)
+            if name is not None and axis in by
+        }
+    )
+    return f"{' and '.join(names) or 'activations'} ({100 * share:.0f} % of the parameters) are"
 
 
 def warnings(search: Search, candidate: Candidate) -> list[str]:

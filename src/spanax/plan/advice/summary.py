@@ -49,9 +49,9 @@ def summarize(search: Search) -> Summary:
     if candidate is None:
         margin = search.margin(search.nearest[0]) if search.nearest else None
         return Summary(search, None, shortfall(search), tuple(remedies(search)), margin)
-    layout = plan_of(search, candidate).layout
+    plan = plan_of(search, candidate)
     return Summary(
         search,
-        Best(layout, collectives_of(search, candidate), rule(search, candidate)),
+        Best(plan.layout, collectives_of(search, candidate), rule(search, candidate, plan)),
         margin=search.margin(candidate),
     )

@@ -118,8 +118,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
                     reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], num_shards, axis, layout, mesh)
-                elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
-                    reasons.setdefault(label, Reason(Code.AXIS_USED, path, axis))
+                elif axis in layout.exclusive and (clash := _clash(program, label, accepted)):
+                    reasons.setdefault(label, replace(clash, axis=axis, detail=author))
                     square.setdefault(label, rank)
                 else:
                     accepted[label] = rank
@@ -198,12 +198,14 @@ def divided_layers(program: Program) -> list[int]:
     return [max(labels, key=lambda label: program.size_by_class.get(label, 0))] if labels else []
 
 
-def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
-    """Returns the path of a parameter that has this class twice, or together with an accepted class."""
+def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> Reason | None:
+    """Returns the parameter that has this class twice, or together with an accepted class, as a reason."""
     for path, labels in program.params_by_class.get(label, ()):
-        if labels.count(label) > 1 or any(another in accepted for another in labels if another != label):
-            return path
-    return ""
+        if labels.count(label) > 1:
+            return Reason(Code.TWO_DIMS, path)
+        if any(another in accepted for another in labels if another != label):
+            return Reason(Code.AXIS_USED, path)
+    return None
 
 
 def _does_not_divide(
