@@ -325,8 +325,9 @@ def _trained_arrays(owners: Sequence[Owner]) -> set[str]:
     trained: set[str] = set()
     models = [owner for owner in owners if not owner.is_optimizer]
     for optimizer in (owner.node for owner in owners if isinstance(owner.node, nnx.Optimizer)):
-        states = [nnx.state(owner.node, optimizer.wrt) for owner in models]
-        named = _named_values(states, [owner.prefix for owner in models])
+        # In one tuple: an owner may be a Variable, which has no parts that a filter could select.
+        state = nnx.state(tuple(owner.node for owner in models), optimizer.wrt)
+        named = _named_values(state, [owner.prefix for owner in models])
         trained |= {path for path, _, value in named if not isinstance(value, nnx.Variable)}
     return trained
 
