@@ -84,6 +84,30 @@ class MissingError(SpanaxError, code="SPX105"):
 class ArgumentError(SpanaxError, code="SPX106"):
     """An argument has an unsupported type."""
 
+    @classmethod
+    def of(cls, name: str, value: object, fix: str) -> "ArgumentError":
+        """Returns the error for the value of an argument of this name.
+
+        Example:
+          >>> print(ArgumentError.of("mesh", 8, 'mesh="fsdp=8"'))
+          `mesh` is 8, of type int. [SPX106]
+            fix: mesh="fsdp=8"
+        """
+        text = repr(value)
+        shown = "" if len(text) > 60 or text.startswith("<") or "\n" in text else f"{text}, "
+        return cls(f"`{name}` is {shown}of type {type(value).__name__}.", fix=fix)
+
+
+def check_type(name: str, value: object, types: type | tuple[type, ...], fix: str) -> None:
+    """Checks the type of an argument; None is valid.
+
+    Raises:
+      SpanaxError: the type is none of these; a bool is an int only if it is listed.
+    """
+    is_bool = isinstance(value, bool) and types is not bool
+    if value is not None and (is_bool or not isinstance(value, types)):
+        raise ArgumentError.of(name, value, fix)
+
 
 class NotInstalledError(SpanaxError, code="SPX107"):
     """An optional package or program is not installed."""

@@ -81,4 +81,4 @@ def test_a_mesh_of_one_device(devices: list[jax.Device]) -> None:
 def test_too_few_devices(devices: list[jax.Device]) -> None:
     with pytest.raises(SpanaxError, match="the mesh needs 16 devices, and there are 8") as caught:
         MeshShape.of("data=16").build(devices[:8])
-    assert "--devices 16" in str(caught.value)
+    assert "--devices 16 (in Python: spanax.simulate(16))" in str(caught.value)

@@ -44,6 +44,12 @@ def hijax() -> nnx.Linear:
         return model()
 
 
+def planned() -> spanax.Plan:
+    plan = spanax.jit(update, mesh="fsdp=8").prepare(nnx.eval_shape(model), jax.ShapeDtypeStruct((8, 16), "float32"))
+    assert isinstance(plan, spanax.Plan)
+    return plan
+
+
 CASES = {
     "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, "float"),
     "a captured object": (captured, "data=8", model, (X,), errors.TraceContextError, "different trace level"),
@@ -86,7 +92,7 @@ def test_other_objects_in_a_later_call_leave_both_unchanged() -> None:
     ("options", "message"),
     [
         ({"like": spanax.jit(update), "mesh": "data=8"}, "`mesh` does not apply"),
-        ({"plan": object(), "layout": "fsdp"}, "`layout` does not apply"),
+        ({"plan": planned(), "layout": "fsdp"}, "`layout` does not apply"),
         ({"remat": "bogus"}, "unknown remat policy 'bogus'"),
         ({"attention": "bogus"}, "unknown attention 'bogus'"),
         ({"remat": "dots"}, "the function has none"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.displays import display
-from spanax.errors import ClusterError
+from spanax.errors import ArgumentError, ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_of_kind, file_text, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
@@ -82,13 +82,22 @@ class Cluster:
         return self.shape[-1] if self.shape else self.num_devices
 
 
-def cluster_of(name: "Cluster | str") -> Cluster:
-    """Returns the cluster with this name, or the argument itself if it is a Cluster.
+def cluster_of(name: "Cluster | str", argument: str = "cluster") -> Cluster:
+    """Returns the cluster with this name, or the value itself if it is a Cluster.
+
+    Args:
+      name: a Cluster, or its name.
+      argument: the name of the argument in an error.
+
+    Raises:
+      SpanaxError: as `cluster`, or the type is another.
 
     Example:
       >>> cluster_of("cpu:8") == cluster_of(cluster("cpu:8"))
       True
     """
+    if not isinstance(name, str | Cluster):
+        raise ArgumentError.of(argument, name, f'{argument}="cpu:8", or {argument}=spanax.local()')
     return cluster(name) if isinstance(name, str) else name
 
 

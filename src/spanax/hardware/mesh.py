@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
-from spanax.errors import DeviceCountError, MeshError, RangeError
+from spanax.errors import ArgumentError, DeviceCountError, MeshError, RangeError
 from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ class MeshShape:
     axes: tuple[tuple[str, int], ...]
 
     @staticmethod
-    def of(sizes: "Mapping[str, int] | str | MeshShape") -> "MeshShape":
-        """Returns the mesh shape of `{"data": 4}` or `"data=4,model=2"`.
+    def of(sizes: "Mapping[str, int] | str | MeshShape | Mesh") -> "MeshShape":
+        """Returns the mesh shape of `{"data": 4}`, `"data=4,model=2"`, or of a `jax.sharding.Mesh` that it builds.
 
         In text, `dp`, `tp`, `cp` (or `sp`), `ep` and `pp` stand for `data`, `model`, `context`, `expert` and `pipe`.
 
         Raises:
-          SpanaxError: a size is not a positive integer, or an axis is repeated.
+          SpanaxError: a size is not a positive integer, an axis is repeated, or the type is another.
 
         Example:
           >>> MeshShape.of("data=4,model=2").size
@@ -47,6 +47,8 @@ class MeshShape:
         """
         if isinstance(sizes, MeshShape):
             return sizes
+        if not isinstance(sizes, str | Mapping):
+            return _of_devices(sizes)
         pairs = _parse(sizes) if isinstance(sizes, str) else [(str(k), v) for k, v in sizes.items()]
         for name, size in pairs:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -93,7 +95,7 @@ class MeshShape:
             raise DeviceCountError(
                 f"the mesh needs {self.size} devices, and there are {len(devices)}.",
                 where=f"mesh {self}",
-                fix=f"a mesh whose product is {len(devices)}, or --devices {self.size} to simulate them on a CPU",
+                fix=f"a mesh whose product is {len(devices)}, or {simulated(self.size)} to simulate them on a CPU",
             )
         # Auto axes: plain NNX models (Embed, Dropout) do not support the default Explicit axes.
         kinds = (jax.sharding.AxisType.Auto,) * len(self.axes)
@@ -138,6 +140,44 @@ class MeshShape:
 
     def __repr__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "one device"
+
+
+def simulated(num_devices: int) -> str:
+    """Returns how a fix names simulated devices: on the command line, and in Python."""
+    return f"--devices {num_devices} (in Python: spanax.simulate({num_devices}))"
+
+
+def _of_devices(mesh: Any) -> MeshShape:
+    """Returns the shape of a `jax.sharding.Mesh`, of which `build` returns an equal mesh.
+
+    Raises:
+      SpanaxError: it is of another type, or differs in its devices or in the types of its axes.
+    """
+    import jax
+
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentError.of("mesh", mesh, 'mesh="fsdp=8", or mesh={"fsdp": 8}')
+    shape = MeshShape(tuple(mesh.shape.items()))
+    built = shape.build()
+    if mesh.axis_types != built.axis_types:
+        kinds = ", ".join(kind.name for kind in mesh.axis_types)
+        raise MeshError(
+            "`mesh` is a jax.sharding.Mesh whose axes are not Auto.",
+            where=f"mesh {shape}, axis types {kinds}",
+            fix="mesh=dict(mesh.shape), or jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))",
+        )
+    if mesh != built:
+        raise MeshError(
+            "`mesh` is a jax.sharding.Mesh with other devices, or in another order, than Spanax places on it.",
+            where=f"mesh {shape} of devices {_ids(mesh)}; Spanax uses {_ids(built)}",
+            fix="mesh=dict(mesh.shape), and objects that are created without a mesh",
+        )
+    return shape
+
+
+def _ids(mesh: "Mesh") -> str:
+    ids = [device.id for device in mesh.devices.flat]
+    return ", ".join(map(str, ids[:8])) + ", ..." * (len(ids) > 8)
 
 
 def _parse(text: str) -> list[tuple[str, int]]:

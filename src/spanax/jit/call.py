@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
-from spanax.errors import ObjectsError
+from spanax.errors import ArgumentError, ObjectsError
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,25 @@ class CallForm:
                 ".".join(filter(None, (name, keystr(tuple(path), simple=True, separator="."))))
             )
         return names
+
+
+def check_static(form: CallForm, parameters: Sequence[str]) -> None:
+    """Checks that the static arguments of a call are hashable, as a key of a compiled program must be.
+
+    Args:
+      form: the form of the call.
+      parameters: the names of the function's positional parameters.
+
+    Raises:
+      SpanaxError: one is not hashable.
+    """
+    for key, value in form.statics:
+        try:
+            hash(value)
+        except TypeError as error:
+            name = parameters[key] if isinstance(key, int) and key < len(parameters) else str(key)
+            fix = "a hashable value for a static argument, such as a tuple or a frozen dataclass"
+            raise ArgumentError.of(name, value, fix) from error
 
 
 def split_call(

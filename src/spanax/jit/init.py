@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
-from spanax.errors import ObjectsError
+from spanax.errors import ArgumentError, ObjectsError
 from spanax.jit.call import is_object
-from spanax.jit.sharded_function import ShardedFunction, owners
+from spanax.jit.sharded_function import LIKE, ShardedFunction, owners
 from spanax.run.state.sharded_init import init_sharded
 from spanax.trace.initial_state import created
 from spanax.trace.user_mesh import outside_meshes
@@ -53,7 +53,7 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
       ((None, 'fsdp'), (16, 4))
     """
     if not isinstance(like, ShardedFunction):
-        raise ObjectsError("`like` is not a function of spanax.jit.", fix="like=spanax.jit(train_step)")
+        raise ArgumentError.of("like", like, LIKE)
     parameters = [*inspect.signature(like.function).parameters.values()]
     positional = [parameter.name for parameter in parameters if parameter.kind in POSITIONAL]
     is_tuple: list[bool] = []

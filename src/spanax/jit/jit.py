@@ -3,17 +3,21 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
-from spanax.errors import ConflictError
-from spanax.hardware.cluster import Cluster
+from jax.sharding import Mesh
+
+from spanax.errors import ArgumentError, ConflictError, check_type
+from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.placement import LossOptions, SharedPlacement
-from spanax.jit.sharded_function import ShardedFunction
-from spanax.plan.candidates.request import Request
+from spanax.jit.sharded_function import LIKE, ShardedFunction
+from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.assign import Pins
+from spanax.trace.rewrites.remat_policies import known_policy
 from spanax.trace.variant import Variant
 
 
@@ -21,7 +25,7 @@ def jit(
     function: Callable[..., Any] | None = None,
     *,
     layout: str | Layout | None = None,
-    mesh: Mapping[str, int] | str | MeshShape | None = None,
+    mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
     on: Cluster | str | None = None,
     pin: Pins | None = None,
     plan: Plan | None = None,
@@ -83,7 +87,11 @@ def jit(
             attention=attention, loss_chunks=loss_chunks, pad=pad, like=like, donate=donate,
             static_argnums=static_argnums, static_argnames=static_argnames,
         )  # fmt: skip
-    request = Request(layout=layout, mesh=mesh, pins=dict(pin or {}), pad=pad, offload=())
+    request = Request(
+        layout=layout, mesh=mesh, pins=pins_of(pin), pad=pad, offload=(), attention=attention, loss_chunks=loss_chunks
+    )
+    _check_types(plan, like, donate, microbatches)
+    on = None if on is None else cluster_of(on, "on")
     others = {
         "layout": layout, "mesh": mesh, "on": on, "pin": pin, "pad": pad, "plan": plan if like is not None else None,
     }  # fmt: skip
@@ -96,20 +104,46 @@ def jit(
         )
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
     numbers, keywords = _static(function, static_argnums, static_argnames)
-    losses = LossOptions(Variant(remat=remat, microbatches=microbatches), attention, loss_chunks)
+    losses = LossOptions(Variant(remat=known_policy(remat), microbatches=microbatches), attention, loss_chunks)
     sharded = ShardedFunction(function, placement, donate, numbers, keywords, losses, is_like=like is not None)
     return update_wrapper(sharded, function)
+
+
+def _check_types(plan: Any, like: Any, donate: Any, microbatches: Any) -> None:
+    """Checks the types of the arguments that a request does not have.
+
+    Raises:
+      SpanaxError: one has an unsupported type.
+    """
+    path = repr(str(plan)) if isinstance(plan, str | Path) else "path"
+    check_type("plan", plan, Plan, f"plan=spanax.Plan.load({path})")
+    check_type("like", like, ShardedFunction, LIKE)
+    for name, value in (("donate", donate), ("microbatches", microbatches)):
+        if value is None or isinstance(value, bool) != (name == "donate") or not isinstance(value, int):
+            raise ArgumentError.of(name, value, "donate=False" if name == "donate" else "microbatches=4")
 
 
 def _static(
     function: Callable[..., Any], numbers: int | Iterable[int], names: str | Iterable[str]
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Returns the positions and the names of static arguments; a parameter in one is in both, as in `jax.jit`."""
-    positions = {numbers} if isinstance(numbers, int) else {*numbers}
-    keywords = {names} if isinstance(names, str) else {*names}
+    """Returns the positions and the names of static arguments; a parameter in one is in both, as in `jax.jit`.
+
+    Raises:
+      SpanaxError: a position is not an int, or a name not a str.
+    """
+    listed = _listed("static_argnums", numbers, int, "static_argnums=(1,)")
+    positions, keywords = {*listed}, {*_listed("static_argnames", names, str, 'static_argnames=("steps",)')}
     parameters = [*inspect.signature(function).parameters.values()]
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {number % len(positional) if number < 0 else number for number in positions}
     by_name = {positional.index(name) for name in keywords if name in positional}
     by_position = {positional[number] for number in positions if number < len(positional)}
     return frozenset(positions | by_name), frozenset(keywords | by_position)
+
+
+def _listed(name: str, values: Any, kind: type, fix: str) -> list[Any]:
+    """Returns the values of an argument that is one value or several of a type."""
+    listed = [values] if isinstance(values, kind) else [*values] if isinstance(values, Iterable) else None
+    if listed is None or not all(isinstance(value, kind) for value in listed):
+        raise ArgumentError.of(name, values, fix)
+    return listed

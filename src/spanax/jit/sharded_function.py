@@ -18,7 +18,7 @@ from spanax.check.check import check
 from spanax.check.report import Report
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
-from spanax.jit.call import CallForm, split_call
+from spanax.jit.call import CallForm, check_static, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
 from spanax.jit.results import attributes, has_objects, returned, with_objects
@@ -44,6 +44,9 @@ MANY = 5
 
 NUM_OBJECTS = 2
 """The number of tuples of objects whose structure is cached, such as a model and its moving average."""
+
+LIKE = "like=train_step, where train_step = spanax.jit(...)"
+"""The fix of an argument that is not a function of `spanax.jit`."""
 
 _UNSEEN = object()
 
@@ -100,7 +103,7 @@ class ShardedFunction:
           SpanaxError: the arguments cannot be sharded as requested; the objects are unchanged then.
         """
         with WithoutSpanax():
-            form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+            form, nodes, arrays = self._split(args, kwargs)
             objects, structure = self._structure_of(nodes)
             if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
                 return self.function(*args, **kwargs)  # another transformation traces it
@@ -126,7 +129,7 @@ class ShardedFunction:
           'data=8'
         """
         with WithoutSpanax():
-            form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+            form, nodes, arrays = self._split(args, kwargs)
             self._prepared = self._planned(form, nodes, arrays)
             return self._prepared[1]
 
@@ -199,6 +202,12 @@ class ShardedFunction:
     @cached_property
     def _parameters(self) -> tuple[str, ...]:
         return tuple(inspect.signature(self.function).parameters)
+
+    def _split(self, args: Any, kwargs: Any) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
+        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+        if form.statics:
+            check_static(form, self._parameters)
+        return form, nodes, arrays
 
     def _structure_of(self, nodes: tuple[Any, ...]) -> tuple[Objects, int]:
         for entry in self._objects:

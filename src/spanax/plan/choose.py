@@ -5,10 +5,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from jax.sharding import Mesh
+
 from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
-from spanax.hardware.mesh import MeshShape
+from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import can_ring, with_attention
@@ -20,7 +22,7 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.refused_stages import refused_stages
-from spanax.plan.candidates.request import Request
+from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
     STAGE_MARGIN,
@@ -57,7 +59,7 @@ def plan(
     cluster: Cluster | str,
     *,
     layout: str | Layout | None = None,
-    mesh: Mapping[str, int] | str | MeshShape | None = None,
+    mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
     sequence_parallel: bool = False,
     pin: Pins | None = None,
     forbid: Sequence[str] = (),
@@ -78,7 +80,8 @@ def plan(
         Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
         `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, `fsdp`
         otherwise.
-      mesh: axis sizes, slowest axis first. Default: a mesh that suits the layout.
+      mesh: axis sizes, slowest axis first: `"data=4,model=2"`, a dict, or a `jax.sharding.Mesh` with Auto axes and the
+        devices of `MeshShape.build`. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.
       pin: axis name -> mesh axis (or several, or None to replicate the axis); overrides the layout.
       forbid: names of axes that must not be sharded.
@@ -115,11 +118,11 @@ def plan(
       >>> plan(program, spanax.cluster("cpu:8"), layout="fsdp")["kernel"].spec
       ((), ('fsdp',))
     """
-    pins = dict(pin or {}) | dict.fromkeys(forbid)
+    pins = pins_of(pin, forbid)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
     scheduled = None if schedule is None else schedule.offload or None
     kinds = scheduled if offload is None else known_offload(offload)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad, kinds)
-    return decided(program, cluster_of(cluster), request)
+    return decided(program, cluster_of(cluster), replace(request, offload=kinds))
 
 
 def decided(program: Program, cluster: Cluster, request: Request, priced: Search | None = None) -> Plan:
@@ -336,7 +339,8 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
         raise DeviceCountError(
             f"mesh {shape} needs {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
-            fix=f"mesh {default_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
+            fix=f"mesh {default_mesh(near, cluster.num_devices)}, or "
+            + (simulated(num_devices) if cluster.chip.shared else f"a cluster of {num_devices} devices"),
         )
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)

@@ -9,7 +9,7 @@ from typing import Any
 from spanax.check.parity.parity import Parity, parity, same_layout
 from spanax.errors import DeviceCountError, SpanaxError, WorkloadError
 from spanax.hardware.cluster import cluster
-from spanax.hardware.mesh import MeshShape
+from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.trace.analysis.op_groups import executed_flops
@@ -181,7 +181,7 @@ def _smaller_mesh(mesh: MeshShape, num_devices: int) -> MeshShape:
         if sizes[largest] <= 2 or sizes[largest] % 2:
             raise DeviceCountError(
                 f"mesh {mesh} cannot be halved to fit the {num_devices} available devices.",
-                fix=f"--devices {mesh.size} to simulate them",
+                fix=f"{simulated(mesh.size)} to simulate them",
             )
         sizes[largest] //= 2
     return MeshShape(tuple(sizes.items()))

@@ -1,8 +1,12 @@
 """What a user requires of a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from jax.sharding import Mesh
+
+from spanax.errors import ArgumentError, check_type
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
@@ -14,12 +18,15 @@ from spanax.trace.rewrites.remat_policies import RING
 class Request:
     """Requirements of a plan; None leaves a choice to the defaults of the cluster and to the search.
 
-    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid`, and `pipeline` is whether layers
-    may be partitioned into stages.
+    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid` as `pins_of` does, and `pipeline` is
+    whether layers may be partitioned into stages.
+
+    Raises:
+      SpanaxError: an argument has an unsupported type, or the mesh is invalid.
     """
 
     layout: str | Layout | None = None
-    mesh: Mapping[str, int] | str | MeshShape | None = None
+    mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None
     sequence_parallel: bool = False
     schedule: Schedule | None = None
     attention: str | None = None
@@ -28,6 +35,16 @@ class Request:
     pipeline: bool | None = None
     pad: str | Sequence[str] | None = None
     offload: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_type("layout", self.layout, (str, Layout), 'layout="fsdp", or a spanax.Layout')
+        check_type("schedule", self.schedule, Schedule, "schedule=Schedule(microbatches=4), of spanax.plan.plan")
+        check_type("attention", self.attention, str, 'attention="auto"')
+        check_type("loss_chunks", self.loss_chunks, (int, str), 'loss_chunks=8, or loss_chunks="auto"')
+        if not isinstance(self.pad, str):
+            _check_names("pad", self.pad, 'pad="heads,vocab"')
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
 
     @property
     def padded(self) -> tuple[str, ...]:
@@ -53,3 +70,29 @@ class Request:
         """Whether ring attention is requested."""
         named = isinstance(self.layout, str) and RING in self.layout.split("+")
         return named or (self.schedule is not None and self.schedule.context == RING)
+
+
+def pins_of(pin: Pins | None, forbid: Iterable[str] = ()) -> Pins:
+    """Returns the `pins` of a request from the arguments of `spanax.plan`: forbidden axes are replicated.
+
+    Raises:
+      SpanaxError: an argument has an unsupported type.
+
+    Example:
+      >>> pins_of({"vocab": "model"}, forbid=["heads"])
+      {'vocab': 'model', 'heads': None}
+    """
+    check_type("pin", pin, Mapping, 'pin={"vocab": "model"}')
+    for axis, mesh_axes in (pin or {}).items():
+        if not isinstance(mesh_axes, str):
+            _check_names(f"pin[{axis!r}]", mesh_axes, 'pin={"vocab": "model"}, or None to replicate an axis')
+    if isinstance(forbid, str):
+        raise ArgumentError.of("forbid", forbid, f"forbid=[{forbid!r}]")
+    _check_names("forbid", forbid, 'forbid=["vocab"]')
+    return dict(pin or {}) | dict.fromkeys(forbid)
+
+
+def _check_names(argument: str, names: Any, fix: str) -> None:
+    is_valid = isinstance(names, Iterable) and all(isinstance(name, str) for name in names)
+    if names is not None and not is_valid:
+        raise ArgumentError.of(argument, names, fix)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spanax.errors import FormatError, UnknownNameError, VariantError, nearest
+from spanax.errors import FormatError, UnknownNameError, VariantError, check_type, nearest
 
 POLICIES = ("none", "dots", "full", "offload")
 """`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
@@ -71,6 +71,7 @@ def known_policy(policy: str | None) -> str | None:
       >>> known_policy("dots"), known_policy("full:8"), known_policy(None)
       ('dots', 'full:8', None)
     """
+    check_type("remat", policy, str, 'remat="full"')
     return policy if policy is None or partial_policy(policy) else _known("remat policy", policy, POLICIES)
 
 
