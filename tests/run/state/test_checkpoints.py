@@ -322,3 +322,45 @@ def test_two_processes_save_and_restore(tmp_path: Path) -> None:
             error == "values `streams.default.count` differs between processes, and a checkpoint stores it once."
             or (error == "values `streams.default.key` differs between processes, and a checkpoint stores it once.")
         )
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_state_is_saved_and_restored_in_place(is_raw: bool, tmp_path: Path) -> None:
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    average = jax.tree.map(lambda param: param + 1, nnx.state(model, nnx.Param))
+    state = nnx.State(nnx.to_pure_dict(average)) if is_raw else average
+    new = jax.tree.map(jnp.zeros_like, state)
+    with spanax.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"model": model, "average": state})
+    checkpoints.restore({"average": new})
+    np.testing.assert_array_equal(new["kernel"], np.asarray(model.kernel) + 1)
+    np.testing.assert_array_equal(new["bias"], np.ones(8))
+
+
+LAST_LINE = """
+import sys, spanax
+from flax import nnx
+from spanax.run.store import manifest
+
+def fail(folder):
+    raise OSError(28, "No space left on device")
+
+if sys.argv[2] == "fails":
+    manifest.write = fail
+model = nnx.Linear(512, 2048, rngs=nnx.Rngs(0))
+spanax.Checkpoints(sys.argv[1]).save(3, {"model": model})
+"""
+
+
+@pytest.mark.parametrize("outcome", ["succeeds", "fails"])
+def test_a_save_without_a_wait_ends_before_the_program(outcome: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LAST_LINE, str(tmp_path / "steps"), outcome]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0
+    if outcome == "succeeds":
+        assert ended.stderr == "" and spanax.Checkpoints(tmp_path / "steps").steps() == [3]
+        spanax.Checkpoints(tmp_path / "steps").restore({"model": nnx.Linear(512, 2048, rngs=nnx.Rngs(1))})
+    else:
+        assert ended.stderr == "spanax: WARNING: step 3 was not saved: no space left on the device.\n"
+        assert spanax.Checkpoints(tmp_path / "steps").steps() == []

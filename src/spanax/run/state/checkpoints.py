@@ -29,10 +29,10 @@ METHODS = (("state", "restore"), ("get_state", "set_state"))
 class Checkpoints:
     """The checkpoints in a folder, of the objects of a custom training loop.
 
-    The objects are a dict of NNX objects by name (a model, an optimizer, metrics, `nnx.Rngs`) and of objects with a
-    state in JSON: `spanax.Batches`, a `Watch` of a `spanax.Guard`, Grain's iterators. Arrays are saved as shards by the
-    devices that store them, and restored onto the shardings that the arrays of the objects have at that time, on any
-    mesh.
+    The objects are a dict of NNX objects by name (a model, an optimizer, metrics, `nnx.Rngs`, an `nnx.State` such as an
+    average of the parameters) and of objects with a state in JSON: `spanax.Batches`, a `Watch` of a `spanax.Guard`,
+    Grain's iterators. Arrays are saved as shards by the devices that store them, and restored onto the shardings that
+    the arrays of the objects have at that time, on any mesh.
 
     Each step is a folder with a manifest of checksums, which is written last: a save that is killed or fails leaves no
     checkpoint, and every file is verified before it is used. A checkpoint of `model` and `optimizer` is one of a run:
@@ -76,7 +76,8 @@ class Checkpoints:
         """Starts to save the objects as checkpoint `step`.
 
         Returns as soon as the arrays are copied, so that the next step may run and donate them. `wait()` on the result
-        waits until the checkpoint is on disk. Waits first for the previous save into this folder.
+        waits until the checkpoint is on disk. Waits first for the previous save into this folder. Without `with` and
+        `wait()`, the program finishes the save before it exits, and an error of it is only printed.
 
         Raises:
           SpanaxError: an object has neither arrays nor a state in JSON.
@@ -187,7 +188,7 @@ def _methods(value: Any, name: str = "") -> tuple[str, str]:
             return methods
     raise ObjectsError(
         f"'{name}' is a {type(value).__name__}, which has neither arrays nor a state.",
-        fix="an NNX object, or one with state() and restore(state), or get_state() and set_state(state)",
+        fix="an NNX object, nnx.State(arrays), or an object with state() and restore(), or get_state() and set_state()",
     )
 
 

@@ -80,7 +80,7 @@ class NamedObjects:
 
 def is_nnx(value: Any) -> bool:
     """Returns whether a value is an NNX object, whose arrays can be replaced in place."""
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+    return isinstance(value, nnx.Pytree | nnx.Variable | nnx.State)
 
 
 def _check_numeric(path: str, value: Any) -> None:

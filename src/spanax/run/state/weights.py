@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from spanax.entries.folder import Folder
 from spanax.errors import WeightsError, WriteError
 from spanax.run.store import checkpoint, manifest, view
+from spanax.run.store.pending import failure
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
     except BaseException as error:
         checkpoint.abandon(staging)
         if isinstance(error, OSError | WriteError):
-            raise checkpoint.failure(root, 0, error) from error
+            raise failure(root, 0, error) from error
         raise
 
 

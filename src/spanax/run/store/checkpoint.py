@@ -13,21 +13,21 @@ import itertools
 import logging
 import os
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.kind import Kind
 from spanax.entries.names import META, PLAN
-from spanax.errors import CheckpointError, DiskFullError, ObjectsError, RangeError, SpanaxError, WriteError, first_line
+from spanax.errors import CheckpointError, ObjectsError, RangeError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
-from spanax.run.distributed.processes import all_processes, from_first, is_first
+from spanax.run.distributed.processes import from_first, is_first
 from spanax.run.store import manifest, view
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
+from spanax.run.store.pending import RUNNING, Pending, failure, finish_at_exit
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 from spanax.run.store.view import SavedStep, describe, verify
 
@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Restored", "SavedStep", "describe", "restore", "save", "verify"]
 
-FULL = "no space left on the device"
 WEIGHTS_ALONE = "the checkpoint contains weights only; use spanax.start(program, plan, init=...) or spanax train --init"
 
-# One save at a time into a folder, so that the host never holds two copies; also identifies saves in progress.
+# One save at a time into a folder, so that the host never holds two copies.
 _STARTING = threading.Lock()
 _ATTEMPTS = itertools.count()
-_RUNNING: dict[Path, Pending] = {}
 
 
 @dataclass(frozen=True)
@@ -54,55 +52,6 @@ class Restored:
     plan_json: str | None
     meta: Mapping[str, Any]
     leaves: Mapping[str, str]
-
-
-@final
-class Pending:
-    """A save that runs in the background; `wait` blocks until it has finished, at the latest when the program exits.
-
-    `seconds` is the duration, once it has finished.
-    """
-
-    def __init__(self, root: Folder, step: int, finish: Callable[[], None]):
-        self.step = step
-        self._root, self._finish = root, finish
-        self._error: WriteError | None = None
-        self._began, self.seconds = time.monotonic(), 0.0
-        self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
-
-    def is_running(self, after_seconds: float) -> bool:
-        """Returns whether the save still runs on any process after this time; a collective: all processes call it."""
-        self._thread.join(after_seconds)
-        return not all_processes(not self._thread.is_alive())
-
-    def wait(self) -> None:
-        """Blocks until the step is finished on disk and steps beyond `keep` are removed.
-
-        With several processes, all of them must call it at the same point.
-
-        Raises:
-          WriteError: the step could not be written; its files are removed. Raised by every call.
-        """
-        self._thread.join()
-        is_saved_everywhere = all_processes(self._error is None)
-        if _RUNNING.get(self._root.path) is self:
-            del _RUNNING[self._root.path]
-        if self._error is not None:
-            raise self._error
-        if not is_saved_everywhere:
-            raise WriteError(f"step {self.step} was not saved: another process failed.", where=str(self._root))
-
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except WriteError as error:
-            self._error = error
-        except BaseException as error:
-            self._error = failure(self._root, self.step, error)
-        finally:
-            # Frees the host's copy of the arrays.
-            del self._finish
-            self.seconds = time.monotonic() - self._began
 
 
 def save(
@@ -131,10 +80,12 @@ def save(
     """
     step = _checked(step, arrays, keep)
     root = Folder.of(directory).resolved()
+    orbax_v1()  # imports the executors that a save needs until it has finished
+    finish_at_exit()
     stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
     with _STARTING:
-        if root.path in _RUNNING:
-            _RUNNING[root.path].wait()
+        if root.path in RUNNING:
+            RUNNING[root.path].wait()
         staging = prepare(root, step, arrays, plan_json, meta)
         try:
             response = _start(staging.checked_path() / ARRAYS, stored)
@@ -145,7 +96,7 @@ def save(
             raise
         pending = Pending(root, step, lambda: _finish(response, staging, root, step, keep))
         pending._thread.start()
-        _RUNNING[root.path] = pending
+        RUNNING[root.path] = pending
     return pending
 
 
@@ -171,9 +122,9 @@ def restore(
       SpanaxError: a target has no sharding, or one that does not divide its shape.
     """
     root = Folder.of(directory).resolved()
-    if root.path in _RUNNING:
+    if root.path in RUNNING:
         # Its outcome decides which step is the newest. Its error is raised by `wait`.
-        _RUNNING[root.path]._thread.join()
+        RUNNING[root.path]._thread.join()
     step_number, folder = choose(root, step, warn)
     try:
         plan_json = None if folder.kind(PLAN) is None else folder.read(PLAN).decode()
@@ -273,17 +224,6 @@ def abandon(staging: Folder) -> None:
         with contextlib.suppress(OSError):
             discard(staging)
     view.end(staging)
-
-
-def failure(root: Folder, step: int, error: BaseException) -> WriteError:
-    # By text: TensorStore, which writes the arrays, raises ValueError for every error of its C++ code.
-    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))  # text: TensorStore
-    reason = FULL if is_out else first_line(error)
-    fix = "free disk space, or use another folder"
-    with contextlib.suppress(OSError):
-        fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"
-    kind = DiskFullError if is_out else WriteError
-    return kind(f"step {step} was not saved: {reason}.", where=str(root), fix=fix)
 
 
 # ---- restoring
