@@ -17,7 +17,7 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.host_transfers import HOST_TRANSFERS
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
-from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, walk
+from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.stage_transfers import stage_transfer_bytes
@@ -55,6 +55,7 @@ class LayoutCosts:
       cluster: the devices.
       assumptions: constants that are not in data sheets.
       equal: a layout of the same program with the same signature, if known: only its state may differ.
+      other_ring: the same layout on a mesh with rings of another size, if known.
     """
 
     sharded: ShardedProgram
@@ -62,6 +63,7 @@ class LayoutCosts:
     cluster: Cluster
     assumptions: Assumptions
     equal: "LayoutCosts | None" = None
+    other_ring: "LayoutCosts | None" = None
 
     @cached_property
     def terms(self) -> Terms:
@@ -83,6 +85,8 @@ class LayoutCosts:
         """The moments at which memory may peak."""
         if self.equal is not None:
             return self.equal.level
+        if self.other_ring is not None and ring_memory(self.sharded) == ring_memory(self.other_ring.sharded):
+            return self.other_ring.level
         return walk(self.sharded, is_tpu=self.cluster.is_torus, has_host=not self.cluster.chip.shared)
 
     def memory(self, grids: Sequence[Grid]) -> list[MemoryUse]:

@@ -17,8 +17,9 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.pricer import Bound, Pricer, priced_forms
 from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
 from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.memory.state import state_of
 from spanax.plan.defaults import defaults
-from spanax.plan.evaluate import main_dtype, model_flops
+from spanax.plan.evaluate import main_dtype, model_flops, priced_offload
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
@@ -144,10 +145,11 @@ def _search(
     space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     sequences = [in_context(family, rejected) for family in space] if ring else []
+    states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
     pricers = [
         Pricer.of(some, cluster, assumptions, [
             grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some
-        ], offload)
+        ], states[: len(some)])
         for some in (space, sequences)
     ]  # fmt: skip
     limit, repeats = cluster.memory_bytes, (layout is not None, True)

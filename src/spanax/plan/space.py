@@ -180,8 +180,10 @@ def _resolved_alike(options: _Options, rows: Sequence[Row], rejected: Rejections
     sizes = np.asarray(rows, int).T[1:]
     decisions = size_decisions(_resolver(options, rows[0][1:]), sizes)
     result = []
-    for decision in np.unique(decisions, axis=1).T:
-        members = [row for row, column in zip(rows, decisions.T, strict=True) if (column == decision).all()]
+    _, family_of = np.unique(decisions, axis=1, return_inverse=True)
+    family_of = family_of.reshape(-1)
+    for number in range(family_of.max(initial=-1) + 1):
+        members = [rows[column] for column in np.flatnonzero(family_of == number).tolist()]
         resolver, table = _resolver(options, members[0][1:]), np.asarray(members, int).T
         if table[1 + AXES.index("fsdp"), 0] > 1 and not _stores(resolver):
             rejected[Reason(Code.NOTHING_STORED)] += len(members)

@@ -14,11 +14,12 @@ from spanax.plan.candidates.grids import PLAIN, ZERO_BUBBLE, Grids
 from spanax.plan.candidates.ranking import Priced, slowest_rank
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.margins import upper_bytes
-from spanax.plan.cost.memory.state import State, state_of
+from spanax.plan.cost.memory.state import State
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid, GridTable, Table
-from spanax.plan.evaluate import LayoutCosts, priced_offload
+from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.assign import Assignment
 from spanax.plan.space import AXES, Family, Rejections
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
@@ -52,10 +53,9 @@ class Pricer:
         cluster: Cluster,
         assumptions: Assumptions,
         grids: Sequence[Grids | None],
-        offload: Sequence[str],
+        states: Sequence[State],
     ) -> "Pricer":
         """Returns the pricer of some families; its table is filled with the first price."""
-        states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
         return Pricer(space, grids, states, [None] * len(space), cluster, assumptions, Counter())._with_table()
 
     def _with_table(self) -> "Pricer":
@@ -162,11 +162,19 @@ class Pricer:
             rejected.update(self.left_out)
             cache, known = ShardingCache(), dict[object, LayoutCosts]()
             rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
+            layout: LayoutCosts | None = None
+            assignment: Assignment | None = None
             for family, state, grids, table in rows:
                 if grids is None:
                     continue
-                sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
-                layout = LayoutCosts(sharded, state, cluster, self.assumptions, known.get(sharded.signature))
+                resolver = family.resolver
+                last = layout if assignment is resolver.assignment else None
+                if last is None:
+                    sharded = ShardedProgram(resolver.of(program), program.step, cache)
+                else:  # of one family, as in `by_ring`
+                    sharded = last.sharded.on(resolver.mesh)
+                equal, assignment = known.get(sharded.signature), resolver.assignment
+                layout = LayoutCosts(sharded, state, cluster, self.assumptions, equal, last)
                 known.setdefault(sharded.signature, layout)
                 repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded.resolver, AXES))
                 plain = layout.costs(grids.plain, table)

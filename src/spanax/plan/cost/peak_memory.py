@@ -86,6 +86,16 @@ def walk(sharded: ShardedProgram, *, is_tpu: bool = False, has_host: bool = True
     return _level(sharded, liveness, sharded.traced.graph.body, has_host)
 
 
+def ring_memory(sharded: ShardedProgram) -> list[object]:
+    """Returns the collectives and temporaries of rings: with equal shardings, moments differ only if these do."""
+    graph, mesh, result = sharded.traced.graph, sharded.resolver.mesh, list[object]()
+    for op in (op for name in sorted(RING) for op in sharded.traced.first_ops.get(name, ())):
+        division = sharded.division(op)
+        use = None if division.operands is None else division.operands.attention
+        result.append((division.partition, use and temporary_bytes(graph, op, use, mesh)))
+    return result
+
+
 def memory_use(
     state: State,
     level: Level,

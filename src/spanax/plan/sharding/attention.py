@@ -103,8 +103,7 @@ def attention_sharding(
 
 def attention_kernels(traced: StepAnalysis) -> list[Op]:
     """Returns the first operation of each group of equal attention kernels, forward."""
-    ops = [group.op for group in traced.op_groups]
-    return [op for op in ops if op.name == FORWARD and op.params["kernel"] is not None]
+    return [op for op in traced.first_ops.get(FORWARD, ()) if op.params["kernel"] is not None]
 
 
 def _divides(form: Form, dim: int, axes: Axes, mesh: MeshShape) -> bool:

@@ -5,6 +5,7 @@ Placements in the plan, sharding constraints in the step and costs all come from
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, overload
 
 from spanax.errors import ModelMeshError
@@ -70,6 +71,18 @@ class Resolver:
         self, labels: Labels, shape: Sequence[int], replicated: frozenset[int] = frozenset(), *, is_routed: bool
     ) -> Spec:
         """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides."""
+        key = labels, tuple(shape), replicated, is_routed
+        if key not in self._computed:
+            self._computed[key] = self._new_computed(*key)
+        return self._computed[key]
+
+    @cached_property
+    def _computed(self) -> dict[tuple[object, ...], Spec]:
+        return {}
+
+    def _new_computed(
+        self, labels: Labels, shape: tuple[int, ...], replicated: frozenset[int], is_routed: bool
+    ) -> Spec:
         spec: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
             candidates = [

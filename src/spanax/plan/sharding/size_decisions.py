@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from spanax.plan.sharding.attention import attention_kernels
-from spanax.plan.sharding.lookups import lookup_of, strategies
+from spanax.plan.sharding.lookups import LOOKUPS, lookup_of, strategies
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.analysis.labels import label_key
 from spanax.trace.jaxpr.dim_maps.relations import Kind
@@ -44,41 +44,53 @@ def _divided(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     for axis, ranks in resolver.assignment.ranks.items():
         for label in ranks:
             axes_of_class[label].append(axis)
-    step = resolver.program.step
     dims = {
         (label, size)
-        for key in {id(key): key for key in step.sharding_keys}.values()
+        for key in resolver.program.step.distinct_keys
         for label, size in zip(key.labels, key.shape, strict=True)
         if label is not None and label in axes_of_class
     }
-    for label, size in sorted(dims):
-        yield from (size % ways(some) == 0 for some in _subsets(axes_of_class[label]))
+    pairs = ((size, some) for label, size in sorted(dims) for some in _subsets(axes_of_class[label]))
+    for size, some in dict.fromkeys(pairs):
+        yield size % ways(some) == 0
 
 
 def _stored(resolver: Resolver, ways: Ways) -> Iterator[Array]:
-    """Yields the dim along which an array is sharded in storage, -1 for none, for each class of arrays."""
+    """Yields the dim along which an array is sharded in storage, -1 for none.
+
+    Arrays whose dims differ in order only, or in classes of the same order, have equal decisions, yielded once.
+    """
     program, step = resolver.program, resolver.program.step
     axes = dict.fromkeys(axis for kind in ("param", "gradient", "optimizer") for axis in resolver.layout.stored(kind))
     stored = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
     known = set[object]()
     if not stored:
         return
-    keys = [(key.labels, key.shape, key.is_routed) for key in {id(key): key for key in step.sharding_keys}.values()]
-    for labels, shape, is_routed in keys:
-        pairs = tuple(sorted(zip(labels, shape, strict=True), key=str))
-        if label_key(labels) not in program.param_keys or (pairs, is_routed) in known:
+    for labels, shape, is_routed in dict.fromkeys((key.labels, key.shape, key.is_routed) for key in step.distinct_keys):
+        if label_key(labels) not in program.param_keys:
             continue
-        known.add((pairs, is_routed))
         used, padded = resolver.computed(labels, shape, is_routed=is_routed), resolver.padded_shape(labels, shape)
+        classes = sorted({_order(label) for label in labels})
+        dims = [
+            (*resolver.reluctance(label), used[dim], padded[dim], classes.index(_order(label)))
+            for dim, label in enumerate(labels)
+        ]
+        if (alike := tuple(sorted(dims))) in known:
+            continue
+        known.add(alike)
         rows = []
-        for dim, (label, size) in enumerate(zip(labels, padded, strict=True)):
-            local = size // ways(used[dim])
-            reluctance = resolver.reluctance(label)
-            place = 4 * reluctance[0] + 2 * reluctance[1] + bool(used[dim])
+        for dim, (is_scanned, is_looked_up, by, size, _) in enumerate(dims):
+            local = size // ways(by)
+            place = 4 * is_scanned + 2 * is_looked_up + bool(by)
             # Of equal places the dim with the most elements, as in `Resolver.stored`.
-            order = place * 1e15 - local + (label if label is not None else -1) * 1e-6 + dim * 1e-9
+            order = place * 1e15 - local + _order(labels[dim]) * 1e-6 + dim * 1e-9
             rows.append(np.where(local % ways(stored) == 0, order, np.inf))
         yield np.where(np.isinf(np.min(rows, axis=0, initial=np.inf)), -1, np.argmin(rows, axis=0))
+
+
+def _order(label: int | None) -> int:
+    """Returns the position of a class among those of equal dims, as in `Resolver.stored`."""
+    return -1 if label is None else label
 
 
 def _exchanged(resolver: Resolver, ways: Ways) -> Iterator[Array]:
@@ -96,7 +108,7 @@ def _exchanged(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     """Yields whether mesh axes divide the number of groups of a convolution."""
     axes = [axis for axis, size in resolver.mesh.axes if size > 1]
-    ops = [op for op in resolver.program.step.keys_of if op.name == "conv_general_dilated"]
+    ops = resolver.program.step.first_ops.get("conv_general_dilated", ())
     relations = [next(op.dim_map.of_kind(Kind.GROUPS), None) for op in ops]
     for factor in sorted({relation.factor for relation in relations if relation is not None and relation.factor}):
         yield from (factor % ways(some) == 0 for some in _subsets(axes))
@@ -105,7 +117,7 @@ def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     """Yields the strategy of each lookup in a table that moves the fewest bytes."""
     step, constraints = resolver.program.step, resolver.constraints(resolver.program.step)
-    for op in step.keys_of:
+    for op in (op for op in step.keys_of if op.name in LOOKUPS):
         lookup = lookup_of(op, constraints)
         if lookup is not None:
             moved = [numbers for *_, numbers in strategies(lookup, step, ways)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.ring_attention import ring_partition
 from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
@@ -74,7 +75,15 @@ class ShardedProgram:
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """Returns what the costs depend on: equal for layouts with equal shardings and equal divisions."""
-        return (*self.numbers, *(self.division(op) for op in self.traced.keys_of if op.name in SIZED))
+        sized = (op for name in SIZED for op in self.traced.first_ops.get(name, ()))
+        return (*self.numbers, *map(self.division, sized))
+
+    def on(self, mesh: MeshShape) -> "ShardedProgram":
+        """Returns the program on a mesh on which the layout resolves equally: only rings are divided differently."""
+        result = ShardedProgram(replace(self.resolver, mesh=mesh), self.traced, self.cache)
+        result.constraints, result.numbers, result._masks = self.constraints, self.numbers, self._masks
+        result._divisions = {op: division for op, division in self._divisions.items() if op.name not in RING}
+        return result
 
     def masks(self, value: int) -> Masks:
         """Returns the sharding of a value."""

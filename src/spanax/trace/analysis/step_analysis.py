@@ -1,5 +1,6 @@
 """Analyses of a traced function that do not depend on a layout, each computed once."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -122,6 +123,11 @@ class StepAnalysis:
         return [*firsts.values()]
 
     @cached_property
+    def distinct_keys(self) -> list[ShardingKey]:
+        """Returns the distinct sharding keys, in order of their numbers."""
+        return [self.sharding_keys[value] for value in self.first_values]
+
+    @cached_property
     def op_groups(self) -> list[OpGroup]:
         """Returns the groups of equal operations, each with its number of runs."""
         return op_groups(self.traced, self.sharding_keys, self.layer_labels)
@@ -142,6 +148,14 @@ class StepAnalysis:
         keys = self.sharding_keys
         ops = [group.op for group in self.op_groups]
         return {op: tuple(keys[value].number for value in (*op.inputs, *op.outputs)) for op in ops}
+
+    @cached_property
+    def first_ops(self) -> Mapping[str, list[Op]]:
+        """Returns the first operation of every group, by name of the operation."""
+        result = defaultdict[str, list[Op]](list)
+        for op in self.keys_of:
+            result[op.name].append(op)
+        return {name: ops for name, ops in result.items()}
 
     @cached_property
     def wire_keys(self) -> dict[Op, tuple[int, ...]]:
