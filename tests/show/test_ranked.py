@@ -39,7 +39,7 @@ def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, caps
     read = Read(text)
     assert not read.problems and "http" not in re.sub("http-equiv", "", text)
     rows = [attributes for tag, attributes in read.elements if tag == "tr" and "data-family" in attributes]
-    seconds = [float(item) for item in re.findall(r'data-value="([\d.e-]+)">[\d.]+ [mu]?s<', text)]
+    seconds = [float(item) for item in re.findall(r'data-value="([\d.e-]+)">[\d.]+ [mµ]?s<', text)]
     assert len(rows) == len(seconds) > 50 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
     assert {row["data-fits"] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row["data-family"] for row in rows}
 

@@ -3,6 +3,7 @@
 import doctest
 import functools
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -92,9 +93,9 @@ def test_predicted_communication_equals_that_of_xla(cell: tuple[str, str, str]) 
 
 
 def gathered_again(
-    result: count_terms._TermCounter, kind: count_terms.OpGroup, shift: partition.Reshard
+    counter: count_terms._TermCounter, group: count_terms.OpGroup, shift: partition.Reshard, key: tuple[Any, ...] | None
 ) -> count_terms.Move:
-    return count_terms.Move(result._key(shift, kind.phase, kind.in_layers), kind.runs)
+    return count_terms.Move(key, group.runs)
 
 
 def unsummed(*args: object, **kwargs: object) -> list[partition.Reshard]:
@@ -135,15 +136,15 @@ def test_fsdp_gathers_weights_twice_and_scatters_their_gradients_once() -> None:
 
 
 def test_a_table_smaller_than_its_rows_is_gathered() -> None:
-    """Split by its rows, each device would find some of them, and what they find would be summed."""
+    """If its rows were sharded, each device would look up some of them, and the results would be summed."""
     program, _ = planned("moe", "tensor", "model=8")
     (table,) = (leaf.num_bytes for leaf in program.leaves if leaf.path == "embed.embedding")
     moved = predicted("moe", "tensor", "model=8")
     looked_up = 16 * 32 * 32 * 4
     assert looked_up == 4 * table and moved["all-gather", "model"] <= 2 * table
-    ways = operands._lookup_strategies
+    strategies = operands.strategies
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operands, "_lookup_strategies", lambda *arguments: ways(*arguments)[:1])
+        patch.setattr(operands, "strategies", lambda *arguments: strategies(*arguments)[:1])
         split = predicted("moe", "tensor", "model=8")
     assert split["all-reduce", "model"] == moved["all-reduce", "model"] + looked_up
 
