@@ -120,6 +120,8 @@ def test_the_order_of_a_table_is_explained(answered: tuple[str, dict[str, Any]])
     assigned = dataclasses.replace(faster, assigned=best.assignment)
     assert ranked_text([slower, assigned]) == "ranked by step time; assignments in parentheses as if 10 % slower:"
     assert ranked_text([assigned, slower]) == "ranked by step time:"
+    repeating = dataclasses.replace(faster, repeats_most=True)
+    assert ranked_text([slower, repeating]).endswith("; layouts that repeat most FLOPs as if 50 % slower:")
     staged = dataclasses.replace(faster, num_stages=2)
     assert re.fullmatch(r"ranked by step time; stages as if \d+ % slower:", ranked_text([slower, staged]))
 

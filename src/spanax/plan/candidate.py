@@ -33,7 +33,7 @@ class Candidate:
 
     `memory` is device memory by group, `host_bytes` the offloaded state in host memory. `hidden` are seconds of
     communication by term that run during computation; `step_seconds` excludes them.
-    `assigned` is the layout where a local search changed a preset.
+    `assigned` is the layout where a local search changed a preset. `repeats_most` is as in `Costs`.
     """
 
     layout: str
@@ -53,6 +53,7 @@ class Candidate:
     context: str = GATHERED
     assigned: Layout | None = None
     host_bytes: int = 0
+    repeats_most: bool = False
 
     @staticmethod
     def of(
@@ -83,6 +84,7 @@ class Candidate:
             hidden={name: float(values[index]) for name, values in costs.hidden.items()},
             context=program.context,
             host_bytes=rounded_up(memory.host_bytes[index]),
+            repeats_most=bool(costs.repeats_most[index]),
         )
 
     def _repr_html_(self) -> str | None:

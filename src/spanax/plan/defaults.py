@@ -50,6 +50,14 @@ policies differ by the recomputed FLOPs, which are exact in compiled programs (d
 the times are nearly equal.
 """
 
+REPEATED_MARGIN = 0.5
+"""How much faster a plan that repeats most FLOPs on several devices must be than one that does not, as a fraction.
+
+Such a plan is faster only where latency exceeds computation, and predicted times are least accurate there: those of a
+small model on simulated devices have a mean error of 105 % without calibration, those of large models one of about
+10 %. Source: a judgment, between both (docs/planning.md).
+"""
+
 ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)
 ON_ACCELERATOR = Defaults("bfloat16", "auto", 0, pipeline=True, is_searched=True)
 WITHOUT_BFLOAT16 = Defaults(None, "auto", 0, pipeline=True, is_searched=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
-from spanax.plan.defaults import ASSIGNMENT_MARGIN, SAME_DTYPE, STAGE_MARGIN
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -138,6 +138,7 @@ def ranked_text(rows: Sequence[Candidate]) -> str:
         for name, margin, is_listed in (
             ("assignments in parentheses", ASSIGNMENT_MARGIN, any(row.assigned for row in rows)),
             ("stages", STAGE_MARGIN, any(row.num_stages > 1 for row in rows)),
+            ("layouts that repeat most FLOPs", REPEATED_MARGIN, any(row.repeats_most for row in rows)),
         )
         if is_listed and any(after.step_seconds < before.step_seconds for before, after in pairwise(rows))
     ]

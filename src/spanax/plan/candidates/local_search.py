@@ -14,7 +14,7 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
-from spanax.plan.defaults import ASSIGNMENT_MARGIN
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.layout import Layout
 from spanax.plan.reason import Code, Reason
@@ -200,11 +200,11 @@ def _key(resolver: Resolver, seed: Candidate) -> object:
 
 
 def _merged(presets: Sequence[Candidate], assigned: Sequence[Candidate], stage_margin: float) -> tuple[Candidate, ...]:
-    """Returns all candidates by step time, with a margin for those whose assignment or stages have to be worth it."""
+    """Returns all candidates by step time, with margins for those whose differences have to be worth it."""
 
     def rank(candidate: Candidate) -> float:
         margin = (1 + stage_margin * (candidate.num_stages > 1)) * (1 + ASSIGNMENT_MARGIN * bool(candidate.assigned))
-        return candidate.step_seconds * margin
+        return candidate.step_seconds * margin * (1 + REPEATED_MARGIN * candidate.repeats_most)
 
     result = list(presets)
     for candidate in sorted(assigned, key=rank):

@@ -10,6 +10,7 @@ from spanax.plan.candidate import Candidate
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.cost.terms import Terms
+from spanax.plan.defaults import REPEATED_MARGIN
 from spanax.plan.reason import Code, Reason
 from spanax.plan.space import AXES, STORING, Family, Rejections, layout_on, mesh_of
 from spanax.trace.program import Program
@@ -42,8 +43,9 @@ class Priced:
         return np.asarray((self.grid.sizes[list(self.repeats)] > 1).any(0))
 
     def ranks(self, stage_margin: float) -> np.ndarray:
-        """Returns the step time of each mesh, with a margin for stages, which candidates are ranked by."""
-        return self.costs.step_seconds * np.where(self.grid.num_stages > 1, 1 + stage_margin, 1)
+        """Returns the step time of each mesh, with margins for stages and repeated FLOPs, which it is ranked by."""
+        in_stages = np.where(self.grid.num_stages > 1, 1 + stage_margin, 1)
+        return self.costs.step_seconds * in_stages * np.where(self.costs.repeats_most, 1 + REPEATED_MARGIN, 1)
 
     def select(self, columns: np.ndarray) -> "Priced":
         """Returns the priced meshes of some columns."""

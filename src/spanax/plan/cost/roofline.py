@@ -119,5 +119,25 @@ def executed_flops(matmuls: Matmuls, num_shards: Array, scale: Array) -> Array:
     return matmuls.flops[:, None] * np.where(matmuls.batched[:, None] >= 0, scale, 1.0) / num_shards[matmuls.work]
 
 
+def step_flops(
+    matmuls: Matmuls, num_shards: Array, scale: Array, shares: Array, num_microbatches: Array
+) -> tuple[Array, Array]:
+    """Returns the FLOPs of a step on each device, and whether devices repeat more than half of them, per candidate.
+
+    Args:
+      matmuls: those of a microbatch.
+      num_shards: as `shard_counts`; the last row is the number of devices of a stage.
+      scale: the batch of a microbatch over the traced batch.
+      shares: the number of parts that divide the layers.
+      num_microbatches: per step.
+    """
+    runs = matmuls.runs[:, None] / np.where(matmuls.in_layers[:, None], shares, 1)
+    flops, unsharded = (
+        (executed_flops(matmuls, shards, scale) * runs).sum(0) * num_microbatches
+        for shards in (num_shards, np.ones_like(num_shards))
+    )
+    return flops, flops * num_shards[-1] > 2 * unsharded
+
+
 def memory_rate(chip: Chip) -> float:
     return (chip.memory_bytes_per_second or np.inf) * chip.memory_share

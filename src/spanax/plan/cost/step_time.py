@@ -20,7 +20,7 @@ from spanax.plan.cost.host_transfers import exposed_copies
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
 from spanax.plan.cost.ring_attention import HOP, ROUND
-from spanax.plan.cost.roofline import executed_flops, matmul_seconds, shard_counts, traffic_seconds
+from spanax.plan.cost.roofline import matmul_seconds, shard_counts, step_flops, traffic_seconds
 from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, Terms
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.pipeline.layer_partition import shares
@@ -90,6 +90,7 @@ class Costs:
 
     `hidden` is the communication by term that runs during computation, and is not part of the step time. `stage` has
     the times of one stage, which no schedule changes; `attention` is the part of the term `matmuls` in attention.
+    `repeats_most` is whether more than half of the FLOPs of all devices of a stage repeat those of another device.
     """
 
     terms: dict[str, Array]
@@ -98,13 +99,14 @@ class Costs:
     hidden: dict[str, Array]
     stage: "Stage"
     attention: Array
+    repeats_most: Array
 
     def select(self, columns: Array) -> "Costs":
         """Returns the costs of some candidates."""
         terms, hidden = ({name: row[columns] for name, row in rows.items()} for rows in (self.terms, self.hidden))
         stage = Stage(**{each.name: getattr(self.stage, each.name)[columns] for each in fields(Stage)})
-        step_seconds, flops, attention = (row[columns] for row in (self.step_seconds, self.flops, self.attention))
-        return Costs(terms, step_seconds, flops, hidden, stage, attention)
+        rows = {name: getattr(self, name)[columns] for name in ("step_seconds", "flops", "attention", "repeats_most")}
+        return Costs(terms=terms, hidden=hidden, stage=stage, **rows)
 
     def scheduled(self, grid: Grid) -> "Costs":
         """Returns the costs under the schedule of a grid with the same meshes, microbatches and parts of the layers."""
@@ -183,15 +185,13 @@ def price(
     seconds_by_term["update"] = (
         computing[Phase.UPDATE, True] / grid.shares + computing[Phase.UPDATE, False] / grid.shares
     )
-    runs = terms.matmuls.runs[:, None] / np.where(terms.matmuls.in_layers[:, None], grid.shares, 1)
-    flops = (executed_flops(terms.matmuls, num_shards, grid.scale) * runs).sum(0) * grid.num_microbatches
+    flops, repeats_most = step_flops(terms.matmuls, num_shards, grid.scale, grid.shares, count)
     copies = exposed_copies(terms.host_copies, num_shards, grid.scale, computing, cluster.chip)
     seconds_by_term |= {name: seconds * count / grid.shares for name, seconds in copies.items()}
     hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
     share = {True: count / grid.shares, False: count}
-    in_attention = [(parts[key] - parts[*key[:2], WEIGHTED]) * share[key[1]] for key in parts if key[2] == "matmuls"]
-    attention = np.sum(in_attention, 0)
-    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage, attention)
+    attention = sum((parts[key] - parts[*key[:2], WEIGHTED]) * share[key[1]] for key in parts if key[2] == "matmuls")
+    return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage, attention, repeats_most)
 
 
 def _stage(
