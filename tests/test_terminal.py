@@ -78,7 +78,9 @@ class Verb(NamedTuple):
 
 TRAIN = "train tiny.py:tiny --steps 3 --layout data --output-dir {out}"
 VERBS = {
-    "train": Verb(f"{TRAIN} --devices 2", r"to resume: spanax train --output-dir \S+ --resume"),
+    "train": Verb(
+        f"{TRAIN} --devices 2", r"to resume for longer.* over \d+ steps: spanax train --output-dir \S+ --resume"
+    ),
     "launch": Verb(f"launch local --processes 2 --devices-per-process 1 -- {TRAIN}", r"done: 3 steps in"),
     "plan": Verb("plan tiny.py:tiny --on cpu:2", r"layouts priced in"),
     "compare": Verb("compare tiny.py:tiny --devices 2 --mesh data=2 --top 1 --steps 1", r"rank correlation .*none"),

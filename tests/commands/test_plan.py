@@ -214,7 +214,8 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
 
 
 def test_the_fewest_devices() -> None:
-    _, data = ask(workload="gpt2-xl", on="l4:8", global_batch_size=64, solve_for="devices", remat="full")
+    text, data = ask(workload="gpt2-xl", on="l4:8", global_batch_size=64, solve_for="devices", remat="full")
+    assert text.startswith(f"the fewest l4 on which it fits are {data['answer']}; --solve-for offloads on request only")
     assert data["of"] == "devices" and data["answer"] == data["devices"]
     with pytest.raises(SpanaxError, match="needs --tokens"):
         ask(budget_hours=1.0)

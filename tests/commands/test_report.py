@@ -52,7 +52,8 @@ faults and recovery
   42.0 s  supervisor  died     it was killed. 'ouch' rank 1
   43.0 s  supervisor  restart  after_seconds 1, from_step 6
 last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not saved
-to resume: spanax train --output-dir FOLDER --resume --steps 24"""
+to resume for longer, with a learning-rate schedule over 24 steps: \
+spanax train --output-dir FOLDER --resume --steps 24"""
 
 
 def a_run(folder: Path, *reported: tuple[float, int, str, dict[str, Any]]) -> Path:

@@ -107,4 +107,7 @@ def test_a_finished_run_prints_more_steps() -> None:
     stream = io.StringIO()
     with reporter(as_json=False, stream=stream) as emit:
         emit({"event": "done", "steps": 4, "seconds": 1.0, "out": "runs/two"})
-    assert stream.getvalue().endswith("to resume: spanax train --output-dir runs/two --resume --steps 8\n")
+    assert stream.getvalue().endswith(
+        "to resume for longer, with a learning-rate schedule over 8 steps: "
+        "spanax train --output-dir runs/two --resume --steps 8\n"
+    )

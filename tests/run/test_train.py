@@ -82,7 +82,7 @@ def test_the_printed_resume_command_runs(tmp_path: Path) -> None:
     (place / "out's").mkdir()
     args = ("--output-dir", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
     done = spanax_cli(place, "train", "tiny.py:tiny", *args)
-    _, command = done.stdout.rstrip().rsplit("\nto resume: ", 1)
+    _, command = done.stdout.rstrip().rsplit("\nto resume for longer, with a learning-rate schedule over 4 steps: ", 1)
     assert json.loads(spanax_cli(place, "report", "out's/a; b", "--json").stdout)["how_to_go_on"] == command
     environ = {**os.environ, "PYTHONWARNINGS": "", "PATH": f".:{os.environ['PATH']}"}
     again = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=300)

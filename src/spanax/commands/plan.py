@@ -285,8 +285,7 @@ def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
     from spanax.show.search import array_lines
 
     leaf = plan[path]
-    assert search.best is not None
-    moved = collectives_of(search, search.best, leaf.path) if leaf.kind != "batch" else {}
+    moved = collectives_of(search, search.best, leaf.path) if search.best and leaf.kind != "batch" else {}
     return array_lines(leaf, moved), {"explained": asdict(leaf) | {"collectives": moved}}
 
 
@@ -307,8 +306,8 @@ def _compared_with_best(command: PlanCommand, load: Load, search: "Search", mach
     """Returns warnings on a requested layout, compared with the best of all layouts."""
     from spanax.plan.advice.rules_of_thumb import warnings
 
-    request = replace(command.request, layout=None, mesh=None)
-    unrestricted, _ = _search(replace(command, request=request), load, machine)
+    open_command = replace(command, request=replace(command.request, layout=None, mesh=None))
+    unrestricted, _ = _search(open_command, load, machine)
     assert search.best is not None
     lines = warnings(unrestricted, search.best)
     return [f"note: {line}" for line in lines], {"warnings": lines}
@@ -354,8 +353,7 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
         raise CapacityError(
             f"not even {name} {start} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
         )
-    size, search = fitting
-    return _sized(f"the largest {name} that fits on {machine} is about {size}", size, name, search, command)
+    return _sized(f"the largest {name} that fits on {machine} is about {fitting[0]}", *fitting, name, command)
 
 
 def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":
@@ -372,7 +370,7 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
         what = f"the step does not fit on 65536 {machine.chip.name} or fewer."
         raise CapacityError(what, fix="a smaller batch, or --remat full")
     count = search.cluster.num_devices
-    return _sized(f"the fewest {machine.chip.name} on which it fits are {count}", count, "devices", search, command)
+    return _sized(f"the fewest {machine.chip.name} on which it fits are {count}", count, search, "devices", command)
 
 
 def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
@@ -382,7 +380,7 @@ def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     while (best := (search := _search_at(command, load, machine, "batch", size)).best) is not None:
         highest = max(highest, 100 * (search.rates(best).mfu or 0.0))
         if highest >= target:
-            return _sized(f"{target:g} % MFU is reached from a batch of {size}", size, "batch", search, command)
+            return _sized(f"{target:g} % MFU is reached from a batch of {size}", size, search, "batch", command)
         if size >= limit:
             break
         size *= 2
@@ -390,11 +388,13 @@ def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     raise CapacityError(what, where=f"the most is {highest:.1f} %")
 
 
-def _sized(text: str, size: int, name: str, search: "Search", command: PlanCommand) -> Answer:
+def _sized(text: str, size: int, search: "Search", name: str, command: PlanCommand) -> Answer:
     """Returns a size as the answer, with the search at that size."""
     from spanax.plan.advice.summary import summarize
     from spanax.show.search import search_json, search_text
 
     summary = summarize(search)
     data = {"answer": size, "of": name} | search_json(summary, command.top)
+    if command.solve_for and command.request.offload is None and search.cluster.chip.host_bytes_per_second:
+        text += "; --solve-for offloads on request only (--offload optimizer)"
     return Answer(f"{text}:\n{search_text(summary, 1)}", data)

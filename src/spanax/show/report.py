@@ -9,6 +9,7 @@ from spanax.printable import printable
 from spanax.run.record.report import RunReport
 from spanax.run.record.time_account import TimeAccount
 from spanax.run.record.time_ledger import BUCKETS
+from spanax.show.live.events import RESUME, resume_for_longer
 from spanax.show.tables import table_text
 
 MEANING = {
@@ -45,6 +46,8 @@ class Section:
 
 def sections(report: RunReport) -> list[Section]:
     """Returns the sections of a report, the most important first."""
+    is_finished = report.account.attempts[-1].outcome == "finished"
+    resume = resume_for_longer(RESUME, 2 * report.account.reached) if is_finished else RESUME
     parts = [
         _time_section(report),
         _attempts_section(report.account),
@@ -52,7 +55,7 @@ def sections(report: RunReport) -> list[Section]:
         _metrics_section(report),
         Section(_checkpoint_text(report)),
         Section("could not be read", ("",), [(_text(note),) for note in report.notes]) if report.notes else None,
-        Section(f"to resume: {printable(report.how_to_go_on)}"),
+        Section(f"{resume}: {printable(report.how_to_go_on)}"),
     ]
     return [part for part in parts if part is not None]
 

@@ -8,8 +8,10 @@ from typing import Any
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
+from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.tables import table_text
+from spanax.trace.rewrites.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.units import bytes_text
 
 FLOP_CONVENTION = (
@@ -48,6 +50,8 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "hidden": candidate.hidden,
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
         "host_bytes": candidate.host_bytes,
+        "offload": list(search.offload),
+        "padded": dict(search.programs[candidate.remat].form.padded),
         "upper_bytes": search.upper_bytes(candidate),
         "mfu": rates.mfu,
         "hfu": rates.hfu,
@@ -103,6 +107,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "checkpoint_bytes": search.checkpoint_bytes,
             "restore_bytes": search.best.state_bytes,
             "rule": best.rule,
+            "why": [str(reason) for reason in _reasons(search)],
             "flop_convention": FLOP_CONVENTION,
             "counts_all_experts": search.counts_all_experts,
         }
@@ -159,7 +164,7 @@ def _margin_lines(summary: Summary, candidate: Candidate) -> list[str]:
 
 def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]:
     search, rates = summary.search, summary.search.rates(candidate)
-    limit = search.cluster.memory_bytes
+    limit, usable = search.cluster.memory_bytes, 100 * (1 - summary.reserve)
     times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
     hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
@@ -168,14 +173,16 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
         f"{candidate.layout} on {search.cluster} ({candidate.mesh}{stages}): {search.setting}, "
-        f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}",
+        f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}"
+        + "".join(f", {form}" for form in _forms(search, candidate)),
+        *(f"  why     {reason}" for reason in _reasons(search)),
         f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
         *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
-        + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else "")
-        + (f"; {bytes_text(candidate.host_bytes)} of host memory" if candidate.host_bytes else ""),
+        + (f" of {bytes_text(limit)} usable, of which a prediction may use {usable:.0f} %" if limit else "")
+        + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
         *_margin_lines(summary, candidate),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
@@ -185,6 +192,19 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         *(f"  attention {choice}" for choice in search.attention),
         f"  MFU is {FLOP_CONVENTION}{ALL_EXPERTS if search.counts_all_experts else ''}" if mfu else "",
     ]
+
+
+def _forms(search: Search, candidate: Candidate) -> list[str]:
+    """Returns what is in host memory, and the axes that are padded."""
+    in_host_memory = [*search.offload, *["activations"] * (candidate.remat == OFFLOADED_ACTIVATIONS)]
+    padded = [name for name, _ in search.programs[candidate.remat].form.padded]
+    texts = ((in_host_memory, "in host memory"), (padded, "padded"))
+    return [f"{' and '.join(names)} {text}" for names, text in texts if names]
+
+
+def _reasons(search: Search) -> list[Reason]:
+    """Returns the reasons for the forms of the best layout that a search chooses without a request."""
+    return [reason for reason in (search.assignment, search.alternative, search.partial_remat) if reason is not None]
 
 
 def rate_text(rates: Rates) -> str:

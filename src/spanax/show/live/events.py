@@ -99,10 +99,21 @@ def line(event: Event, resume: str = RESUME) -> str:
     if kind == "preempted":
         return f"stopped after step {event['step']}, all saved" + _resume_line(event, resume)
     if kind == "done":
-        return _done_line(event) + _resume_line(event, resume, 2 * event["steps"])
+        steps = 2 * event["steps"]
+        return _done_line(event) + _resume_line(event, resume and resume_for_longer(resume, steps), steps)
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def resume_for_longer(resume: str, steps: int) -> str:
+    """Returns what introduces the command that resumes a finished run; schedules of named workloads span all steps.
+
+    Example:
+      >>> resume_for_longer(RESUME, 24)
+      'to resume for longer, with a learning-rate schedule over 24 steps'
+    """
+    return f"{resume} for longer, with a learning-rate schedule over {steps} steps"
 
 
 def _printable(value: Any) -> Any:

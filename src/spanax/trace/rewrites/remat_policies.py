@@ -48,7 +48,7 @@ def partial_policy(policy: str | None) -> PartialPolicy | None:
         return None
     (first, _, count), (_, comma, others) = policy.partition(",")[0].partition(":"), policy.partition(",")
     for name in (first, *[others] * bool(comma)):
-        _known("remat policy", name, POLICIES)
+        _known_name(name)
     if not (count.isascii() and count.isdecimal() and not count.startswith("0")):
         what = f"remat '{policy[:40]}' has no number of layers, at least 1, after '{first}:'."
         raise FormatError(what, fix=f"'{first}' for all layers, or '{first}:1' for the first")
@@ -72,7 +72,17 @@ def known_policy(policy: str | None) -> str | None:
       ('dots', 'full:8', None)
     """
     check_type("remat", policy, str, 'remat="full"')
-    return policy if policy is None or partial_policy(policy) else _known("remat policy", policy, POLICIES)
+    return policy if policy is None or partial_policy(policy) else _known_name(policy)
+
+
+def _known_name(policy: str) -> str:
+    """Returns the name of a policy of all layers if it exists; the error also lists the form of partial policies."""
+    if policy not in POLICIES:
+        raise UnknownNameError(
+            f"unknown remat policy '{policy}'.",
+            fix=f"{nearest(policy, POLICIES)}; or 'full:8,dots', full in the first 8 layers and dots in the others",
+        )
+    return policy
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -14,12 +14,14 @@ import spanax
 import zoo
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster
+from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import plan_of
 from spanax.plan.candidates import alternatives
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import searched
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Schedule
+from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
 
 
@@ -95,6 +97,12 @@ def test_an_open_search_offloads_where_nothing_fits_otherwise() -> None:
     assert plan.schedule.offload == ("optimizer",) and plan.host_bytes > 0
     assert "the optimizer's state in host memory: no layout fits into the memory of the devices" in plan.why
     assert spanax.plan(deep, machine).schedule.offload == ()
+    summary, why = summarize(searched(deep, small, Request())), plan.why.split(";")[0]
+    lines, best = search_text(summary, 1).splitlines(), search_json(summary, 1)["best"]
+    assert lines[0].endswith(", optimizer in host memory") and lines[1] == f"  why     {why}"
+    assert best["offload"] == ["optimizer"] and best["padded"] == {} and best["why"] == [why]
+    assert any(line.endswith(" of host memory per device") for line in lines)
+    assert "host memory" not in search_text(summarize(searched(deep, machine, Request())), 1)
     unlinked = replace(small, chip=replace(small.chip, host_bytes_per_second=None))
     with pytest.raises(spanax.SpanaxError, match="no layout fits into the memory"):
         spanax.plan(deep, unlinked)
