@@ -182,6 +182,18 @@ def test_more_remat_is_priced_only_where_a_layout_does_not_fit(memory_bytes: int
     assert (result.layouts_priced < expected.layouts_priced) == is_short
 
 
+@pytest.mark.parametrize("memory_bytes", [24 << 20, 40 << 20])
+def test_candidates_that_are_not_priced_would_not_be_chosen(memory_bytes: int) -> None:
+    program, cluster = workload("gpt-nano"), with_memory("a100:2x8", memory_bytes)
+    options = {"distinct": True, "assign": False}
+    every = search(program, cluster, top=EVERYTHING, remat=("none", "dots", "full"), **options)
+    for top in (1, 3, 8):
+        first = search(program, cluster, top=top, fits_first=True, **options)
+        assert identities(first.candidates) == identities(every.candidates[:top])
+        assert first.layouts_priced < every.layouts_priced
+    assert {(each.remat, each.context) for each in every.candidates[:8]} > {(first.best.remat, first.best.context)}
+
+
 def test_a_batch_of_another_size() -> None:
     result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=64, top=EVERYTHING)
     assert result.batch_size == 64 and result.model_flops == 2 * searched("gpt-nano", "cpu:8").model_flops

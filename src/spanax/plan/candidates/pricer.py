@@ -121,8 +121,8 @@ class Pricer:
             grid, margin = entry.grid, np.where(entry.grid.num_stages > 1, 1 + bound.stage_margin, 1)
             if grid.schedule == PLAIN:
                 seconds = (entry.costs.without_attention() * margin).tolist()
-                keys = _keys(entry.family, grid)
-                least.update(zip(keys, seconds, strict=True))
+                for key, bound_seconds in zip(_keys(entry.family, grid), seconds, strict=True):
+                    least[key] = min(bound_seconds, least.get(key, np.inf))
         chosen = [
             np.asarray([least.get(key, 0.0) < slowest for key in _keys(family, grids.plain)], bool)
             for family, grids in zip(self.space, self.grids, strict=True)
