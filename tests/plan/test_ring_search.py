@@ -1,10 +1,14 @@
 """Searches with a sharded sequence: rings are tried, and no attention kernel is repeated."""
 
+from dataclasses import replace
+from typing import Any
+
 import spanax
 from spanax.models.workloads import load
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import searched
 from spanax.plan.reason import Code, Reason
+from spanax.plan.search import search
 
 
 def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
@@ -16,6 +20,22 @@ def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
     presets = [each for each in result.candidates if each.assigned is None]
     names = [(each.storing, each.sequence, each.mesh, each.num_stages, each.context) for each in presets]
     assert len(set(names)) == len(names)
+
+
+def test_a_ring_may_recompute_more_than_any_other_layout() -> None:
+    """Every layout without a ring would repeat the attention kernel, so no other policy has been traced for them."""
+    workload = load("llama3-8b", batch_size=1, seq_len=262144, num_layers=2, vocab_size=1024)
+    program = workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype="bfloat16")
+    cluster = replace(spanax.cluster("h100:8x8"), memory_bytes=8 << 30)
+    options: dict[str, Any] = {"distinct": True, "assign": False, "attention": "auto", "top": 3}
+    result = search(program, cluster, fits_first=True, **options)
+    every = search(program, cluster, remat=("none", "dots", "full"), **options)
+    assert [(each.mesh, each.remat, each.context) for each in result.candidates] == [
+        (each.mesh, each.remat, each.context) for each in every.candidates
+    ]
+    assert {each.context for each in result.candidates} == {"ring"} and "none" not in {
+        each.remat for each in result.candidates
+    }
 
 
 def test_a_ring_computes_slower_than_a_kernel_that_exchanges_heads() -> None:

@@ -80,7 +80,8 @@ class Forms:
     def in_ring(self, policy: str) -> Program | None:
         """Returns the program under a policy with ring attention; None where it does not support that."""
         if policy not in self._rings:
-            self._rings[policy] = self._timed(lambda: self._in_ring(self.programs[policy]))
+            program = self.under(policy)
+            self._rings[policy] = program and self._timed(lambda: self._in_ring(program))
         return self._rings[policy]
 
     def _in_ring(self, program: Program) -> Program | None:
