@@ -33,8 +33,8 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
       policy: one of `POLICIES`, or a partial policy such as `dots:8`; None returns `function` unchanged.
 
     Raises:
-      SpanaxError: when called, if the policy is `full` or partial and there is no layer, or a partial policy is for as
-        many layers as there are, or more.
+      SpanaxError: when called, if the policy is `full` or partial and the loss has no layer, or if a partial policy
+        names all of its layers, or more.
 
     Example:
       >>> def loss(weights, x):
