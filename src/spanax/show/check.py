@@ -14,7 +14,7 @@ from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 TINY_BYTES = 1024
-"""Compiled bytes below this number are no base for a relative error in text; JSON has all numbers."""
+"""Text prints the difference in bytes, not in percent, if fewer bytes than this were compiled; JSON has all numbers."""
 
 
 def report_json(report: Report) -> dict[str, Any]:
