@@ -10,8 +10,11 @@ STAMP := $(VENV)/.installed
 INSTALL = install() { $(BIN)/python -m pip install --disable-pip-version-check "$$@" >$(VENV)/pip.log 2>&1 || \
   { cat $(VENV)/pip.log; exit 1; }; }; install
 PINNED = -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
-# The tests left of the Plan: they must pass on a machine where JAX can start no backend.
-PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/test_dist.py tests/trace tests/hardware)
+# The tests up to the Plan: they must pass on a machine where JAX can start no backend. Those of whole searches take minutes.
+SEARCHES := $(addprefix tests/plan/, calibration/ $(addsuffix .py, test_alternatives test_family_prices test_local_search \
+  test_partial_remat test_plan test_ring_search test_schedule_search test_search))
+PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_api.py tests/test_docs.py tests/test_dist.py \
+  tests/trace tests/hardware tests/plan/*/ tests/plan/test_*.py))
 
 # The digests of tests/frozen: behavior that a refactoring must leave as it is.
 FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or not slow' tests/frozen
@@ -48,7 +51,7 @@ test: lint types doctest
 	$(PYTEST) -n 2 --dist worksteal $(ARGS)
 
 check: lint types
-	JAX_PLATFORMS=none_such $(PYTEST) $(PLANNING) $(ARGS)
+	JAX_PLATFORMS=none_such $(PYTEST) -n 2 --dist worksteal $(PLANNING) $(ARGS)
 
 golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)

@@ -104,6 +104,7 @@ def test_a_dim_of_size_one_is_replicated_with_a_reason() -> None:
 MESHES = [("fsdp+tensor", "fsdp=4,model=2"), ("fsdp+tensor", "fsdp=4,tensor=2")]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(("layout", "mesh"), sampled(MESHES, MESHES[1:]))
 def test_an_annotated_model_has_the_losses_of_one_device(layout: str, mesh: str) -> None:
     traced, rows = program(*THEIRS), np.random.default_rng(0).normal(size=(3, 16, 32)).astype("float32")

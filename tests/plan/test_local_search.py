@@ -87,10 +87,12 @@ def test_nodes_and_edges_are_sharded_over_the_same_devices() -> None:
     assert "by local search" in plan.why and Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.usefixtures("devices")
 def test_the_chosen_layout_equals_one_device() -> None:
     assert parity(graph_net(), chosen(on_tpus()), steps=2).passes
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("name", "mesh", "names", "sharded"),
     [
@@ -121,6 +123,7 @@ def test_assignments_equal_one_device(name: str, mesh: str, names: Any, sharded:
     assert parity(zoo_program(name), plan, steps=2).passes
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("name", sampled(["gqa", "tied"], ["gqa"]))
 def test_assignments_that_searches_rank_equal_one_device(name: str) -> None:
     """Tables of embeddings over the axes of the batch, for models whose fastest layout on TPUs is not a preset."""

@@ -170,9 +170,10 @@ def test_a_second_policy_is_traced_where_the_first_implies_it(
 @functools.cache
 def before() -> Search:
     """The search without partial policies."""
+    memory_bytes = between().cluster.memory_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partial_remat, "_estimates", lambda *_: iter(()))
-        return searched_in(between().cluster.memory_bytes)
+        return searched_in(memory_bytes)
 
 
 def priced_forms(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> tuple[Search, list[str]]:

@@ -35,6 +35,7 @@ def program() -> Program:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(("layout", "mesh"), [("fsdp+tensor", "fsdp=4,model=2"), ("tensor", "model=8")])
 def test_square_weights_are_sharded_with_the_losses_of_one_device(program: Program, layout: str, mesh: str) -> None:
     rows = np.random.default_rng(0).normal(size=(3, 16, 32)).astype("float32")

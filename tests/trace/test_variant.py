@@ -74,6 +74,7 @@ def test_a_variant_of_a_renamed_program_is_renamed() -> None:
     assert "width" not in {axis.name for axis in program.with_remat("dots").axes}
 
 
+@pytest.mark.usefixtures("devices")
 def test_a_traced_build_has_one_variant_for_all_seeds() -> None:
     program = linear()
     assert program.with_seed(3) is program and program.variant(Variant(seed=3, remat="dots")).form.seed == 0

@@ -29,7 +29,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "check": (
         "spanax check gpt-nano --on cpu:8 --layout fsdp --collectives",
-        "spanax check gpt2-xl --on v5e:4x4 --layout fsdp --fail-on warning",
+        "spanax check gpt2-xl --on v5e:4x4 --layout fsdp --global-batch-size 16 --fail-on warning",
         "spanax check gpt-nano --on cpu:8 --layout tensor --parity",
     ),
     "models": ("spanax models", "spanax models llama"),

@@ -86,6 +86,7 @@ def is_close(predicted: float, compiled: float) -> bool:
 QUICK = [*CELLS[:3], CELLS[5], *CELLS[7:9]]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("cell", sampled([(cell,) for cell in CELLS], [(cell,) for cell in QUICK]), ids=" ".join)
 def test_predicted_communication_equals_that_of_xla(cell: tuple[str, str, str]) -> None:
     assert apart(cell) == {}
@@ -111,6 +112,7 @@ BREAKAGES = [
 ]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("where, name, broken, cell", BREAKAGES, ids=lambda part: part if type(part) is str else "")
 def test_an_omitted_cost_term_is_detected(
     where: object, name: str, broken: object, cell: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch

@@ -144,6 +144,7 @@ RACES = {CPU_COLLECTIVES.name}
 """Defects that only some runs show; no test can tell that they are gone."""
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("workaround", WORKAROUNDS, ids=lambda workaround: workaround.name)
 def test_jax_has_the_defect_in_the_stated_versions(workaround: XlaWorkaround) -> None:
     if workaround.name not in RACES:

@@ -32,6 +32,7 @@ def traced(build: Any, **options: Any) -> spanax.Program:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}, {"remat": "dots"}])
 def test_the_optimizer_updates_parameters_written_by_the_loss(options: dict[str, Any]) -> None:
     program = traced(Clipped, **options)
@@ -72,6 +73,7 @@ def test_a_loop_without_writes_supports_microbatches() -> None:
     traced(Looped, microbatches=4)
 
 
+@pytest.mark.usefixtures("devices")
 def test_a_loop_that_writes_is_detected() -> None:
     def after(leaves: Any) -> Any:
         turned = jax.lax.scan(lambda carry, row: (carry, (row[0], row[1] + 1)), 0, leaves[:2])[1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -67,7 +68,7 @@ def flaws_of(loss: Any = None, build: Any = Model, optimizer: Any = None, **opti
 
 
 UNUSED = {Flaw.UNUSED: ["unused.bias"]}
-FIXED_KEY = jax.random.key(0)
+FIXED_KEY = np.zeros(2, np.uint32)
 CASES: dict[str, tuple[Any, set[Flaw]]] = {
     "an ordinary loss": (mean_square, set()),
     "a constant": (lambda model, x: jnp.float32(3.0), {Flaw.NO_GRADIENT, Flaw.NO_BATCH}),

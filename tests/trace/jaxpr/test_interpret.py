@@ -79,6 +79,7 @@ def of_cosines(graph: Graph, args: Sequence[Any]) -> list[Any]:
     return evaluate(graph, args, override)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("inlining", INLINING)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_graph_has_the_results_and_gradients_of_its_function(name: str, inlining: str) -> None:
@@ -90,6 +91,7 @@ def test_a_graph_has_the_results_and_gradients_of_its_function(name: str, inlini
         assert_same([total(lambda x: evaluate(graph, [x]))(X)], total(function)(X))
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("name", ["scan", "while", "cond", "remat", "nested"])
 def test_an_override_reaches_bodies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = jax.jit(partial(of_cosines, graph_of(FUNCTIONS[name])))([X])
@@ -97,6 +99,7 @@ def test_an_override_reaches_bodies(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert_same(results, FUNCTIONS[name](X))
 
 
+@pytest.mark.usefixtures("devices")
 def test_an_override_reaches_the_backward_pass_of_a_remat() -> None:
     graph = graph_of(FUNCTIONS["differentiated remat"], INLINED)
     (remat,) = (op for op in graph.ops() if op.bodies)
@@ -111,12 +114,14 @@ def test_an_override_reaches_the_backward_pass_of_a_remat() -> None:
     assert np.any(evaluate(graph, [X])[0]) and not np.any(evaluate(graph, [X], override)[0])
 
 
+@pytest.mark.usefixtures("devices")
 def test_an_override_computes_only_what_it_returns() -> None:
     graph = graph_of(lambda x: (jnp.sin(x), jnp.exp(x)))
     results = evaluate(graph, [X], lambda op, ins: [ins[0] + 1] if op.name == "sin" else None)
     assert_same(results, (X + 1, jnp.exp(X)))
 
 
+@pytest.mark.usefixtures("devices")
 def test_a_slice_is_evaluated_from_known_values() -> None:
     graph = graph_of(lambda x: jnp.cos(jnp.exp(x)) * ROW)
     (product,), (exp,) = graph.body.outputs, graph.body.ops[0].outputs
@@ -137,6 +142,7 @@ def test_bodies_record_their_operation_and_its_parameters(name: str) -> None:
             assert op.params[key] == other.params[key]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("name", ["scan", "while", "cond", "remat"])
 def test_rebuilt_bodies_may_close_over_tracers(name: str) -> None:
     graph = graph_of(FUNCTIONS[name])

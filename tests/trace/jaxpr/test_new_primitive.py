@@ -111,17 +111,20 @@ def test_the_new_primitive_is_priced_as_sharded_and_fused(program: Program) -> N
         assert op.family in FUSED
 
 
+@pytest.mark.usefixtures("devices")
 def test_a_model_with_the_new_primitive_trains_sharded_as_on_one_device(program: Program) -> None:
     sharded = losses(program, "cpu:8", "fsdp+tensor", mesh="fsdp=4,model=2")
     np.testing.assert_allclose(sharded, losses(program), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("devices")
 def test_a_loss_is_chunked_through_it(program: Program) -> None:
     chunked = program.with_loss_chunks(4)
     assert largest(chunked) == SIZE * LENGTH * VOCAB // 4
     np.testing.assert_allclose(losses(chunked), losses(program), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("devices")
 def test_attention_with_it_before_the_softmax_is_fused(program: Program) -> None:
     fused = program.with_context("ring")
     assert any(op.name in RING for op in fused.step.graph.ops())

@@ -11,6 +11,8 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 
+pytestmark = pytest.mark.usefixtures("devices")  # they compare values
+
 VOCAB, EMBED, LENGTH = 32, 16, 8
 
 

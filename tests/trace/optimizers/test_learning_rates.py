@@ -16,6 +16,8 @@ from spanax.run.config import TrainConfig
 from spanax.run.trainer import train
 from spanax.trace.workload import adamw
 
+pytestmark = pytest.mark.usefixtures("devices")  # they compare values
+
 ROWS = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 SCHEDULE = optax.linear_schedule(0.5, 0.1, 10)
 

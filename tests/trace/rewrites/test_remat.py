@@ -422,6 +422,7 @@ def test_the_coming_remat_is_the_same(name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.usefixtures("devices")
 def test_complex_contractions_are_recomputed() -> None:
     """JAX cannot save a complex value across a remat."""
 

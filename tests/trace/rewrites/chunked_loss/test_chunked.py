@@ -16,6 +16,8 @@ from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.remat import rematerialized
 
+pytestmark = pytest.mark.usefixtures("devices")  # they compare values
+
 ROWS, LENGTH, WIDTH, VOCAB = 4, 8, 16, 64
 LOGITS = ROWS * LENGTH * VOCAB
 Params, Batch = dict[str, Any], dict[str, Any]

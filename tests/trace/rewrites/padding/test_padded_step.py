@@ -96,6 +96,7 @@ def sizes(program, name):
     return {size for row in rows for size, axis in row if axis == name}
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("make", "multiples"),
     [
@@ -119,6 +120,7 @@ def test_a_padded_step_computes_the_same(make, multiples):
     assert all(np.isfinite(np.asarray(out)).all() for out in outs[1])
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
 def test_indices_beyond_an_axis_do_not_reach_its_padding(mode):
     class Lookup(nnx.Module):
@@ -153,6 +155,7 @@ def trained(program, plan, steps=2):
     return losses, {path: np.asarray(array) for path, array in run.arrays("param").items()}
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("make", "layout", "mesh", "pad"),
     [
@@ -194,6 +197,7 @@ def test_axes_that_cannot_be_padded_raise(pad, message):
         spanax.plan(gpt_program(), "cpu:4", layout="tensor", mesh="model=4", pad=pad)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("num_layers", "schedule"),
     [(2, Schedule(microbatches=4)), (3, Schedule(microbatches=4, pipeline="zero-bubble"))],
