@@ -14,6 +14,8 @@ from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.microbatches.exact import accumulated
 from spanax.trace.rewrites.microbatches.noise import drawn, rows_of
 
+pytestmark = pytest.mark.usefixtures("devices")  # they compare values
+
 KEY = np.array([0, 5], np.uint32)
 SIZE = 8
 
