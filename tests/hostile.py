@@ -444,6 +444,10 @@ def tokenizers() -> None:
         "with a negative id": json.dumps(tokenizer | {"model": model | {"vocab": {"a": -1}}}),
         "of one long number": json.dumps(tokenizer).replace("1}", HUGE + "}"),
         "of a pickle": PICKLED,
+        "with an unknown end of a merge": json.dumps(
+            tokenizer | {"model": {"type": "BPE", "vocab": {"a": 7}, "merges": [["a", "a"]]}}
+        ),
+        "without a token for unknown words": json.dumps(tokenizer | {"model": model | {"unk_token": "c"}}),
         "of another kind": json.dumps(tokenizer | {"model": {"type": "os.system"}}),
     }
     for name, text in texts.items():

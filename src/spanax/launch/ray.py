@@ -25,6 +25,7 @@ from spanax.launch.local import free_port
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import POLL_SECONDS, RESUME_AGAIN, Limits, Supervisor, as_flags, check
 from spanax.printable import to_stderr, to_stdout
+from spanax.units import whole_number
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
@@ -266,9 +267,9 @@ def _driven(command: RayCommand, request: Request) -> int:
         raise NotInstalledError("Ray is not installed.", fix="pip install 'spanax[ray]'") from None
     host, _, port = command.address.rpartition(":")
     try:
-        if port.isdigit():
+        if (number := whole_number(port)) is not None:
             # Ray itself would retry for minutes.
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host, number), timeout=10).close()
         ray.init(address=command.address, log_to_driver=False, logging_level="warning")
     except OSError as error:
         raise LaunchError(
