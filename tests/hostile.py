@@ -589,6 +589,16 @@ def _(root: Path) -> list[str]:
     return command
 
 
+@heavy("run with gigabytes of events", 0)
+def _(root: Path) -> list[str]:
+    command = resumed(root, lambda newest: None)
+    path = root / "run" / "events.jsonl"
+    os.truncate(path, 2 << 30)
+    with open(path, "ab") as file:
+        file.write(b"\n" + b'{"event": "begin", "time": 1}\n' * (8 << 16))
+    return command
+
+
 @heavy("run whose metrics are anything", 0)
 def _(root: Path) -> list[str]:
     command = resumed(root, lambda newest: None)
