@@ -179,7 +179,9 @@ class Run:
                 if evaluation is not None and not is_users
                 else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
             )
-            self._compiled["evaluation"] = compiled_with_barrier(jitted, self._arguments()[:2], platform_of(self.mesh))
+            self._compiled["evaluation"] = compiled_with_barrier(
+                jitted, self._arguments()[:2], platform_of(self.mesh), "evaluate", self.program.batch
+            )
         metrics = self._compiled["evaluation"](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
@@ -315,7 +317,9 @@ class Run:
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = compiled_with_barrier(jitted, self._arguments(several), platform_of(self.mesh))
+            self._compiled[name] = compiled_with_barrier(
+                jitted, self._arguments(several), platform_of(self.mesh), name, self.program.batch
+            )
         return self._compiled[name]
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from spanax.errors import SpanaxError
 from spanax.run.distributed.environment import number
+from spanax.run.distributed.lockstep import wait_if_leaving
 
 STDERR = 2
 
@@ -56,6 +57,7 @@ def exit_on_error() -> None:
         return
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        wait_if_leaving()
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
