@@ -9,6 +9,7 @@ The environment describes the group of a process; launchers set it:
     SPANAX_ATTEMPT       the number of earlier attempts of the run
     SPANAX_SUPERVISOR    the pid of the supervisor: when that exits, its children stop as if signalled; 0 for a
                          supervisor on another machine
+    SPANAX_GUARDED       set if another process stops this one when the supervisor exits (launch/guard.py)
     SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
     SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 

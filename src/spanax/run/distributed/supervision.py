@@ -39,7 +39,7 @@ def attach_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     supervisor = number(environ, "SPANAX_SUPERVISOR", None)
     if supervisor == 0:
         return True
-    if sys.platform == "linux":
+    if sys.platform == "linux" and "SPANAX_GUARDED" not in environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if supervisor != os.getppid() and not _runs(supervisor):
         sys.exit("spanax: the supervisor has exited")
