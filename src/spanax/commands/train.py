@@ -103,7 +103,7 @@ def exit_on_error(full: bool) -> Iterator[None]:
         # Also if JAX detected the other processes by itself.
         if not jax.distributed.is_initialized():
             raise
-        from spanax.run.distributed.lockstep import wait_if_leaving
+        from spanax.run.distributed.lockstep import fail
 
-        wait_if_leaving()
+        fail(error)
         os._exit(print_error(error, full=full))

@@ -37,6 +37,9 @@ SAME_ERROR, SAME_STEP, SAME_STEP_KILLED = 2, 3, 10
 """Consecutive failures at one step after which the run stops: with the same message, with others, and by SIGKILL, which
 may have other causes, such as memory."""
 
+CAUSE_SECONDS = 0.5
+"""How long the other processes may take to end before the first cause is chosen."""
+
 ENDED_SECONDS = 5.0
 """How long processes may run after another one has ended before a warning says so."""
 
@@ -224,6 +227,9 @@ class Supervisor:
                 return self._died(codes, events) if any(codes) else Ending(0, "done")
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
             if failed and stop_at is None:
+                if None in codes:  # the process with the cause may end after one that waited for it
+                    self._sleep(CAUSE_SECONDS)
+                    codes = [process.poll() for process in processes]
                 ending = self._died(codes, events)
                 self._write_stacks(processes)
                 return ending

@@ -25,10 +25,14 @@ def train_step(model, optimizer, batch):
     optimizer.update(model, gradients)
     return loss
 
-for step in range(6 if what == "one more" and is_longer else 5):
+def rows(step):
+    if what == "an error" and not is_longer and step == 4:
+        raise ValueError("no such shard")
     size = 2 if what == "a smaller batch" and is_longer and step == 4 else 4
-    rows = np.full((size, 4), 1 + rank + step, "float32")
-    float(train_step(model, optimizer, spanax.local_batch({"x": rows})))
+    return np.full((size, 4), 1 + rank + step, "float32")
+
+for step in range(6 if what == "one more" and is_longer else 5):
+    float(train_step(model, optimizer, spanax.local_batch({"x": rows(step)})))
 print("the last step", flush=True)
 """
 
@@ -42,6 +46,7 @@ SMALLER = "process 1 is in `train_step` of x float32[8, 4], and process 0 waits 
         (0, "one more", MISSING.format(1, 0)),
         pytest.param(1, "one more", MISSING.format(0, 1), marks=pytest.mark.slow),
         pytest.param(0, "a smaller batch", SMALLER, marks=pytest.mark.slow),
+        pytest.param(1, "an error", MISSING.format(0, 1), marks=pytest.mark.slow),
     ],
 )
 def test_processes_that_wait_in_vain_end_with_one_error(longer: int, what: str, message: str) -> None:
@@ -67,8 +72,10 @@ def test_processes_that_wait_in_vain_end_with_one_error(longer: int, what: str, 
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [70, 70], errors
-    assert all(f"spanax: {message} [SPX604]\n  fix: the same steps on every process" in text for text in errors), errors
+    assert [process.returncode for process in processes] == [1 if what == "an error" else 70, 70], errors
+    more = "where: no such shard" if what == "an error" else "fix: the same steps on every process"
+    assert f"spanax: {message} [SPX604]\n  {more}" in errors[1], errors
+    assert f"spanax: {message} [SPX604]" in errors[0] or "ValueError: no such shard" in errors[0], errors
 
 
 def test_only_a_process_that_waits_in_vain_is_an_error() -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spanax.errors import HostsError
+from spanax.errors import HostsError, first_line
 
 POLL_SECONDS = 1.0
 LATE_SECONDS = 3.0
@@ -42,11 +42,13 @@ class Place:
       number: the number of operations that it has entered.
       name: the last of them.
       has_ended: whether it has ended, so that it enters no other.
+      error: the error that it has ended with.
     """
 
     number: int
     name: str
     has_ended: bool = False
+    error: str = ""
 
 
 def conflict(places: Mapping[int, Place]) -> HostsError | None:
@@ -61,14 +63,15 @@ def conflict(places: Mapping[int, Place]) -> HostsError | None:
     for rank, place in sorted(places.items()):
         for other, others in sorted(places.items()):
             is_elsewhere = others.number == place.number and others.name != place.name
-            is_missing = others.has_ended and others.number < place.number
+            is_missing = others.has_ended and others.number < place.number + bool(others.error)
             if not place.has_ended and (is_missing or is_elsewhere):
                 what = "has ended" if others.has_ended else f"is in {others.name}"
                 return HostsError(
                     f"process {other} {what}, and process {rank} waits for it in {place.name}.",
-                    fix="the same steps on every process: the same number of batches, in the same order, "
-                    "and of the same shapes",
-                )
+                    where=others.error,
+                    fix="" if others.error else "the same steps on every process: the same number of batches, "
+                    "in the same order, and of the same shapes",
+                )  # fmt: skip
     return None
 
 
@@ -86,7 +89,9 @@ class _Watch:
     result: Callable[[], Any] = lambda: None
     sent: Place | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread = field(default_factory=threading.Thread)
     is_leaving: bool = False
+    error: str = ""
 
     def is_late(self) -> bool:
         """Returns whether the last operation takes long, or the computation that it has dispatched."""
@@ -100,14 +105,16 @@ class _Watch:
 
     def compare(self) -> bool:
         """Publishes this place and ends the process if one waits in vain; returns whether all have ended."""
-        place = Place(self.number, self.name, self.ended.is_set())
+        place = Place(self.number, self.name, self.ended.is_set(), self.error)
         if place != self.sent:
             self.client.key_value_set(f"{PLACES}{self.rank}", json.dumps(asdict(place)), allow_overwrite=True)
             self.sent = place
         read = self.client.key_value_dir_get(PLACES)
         places = {int(key.rpartition("/")[2]): Place(**json.loads(text)) for key, text in read}
         if error := conflict(places):
-            self.leave(error, len(places))
+            if self.error:
+                return bool(self.client.key_value_dir_get(LEAVING))
+            self.leave(error, sum(not each.error for each in places.values()))
         return sum(each.has_ended for each in places.values()) == self.num_processes
 
     def leave(self, error: HostsError, num_leaving: int) -> None:
@@ -132,14 +139,21 @@ class _Watch:
                 if self.is_late():
                     self.compare()
 
-    def end(self, thread: threading.Thread) -> None:
+    def end(self, seconds: float = SHUTDOWN_SECONDS) -> None:
         """Waits until all processes have ended, so that one that waits for this one learns about it."""
         self.ended.set()
-        thread.join()
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        self.thread.join()
+        deadline = time.monotonic() + seconds
         with suppress(RuntimeError):
             while not self.compare() and time.monotonic() < deadline:
-                time.sleep(0.2)
+                time.sleep(0.1)
+
+    def fail(self, error: str) -> None:
+        """Tells the others about the error that ends this process, unless it is a consequence of another's end."""
+        with suppress(RuntimeError):
+            self.compare()
+        self.error = error
+        self.end(LEAVING_SECONDS if self.rank == 0 else 0.0)
 
 
 _watches: list[_Watch] = []
@@ -156,16 +170,21 @@ def watch() -> _Watch | None:
         return None
     started = _Watch(state.client, state.process_id, state.num_processes)
     _watches.append(started)
-    thread = threading.Thread(target=started.run, daemon=True, name="spanax-lockstep")
-    thread.start()
-    atexit.register(started.end, thread)  # runs before JAX's, which waits for the other processes
+    started.thread = threading.Thread(target=started.run, daemon=True, name="spanax-lockstep")
+    started.thread.start()
+    atexit.register(started.end)  # runs before JAX's, which waits for the other processes
     return started
 
 
-def wait_if_leaving() -> None:
-    """Blocks if this process is about to end with an error between processes, of which any other is a consequence."""
-    if _watches and _watches[0].is_leaving:
-        time.sleep(2 * LEAVING_SECONDS)
+def fail(error: BaseException) -> None:
+    """Tells the other processes that an error ends this one; does not return if the error is a consequence of theirs.
+
+    Gloo, for example, reports that a connection was closed.
+    """
+    for started in _watches:
+        if started.is_leaving:
+            time.sleep(2 * LEAVING_SECONDS)
+        started.fail(first_line(error)[:200])
 
 
 @contextmanager

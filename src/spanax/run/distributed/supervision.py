@@ -10,7 +10,7 @@ from types import TracebackType
 
 from spanax.errors import SpanaxError
 from spanax.run.distributed.environment import number
-from spanax.run.distributed.lockstep import wait_if_leaving
+from spanax.run.distributed.lockstep import fail
 
 STDERR = 2
 
@@ -57,7 +57,7 @@ def exit_on_error() -> None:
         return
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        wait_if_leaving()
+        fail(error)
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
