@@ -207,7 +207,9 @@ class Run:
     def prepare(self, num_steps: int = 1) -> None:
         """Compiles the function that takes `num_steps` steps in one call; works before the state is initialized."""
         several = num_steps if num_steps > 1 else 0
-        self._stepping(several).lower(*self._arguments(several)).compile()
+        stepping = self._stepping(several)
+        if jax.process_count() == 1:  # several processes compile together: `compiled_with_barrier`
+            stepping.lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
