@@ -209,12 +209,13 @@ def test_children_that_outlive_a_program_are_named(tmp_path: Path, capfd: pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list the children of a process")
 def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
-    """Neither one that does not use Spanax, nor one that ignores SIGTERM."""
+    """One that handles SIGTERM may save; what ignores it, or is in another session, is killed."""
     (tmp_path / "deaf.py").write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('up', 'w').close()\ntime.sleep(600)"
     )
     (tmp_path / "shell.sh").write_text(
-        f"{STARTS.format(tmp_path)}echo $$ >> children\n{sys.executable} deaf.py & echo $! >> children\nwait"
+        f"{STARTS.format(tmp_path)}echo $$ >> children\n{sys.executable} deaf.py & echo $! >> children\n"
+        "trap 'touch saved; exit 75' TERM\nwhile :; do sleep 0.1; done"
     )
     argv = ["launch", "local", "--logs", str(tmp_path / "logs"), "--stop-seconds", "1", "--", "sh", "shell.sh"]
     supervisor = subprocess.Popen([sys.executable, "-m", "spanax", *argv], cwd=tmp_path)
@@ -226,6 +227,7 @@ def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
         supervisor.kill()
         supervisor.wait()
     _wait_for_the_end_of_children(tmp_path)
+    assert (tmp_path / "saved").exists()
 
 
 def test_an_endless_log_delays_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -287,35 +287,8 @@ def test_a_signal_between_attempts_starts_no_attempt(tmp_path: Path) -> None:
     assert asked(watched, lambda: "restart" in log_lines(tmp_path)) == 75
 
 
-DIES = """
-import os, subprocess, sys, time
-environ = os.environ | {"SPANAX_SUPERVISOR": str(os.getpid())}
-for rank in range(2):
-    subprocess.Popen([sys.executable, *sys.argv[1:2], str(rank), "0", *sys.argv[2:]], env=environ)
-time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
-def test_a_killed_supervisor_stops_every_process(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        BEFORE + "from spanax.run.distributed.supervision import attach_supervisor\nattach_supervisor()\n" + WAITS
-    )
-    words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
-    supervisor = subprocess.Popen(words, start_new_session=True)
-    try:
-        wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
-        supervisor.kill()
-        supervisor.wait()
-        wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(2)), 60)
-    finally:
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(supervisor.pid, signal.SIGKILL)
-
-
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
-    """It may die before the process asks for the signal of its death."""
+    """It may die before its guard knows the process."""
     code = "from spanax.run.distributed.supervision import attach_supervisor; attach_supervisor(); print('began')"
     with subprocess.Popen(["true"]) as ended:
         pass

@@ -99,7 +99,7 @@ def started(
         os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
         return subprocess.Popen(
             argv,
-            env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid()), "SPANAX_GUARDED": "1"},
+            env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=None if talks else log,
             stderr=log,

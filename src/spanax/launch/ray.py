@@ -21,6 +21,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import PREEMPTED, LaunchError, NotInstalledError, SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.guard import Guard
 from spanax.launch.local import free_port
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import POLL_SECONDS, RESUME_AGAIN, Limits, Supervisor, as_flags, check
@@ -133,6 +134,7 @@ class Host:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self.guard = Guard(Limits().stop_seconds)
 
     def coordinator(self) -> str:
         """Returns an address of this node in the cluster, with a free port."""
@@ -156,6 +158,7 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.guard.watch([self.process.pid])  # Ray kills the actor of a driver that has ended
 
     def poll(self) -> int | None:
         """Returns the exit code of the process; None while it runs."""

@@ -7,9 +7,7 @@ The environment describes the group of a process; launchers set it:
     SPANAX_HOST          the rank of this process, >= 0; by default SLURM_PROCID under Slurm
     SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
     SPANAX_ATTEMPT       the number of earlier attempts of the run
-    SPANAX_SUPERVISOR    the pid of the supervisor: when that exits, its children stop as if signalled; 0 for a
-                         supervisor on another machine
-    SPANAX_GUARDED       set if another process stops this one when the supervisor exits (launch/guard.py)
+    SPANAX_SUPERVISOR    the pid of the supervisor; 0 for one on another machine
     SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
     SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 
