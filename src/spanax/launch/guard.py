@@ -97,7 +97,8 @@ def _main(supervisor: int, stop_seconds: float) -> None:
     deadline = time.monotonic() + stop_seconds
     for pid in leaders:
         with suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
+            if os.getsid(pid) == pid:  # not another process with the number of one that has ended
+                os.kill(pid, signal.SIGTERM)
     while any(map(_runs, leaders)) and time.monotonic() < deadline:
         time.sleep(0.1)
     if leaders:

@@ -162,7 +162,10 @@ class Host:
 
     def poll(self) -> int | None:
         """Returns the exit code of the process; None while it runs."""
-        return None if self.process is None else self.process.poll()
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            self.guard.watch([])
+        return code
 
     def send_signal(self, number: int) -> None:
         """Sends the process a signal."""
