@@ -444,6 +444,10 @@ def tokenizers() -> None:
         "with a negative id": json.dumps(tokenizer | {"model": model | {"vocab": {"a": -1}}}),
         "of one long number": json.dumps(tokenizer).replace("1}", HUGE + "}"),
         "of a pickle": PICKLED,
+        "with an unknown end of a merge": json.dumps(
+            tokenizer | {"model": {"type": "BPE", "vocab": {"a": 7}, "merges": [["a", "a"]]}}
+        ),
+        "without a token for unknown words": json.dumps(tokenizer | {"model": model | {"unk_token": "c"}}),
         "of another kind": json.dumps(tokenizer | {"model": {"type": "os.system"}}),
     }
     for name, text in texts.items():
@@ -582,6 +586,16 @@ heavy("checkpoint whose meta is nested deep")(lambda root: resumed(root, rewritt
 def _(root: Path) -> list[str]:
     command = resumed(root, lambda newest: None)
     os.truncate(root / "run" / "metrics.jsonl", 200 << 20)
+    return command
+
+
+@heavy("run with gigabytes of events", 0)
+def _(root: Path) -> list[str]:
+    command = resumed(root, lambda newest: None)
+    path = root / "run" / "events.jsonl"
+    os.truncate(path, 2 << 30)
+    with open(path, "ab") as file:
+        file.write(b"\n" + b'{"event": "begin", "time": 1}\n' * (8 << 16))
     return command
 
 

@@ -409,7 +409,6 @@ OPENS_ELSEWHERE = {
     "launch/ray.py": {"shutil.which('ray')"},
     "launch/request.py": {"shutil.which(program)"},
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
-    "launch/supervisor.py": {"Path(f'/proc/{silence.pid}/stat').read_text()"},
     "run/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
     "run/distributed/absent_tpu.py": {"root.glob(pattern)", "root.glob(PCI_VENDORS)", "path.read_text()"},
     "run/distributed/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
@@ -425,6 +424,10 @@ OPENS_ELSEWHERE = {
     "show/page/document.py": {
         "files(__package__).joinpath(name).read_text(encoding='utf-8')",
         "path.write_text(document(page), encoding='utf-8')",
+    },
+    "launch/guard.py": {
+        "Path('/proc').glob('[0-9]*')", "(folder / 'stat').read_text(errors='replace')",
+        "(folder / 'environ').read_bytes()", "Path(f'/proc/{pid}/stat').read_text(errors='replace')",
     },
     "commands/report.py": {"command.run.is_file()"},
     "run/record/report.py": {"folder.is_dir()"},

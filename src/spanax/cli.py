@@ -26,6 +26,7 @@ from spanax.commands.answer import Answer
 from spanax.commands.weights import export_rules, export_weights, import_weights
 from spanax.errors import FormatError, UnknownNameError
 from spanax.frames import user_frames
+from spanax.run.compilation_cache import drop_untrusted_folder
 from spanax.run.config import TrainConfig
 from spanax.show.error_text import print_error
 from spanax.usage.examples import described, wants_colors
@@ -110,6 +111,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 def _run(argv: list[str]) -> None:
     _check_encoding(argv)
+    drop_untrusted_folder()  # JAX reads it at import, in every command
     if argv == ["--version"]:
         from importlib.metadata import version
 

@@ -305,7 +305,7 @@ class GroupError(SpanaxError, code="SPX603"):
 
 
 class HostsError(SpanaxError, code="SPX604"):
-    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70."""
+    """The processes of a run failed to connect or do not take the same steps; exit code 70."""
 
     exit_code = 70
 

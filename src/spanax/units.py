@@ -27,6 +27,18 @@ def count_text(count: float) -> str:
     return _scaled(float(count), 1000, ("", " k", " M", " B", " T"))
 
 
+def whole_number(text: str) -> int | None:
+    """Returns a number of at most 18 ASCII digits; None for any other text.
+
+    `str.isdigit` accepts characters that `int` does not, and `int` accepts no more than 4,300 digits.
+
+    Example:
+      >>> whole_number("12"), whole_number("²"), whole_number("-1"), whole_number("")
+      (12, None, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def _scaled(number: float, factor: int, units: Sequence[str]) -> str:
     for unit in units[:-1]:
         if abs(number) < factor:

@@ -17,6 +17,7 @@ import pytest
 from spanax.commands import launch as launching
 from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError
+from spanax.launch.log_copy import MAX_BEHIND_BYTES, LogCopy
 from spanax.run.record import events
 from written import blocks
 
@@ -181,15 +182,89 @@ def test_a_signal_reaches_every_process_and_75_is_passed_on(tmp_path: Path, capf
     assert "stopping within 120 s" in capfd.readouterr().err
 
 
-def test_a_stopped_shell_leaves_no_child(tmp_path: Path) -> None:
-    """A shell that dies does not end what it started."""
-    script = tmp_path / "shell.sh"
-    script.write_text(f"sleep 600 & echo $! > {tmp_path}/child\nkill -9 $$")
-    assert launched(tmp_path, f"sh {script}", "--restarts", "0") == 137
+STARTS = "for command in 'sleep 600' 'setsid sleep 601'; do $command & echo $! >> {0}/children; done\n"
+"""A shell that dies does not end what it started, in its session or in another one."""
+
+
+def _wait_for_the_end_of_children(folder: Path) -> None:
+    pids = [int(pid) for pid in (folder / "children").read_text().split()]
     deadline = time.monotonic() + 240
-    while _is_running(int((tmp_path / "child").read_text())):
+    while any(map(_is_running, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_stopped_shell_leaves_no_child(tmp_path: Path) -> None:
+    (tmp_path / "shell.sh").write_text(STARTS.format(tmp_path) + "kill -9 $$")
+    assert launched(tmp_path, f"sh {tmp_path}/shell.sh", "--restarts", "0") == 137
+    _wait_for_the_end_of_children(tmp_path)
+
+
+def test_children_that_outlive_a_program_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launched(tmp_path, "sh -c 'setsid sleep 2 & exit 0'") == 0
+    assert re.search(
+        r"all ranks have ended, and processes that they started still run: \w+ \(\d+\)", capfd.readouterr().err
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list the children of a process")
+def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
+    """One that handles SIGTERM may save; what ignores it, or is in another session, is killed."""
+    (tmp_path / "deaf.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('up', 'w').close()\ntime.sleep(600)"
+    )
+    (tmp_path / "shell.sh").write_text(
+        f"{STARTS.format(tmp_path)}echo $$ >> children\n{sys.executable} deaf.py & echo $! >> children\n"
+        "trap 'touch saved; exit 75' TERM\nwhile :; do sleep 0.1; done"
+    )
+    argv = ["launch", "local", "--logs", str(tmp_path / "logs"), "--stop-seconds", "1", "--", "sh", "shell.sh"]
+    supervisor = subprocess.Popen([sys.executable, "-m", "spanax", *argv], cwd=tmp_path)
+    try:
+        while not (tmp_path / "up").exists():
+            assert supervisor.poll() is None
+            time.sleep(0.05)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    _wait_for_the_end_of_children(tmp_path)
+    assert (tmp_path / "saved").exists()
+
+
+def test_an_endless_log_delays_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    writer = f"import os\nwhile True:\n  os.write(2, b'x' * 79 + b'\\n')\n  open('{tmp_path}/up', 'w').close()"
+    (tmp_path / "writer.py").write_text(writer)
+
+    def ask() -> None:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert launched(tmp_path, f"{sys.executable} {tmp_path}/writer.py") == 143
+    finally:
+        asking.join()
+    assert "rank 0 was killed by SIGTERM." in capfd.readouterr().err
+
+
+def test_a_log_is_shown_escaped_and_its_backlog_is_left_out(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copy, path = LogCopy(tmp_path, 0), tmp_path / LOGS / "rank0.log"
+    path.parent.mkdir()
+    path.write_bytes(b"of an earlier attempt\n")
+    copy.start()
+    with path.open("ab") as file:
+        file.write(b"== attempt 1\n\x1b[31mred \xc3\xa9\t50%\r100%\n\xff\x07\n")
+    copy.finish()
+    assert capfd.readouterr().err == "\\x1b[31mred \u00e9      50%\n100%\n\ufffd\\x07\n"
+    copy.start()
+    with path.open("ab") as file:
+        file.write(b"x" * (MAX_BEHIND_BYTES + 1000) + b"\nthe end\n")
+        file.flush()
+        copy.finish()
+    shown = capfd.readouterr().err
+    assert len(shown) < MAX_BEHIND_BYTES + 100 and shown.endswith("x\nthe end\n")
+    assert "spanax: 1,009 bytes of log/rank0.log are left out here" in shown
 
 
 def _is_running(pid: int) -> bool:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -114,13 +114,30 @@ def test_failures_that_may_not_repeat_are_restarted(tmp_path: Path, code: int) -
     assert watched.watch() == 0 and log_lines(tmp_path) == ["died", "restart", "end"]
 
 
-def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
-    watched, output = supervised(tmp_path, "beat('step', 7); sys.exit('bad luck')")
+@pytest.mark.parametrize(
+    ("words", "num_attempts", "reason"),
+    [
+        ("f'bad luck {attempt}'", 3, "it ended 3 times at step 7"),
+        ("'a bug'", 2, "it ended 2 times with the same error"),
+    ],
+)
+def test_a_crash_loop_at_one_step_stops(tmp_path: Path, words: str, num_attempts: int, reason: str) -> None:
+    watched, output = supervised(tmp_path, f"beat('step', 7); sys.exit({words})")
     assert watched.watch() == 70
-    assert log_lines(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
-    assert output[-2:] == [
-        "rank 0 exited with code 1. Not restarting: it ended 3 times at step 7.", "rank 0: bad luck",
-    ]  # fmt: skip
+    assert log_lines(tmp_path) == ["died", "restart"] * (num_attempts - 1) + ["died", "stopped"]
+    assert output[-2] == f"rank 0 exited with code 1. Not restarting: {reason}."
+    assert output[-1] in ("rank 0: bad luck 2", "rank 0: a bug")
+
+
+def test_the_same_error_at_another_step_is_restarted(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, "beat('step', 7 + attempt); sys.exit('a bug' if attempt < 4 else 0)")
+    assert watched.watch() == 0 and log_lines(tmp_path).count("restart") == 4
+
+
+def test_a_process_that_ends_while_others_run_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spanax.launch.supervisor.ENDED_SECONDS", 0.3)
+    watched, output = supervised(tmp_path, "beat('end', 7); rank and time.sleep(2)", num_hosts=2)
+    assert watched.watch() == 0 and output == ["rank 0 exited with code 0, while rank 1 still runs."]
 
 
 def test_a_few_kills_at_one_step_are_not_a_crash_loop(tmp_path: Path) -> None:
@@ -270,35 +287,8 @@ def test_a_signal_between_attempts_starts_no_attempt(tmp_path: Path) -> None:
     assert asked(watched, lambda: "restart" in log_lines(tmp_path)) == 75
 
 
-DIES = """
-import os, subprocess, sys, time
-environ = os.environ | {"SPANAX_SUPERVISOR": str(os.getpid())}
-for rank in range(2):
-    subprocess.Popen([sys.executable, *sys.argv[1:2], str(rank), "0", *sys.argv[2:]], env=environ)
-time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
-def test_a_killed_supervisor_stops_every_process(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        BEFORE + "from spanax.run.distributed.supervision import attach_supervisor\nattach_supervisor()\n" + WAITS
-    )
-    words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
-    supervisor = subprocess.Popen(words, start_new_session=True)
-    try:
-        wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
-        supervisor.kill()
-        supervisor.wait()
-        wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(2)), 60)
-    finally:
-        with suppress(ProcessLookupError):  # all have ended
-            os.killpg(supervisor.pid, signal.SIGKILL)
-
-
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
-    """It may die before the process asks for the signal of its death."""
+    """It may die before its guard knows the process."""
     code = "from spanax.run.distributed.supervision import attach_supervisor; attach_supervisor(); print('began')"
     with subprocess.Popen(["true"]) as ended:
         pass

@@ -26,11 +26,12 @@ def test_the_least_recently_used_entries_are_removed(tmp_path: Path) -> None:
 
 
 def test_an_explicit_cache_folder_and_threshold_are_not_changed(tmp_path: Path) -> None:
-    output = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
-    for threshold, retained in (({}, "0"), ({THRESHOLD: "2"}, "2")):
-        environ = output | threshold
-        enable_compilation_cache(environ)
-        assert environ == output | {THRESHOLD: retained} and not list(tmp_path.iterdir())
+    for folder in (str(tmp_path / "elsewhere"), "gs://bucket/cache", ""):
+        output = {FOLDER: folder, "XDG_CACHE_HOME": str(tmp_path)}
+        for threshold, retained in (({}, "0"), ({THRESHOLD: "2"}, "2")):
+            environ = output | threshold
+            enable_compilation_cache(environ)
+            assert environ == output | {THRESHOLD: retained} and not list(tmp_path.iterdir())
 
 
 def test_a_read_only_home_folder_is_not_an_error(tmp_path: Path) -> None:
@@ -66,6 +67,12 @@ def test_no_program_is_loaded_from_a_folder_others_can_write(
     with pytest.warns(UserWarning, match="every user can write to '"):
         enable_compilation_cache(environ)
     assert environ.get(FOLDER) != str(home / "spanax" / "compiled")
+    if mode & 0o1000:
+        return  # the folder itself is its owner's
+    environ = {FOLDER: str(home / "spanax" / "compiled")}
+    with pytest.warns(UserWarning, match=f"{FOLDER}=.* is not used: every user can write to '"):
+        enable_compilation_cache(environ)
+    assert environ[FOLDER] == str(tmp_path / "home" / ".cache" / "spanax" / "compiled")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

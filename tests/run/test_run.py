@@ -216,7 +216,7 @@ def test_an_evaluation_before_the_first_step_is_compiled_before_a_barrier(monkey
     """Gloo connects the devices at the first collective, which may be that of an evaluation."""
     compiled: list[int] = []
 
-    def record(function: Any, arguments: Any, platform: str | None) -> Any:
+    def record(function: Any, arguments: Any, *_: Any) -> Any:
         compiled.append(len(jax.tree.leaves(function.lower(*arguments).out_info)))
         return function
 

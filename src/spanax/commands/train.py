@@ -103,4 +103,7 @@ def exit_on_error(full: bool) -> Iterator[None]:
         # Also if JAX detected the other processes by itself.
         if not jax.distributed.is_initialized():
             raise
+        from spanax.run.distributed.lockstep import fail
+
+        fail(error)
         os._exit(print_error(error, full=full))

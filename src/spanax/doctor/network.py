@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from spanax.doctor.verdict import Verdict
 from spanax.errors import GroupError
+from spanax.units import whole_number
 
 CONNECT_SECONDS = 5.0
 ROUNDS = 5
@@ -147,10 +148,11 @@ def place(environ: Mapping[str, str]) -> tuple[int, int]:
       ((1, 4), (0, 1))
     """
     rank, num_hosts = environ.get("SPANAX_HOST", environ.get("SLURM_PROCID", "0")), environ.get("SPANAX_NUM_HOSTS", "1")
-    if not all(text.isascii() and text.isdigit() for text in (rank, num_hosts)):
+    numbers = whole_number(rank), whole_number(num_hosts)
+    if numbers[0] is None or numbers[1] is None:
         where = f"SPANAX_HOST={rank[:80]}, SPANAX_NUM_HOSTS={num_hosts[:80]}"
         raise GroupError("the environment does not define the rank of this host.", where=where, fix="use integers")
-    return int(rank[:9]), int(num_hosts[:9])
+    return numbers[0], numbers[1]
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
@@ -164,9 +166,10 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
       ('10.0.0.7', 9911)
     """
     host, _, port = text.strip().rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+    number = whole_number(port)
+    if not host or number is None or not 0 < number < 65536:
         raise GroupError(f"{flag}: '{text[:200]}' is not an address.", fix="host:port, such as 10.0.0.7:9911")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def _waited_for(address: str, port: int, num_hosts: int, timeout: float, clock: Callable[[], float]) -> Verdict:

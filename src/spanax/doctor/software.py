@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from spanax.doctor.verdict import Verdict
+from spanax.units import whole_number
 
 THREADS = 16
 """Minimum NPROC for 8 simulated devices: with fewer threads XLA's CPU collectives deadlock (jax 0.10.2)."""
@@ -94,7 +95,7 @@ def settings(environ: Mapping[str, str], *, is_group: bool) -> list[Verdict]:
     """Checks environment variables that make a run hang, abort or slow down."""
     verdicts = []
     threads = environ.get("NPROC", "")
-    if threads and not (threads.isdigit() and int(threads) >= THREADS):
+    if threads and (whole_number(threads) or 0) < THREADS:
         message = f"NPROC={threads}: simulated devices may deadlock."
         verdicts.append(Verdict("settings", "warning", message, fix=f"NPROC={THREADS}, or unset it"))
     if flag := re.search(r"--xla_force_host_platform_device_count=\S+", environ.get("XLA_FLAGS", "")):

@@ -179,8 +179,8 @@ class Folder:
     # ---- reading
 
     @contextmanager
-    def reading(self, name: Name) -> Iterator[IO[bytes]]:
-        """Opens a regular file for reading; its size is bounded by the name's `max_bytes`.
+    def reading(self, name: Name, *, is_tail: bool = False) -> Iterator[IO[bytes]]:
+        """Opens a regular file of at most the name's `max_bytes`, or with `is_tail` the last lines of a larger one.
 
         Raises:
           EntryError: it is not a regular file, or larger.
@@ -188,7 +188,10 @@ class Folder:
         """
         with os.fdopen(self._open(name, os.O_RDONLY), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes > name.max_bytes:
+            if size_bytes > name.max_bytes and is_tail:
+                file.seek(size_bytes - name.max_bytes)
+                file.readline(name.max_bytes)
+            elif size_bytes > name.max_bytes:
                 message = f"'{self._full_name(name)}' has {size_bytes:,} bytes, over the limit of {name.max_bytes:,}."
                 raise EntryError(message, where=f"in '{self.root}'", fix="remove it, or restore a backup")
             yield file
@@ -198,10 +201,10 @@ class Folder:
         with self.reading(name) as file:
             return file.read(name.max_bytes)
 
-    def lines(self, name: Name) -> Iterator[Mapping[str, Any] | None]:
+    def lines(self, name: Name, *, is_tail: bool = False) -> Iterator[Mapping[str, Any] | None]:
         """Yields the objects of a JSON-lines file, None for a damaged line; nothing if the file does not exist."""
         try:
-            with self.reading(name) as file:
+            with self.reading(name, is_tail=is_tail) as file:
                 yield from json_lines(file)
         except FileNotFoundError:
             return

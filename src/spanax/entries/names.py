@@ -41,7 +41,10 @@ CONFIG = Name("config.toml", MAX_TOML_BYTES)
 PLAN = Name("plan.json", MAX_BYTES)
 ENVIRONMENT = Name("env.json", 1 << 20)
 METRICS = Name("metrics.jsonl", 1 << 31)
-EVENTS = Name("events.jsonl", 1 << 28)
+
+EVENTS = Name("events.jsonl", 1 << 22)
+"""Of a larger file, the last events are read. In memory, an event takes up to 30 times the size of its line."""
+
 LOCK, LEADER_LOCK, RANK_LOCK = Name("LOCK", 1 << 10), Name("LOCK.leader", 1 << 10), Name("LOCK.rank*", 1 << 10)
 HEARTBEAT = Name("heartbeats/*.json", 1 << 16)
 RANK_LOG = Name("log/rank*.log", UNBOUNDED)

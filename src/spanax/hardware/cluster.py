@@ -194,7 +194,7 @@ def local(devices: Sequence[Any] | None = None) -> Cluster:
 
 
 def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:
-    match = re.fullmatch(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<slices>\d+))?", size.replace(" ", ""))
+    match = re.fullmatch(r"(?P<shape>\d{1,18}(?:x\d{1,18})*)(?::(?P<slices>\d{1,18}))?", size.replace(" ", ""))
     shape = tuple(map(int, match["shape"].split("x"))) if match else ()
     slices = int(match["slices"] or 1) if match else 0
     torus = chip.inside is not None and chip.inside.kind == "torus"

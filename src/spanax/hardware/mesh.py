@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spanax.displays import display
 from spanax.errors import ArgumentError, DeviceCountError, MeshError, RangeError
 from spanax.run.distributed.processes import join_group
+from spanax.units import whole_number
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -184,9 +185,10 @@ def _parse(text: str) -> list[tuple[str, int]]:
     pairs = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, equals, size = (s.strip() for s in part.partition("="))
-        if not equals or not name or not size.lstrip("-").isdigit():
+        number = whole_number(size.removeprefix("-"))
+        if not equals or not name or number is None:
             raise MeshError(
                 f"cannot read '{part}' as a mesh axis.", where=f"mesh '{text}'", fix="write it like data=4,model=2"
             )
-        pairs.append((ALIASES.get(name, name), int(size)))
+        pairs.append((ALIASES.get(name, name), -number if size.startswith("-") else number))
     return pairs

@@ -215,7 +215,7 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
         path, number, shape = array.path, None, array.shape
         stacked = array.weight.path.replace(".*", "")
         if path not in source.saved and stacked in source.saved:
-            number = next(int(part) for part in path.split(".") if part.isdigit())
+            number = next(int(part) for part in path.split(".") if part.isdecimal())
             path, shape = stacked, (num_layers[array.weight.path], *shape)
         has = source.saved.get(path, "nothing")
         if _shape(has) != shape or has == "nothing":

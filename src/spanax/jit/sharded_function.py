@@ -248,7 +248,9 @@ class ShardedFunction:
         assert mesh is not None
         shardings = state_shardings(plan, mesh, objects.arrays())
         compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
-        jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
+        jitted = outside_meshes(compiled_with_barrier)(
+            compiled.jitted, compiled.arguments(), platform_of(mesh), self._name, program.batch
+        )
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
         return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
 

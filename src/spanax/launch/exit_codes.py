@@ -41,6 +41,7 @@ class Ending:
       step: the largest step of any process.
       is_killed: whether SIGKILL ended it.
       has_step: whether the step is known; a program without heartbeats has none.
+      words: the last lines of its log, if it ended with an exit code.
     """
 
     code: int
@@ -49,6 +50,7 @@ class Ending:
     step: int = 0
     is_killed: bool = False
     has_step: bool = True
+    words: str = ""
 
     @property
     def is_final(self) -> bool:

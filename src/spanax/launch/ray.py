@@ -21,10 +21,12 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import PREEMPTED, LaunchError, NotInstalledError, SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.guard import Guard
 from spanax.launch.local import free_port
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import POLL_SECONDS, RESUME_AGAIN, Limits, Supervisor, as_flags, check
 from spanax.printable import to_stderr, to_stdout
+from spanax.units import whole_number
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
@@ -132,6 +134,7 @@ class Host:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self.guard = Guard(Limits().stop_seconds)
 
     def coordinator(self) -> str:
         """Returns an address of this node in the cluster, with a free port."""
@@ -155,10 +158,14 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.guard.watch([self.process.pid])  # Ray kills the actor of a driver that has ended
 
     def poll(self) -> int | None:
         """Returns the exit code of the process; None while it runs."""
-        return None if self.process is None else self.process.poll()
+        code = None if self.process is None else self.process.poll()
+        if code is not None:
+            self.guard.watch([])
+        return code
 
     def send_signal(self, number: int) -> None:
         """Sends the process a signal."""
@@ -266,9 +273,9 @@ def _driven(command: RayCommand, request: Request) -> int:
         raise NotInstalledError("Ray is not installed.", fix="pip install 'spanax[ray]'") from None
     host, _, port = command.address.rpartition(":")
     try:
-        if port.isdigit():
+        if (number := whole_number(port)) is not None:
             # Ray itself would retry for minutes.
-            socket.create_connection((host, int(port)), timeout=10).close()
+            socket.create_connection((host, number), timeout=10).close()
         ray.init(address=command.address, log_to_driver=False, logging_level="warning")
     except OSError as error:
         raise LaunchError(

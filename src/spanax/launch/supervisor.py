@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 from spanax.entries.names import LOGS
 from spanax.errors import PREEMPTED, RangeError
 from spanax.launch.exit_codes import Ending, ending_of, last_words
+from spanax.launch.guard import Guard, kill_all, started_by, state_of
 from spanax.launch.log_copy import LogCopy
 from spanax.launch.request import Request
 from spanax.printable import to_stderr
@@ -32,8 +33,15 @@ STACKS_SECONDS = 2.0
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
-SAME_STEP, SAME_STEP_KILLED = 3, 10
-"""Consecutive failures at one step after which the run stops; a SIGKILL may have other causes, such as memory."""
+SAME_ERROR, SAME_STEP, SAME_STEP_KILLED = 2, 3, 10
+"""Consecutive failures at one step after which the run stops: with the same message, with others, and by SIGKILL, which
+may have other causes, such as memory."""
+
+CAUSE_SECONDS = 0.5
+"""How long the other processes may take to end before the first cause is chosen."""
+
+ENDED_SECONDS = 5.0
+"""How long processes may run after another one has ended before a warning says so."""
 
 RUN_RESTARTS, PROGRAM_RESTARTS = 100, 3
 """Default maximum numbers of restarts. A run always continues from a checkpoint; a program may start over."""
@@ -149,23 +157,29 @@ class Supervisor:
             return self._watch()
 
     def _watch(self) -> int:
-        attempt = num_same_step = 0
-        last_step, backoff_seconds = -1, self.limits.backoff_seconds
-        with self._signals():
+        attempt = num_same_step = num_same_error = 0
+        last, backoff_seconds = Ending(0, "", step=-1), self.limits.backoff_seconds
+        with self._signals(), closing(Guard(self.limits.stop_seconds)) as guard:
             while True:
                 events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
-                ending = self._attempt(attempt, events)
+                ending = self._attempt(attempt, events, guard)
                 if ending.code in (0, PREEMPTED) or self._stop_signals:
                     if ending.code not in (0, PREEMPTED):
                         intact = "" if self.is_program else " Earlier checkpoints are intact."
                         self.say(f"stopped on request: {ending.what}{intact}")
                     events.append("end", how=ending.what, code=ending.code)
                     return ending.code
-                num_same_step = num_same_step + 1 if ending.step == last_step and ending.has_step else 1
-                has_progress, last_step = ending.step > last_step, ending.step
+                is_same_step, has_progress = ending.step == last.step, ending.step > last.step
+                num_same_step = num_same_step + 1 if is_same_step and ending.has_step else 1
+                is_same_error = is_same_step and ending.words != "" and ending.words == last.words
+                num_same_error = num_same_error + 1 if is_same_error else 1
+                last = ending
                 backoff_seconds = self.limits.backoff_seconds if has_progress else backoff_seconds * 2
                 reason = ending.is_final and "a restart would end the same way"
                 max_same_step = SAME_STEP_KILLED if ending.is_killed else SAME_STEP
+                reason = reason or (
+                    num_same_error >= SAME_ERROR and f"it ended {num_same_error} times with the same error"
+                )
                 reason = reason or (
                     num_same_step >= max_same_step and f"it ended {num_same_step} times at step {ending.step}"
                 )
@@ -183,19 +197,21 @@ class Supervisor:
                 if self._stop_signals:
                     return PREEMPTED
 
-    def _attempt(self, attempt: int, events: Events) -> Ending:
+    def _attempt(self, attempt: int, events: Events, guard: Guard) -> Ending:
         """Runs one attempt until all of its processes have ended."""
         time_account.record_last_heartbeat(events)
         heartbeat.remove(self.folder)
         if self.log is not None:
-            self.log.skip()
+            self.log.start()
         processes = list(self.start(self.begun + attempt))
+        guard.watch([process.pid for process in processes if isinstance(process, subprocess.Popen)])
         try:
             ending = self._watched(processes, events)
         finally:
             self._kill(processes)
+            guard.watch([])
             if self.log is not None:
-                self.log.show()
+                self.log.finish()
         beats = heartbeat.read(self.folder).values()
         has_step = bool(beats) or not self.is_program
         return replace(ending, step=max((beat.step for beat in beats), default=0), has_step=has_step)
@@ -204,17 +220,20 @@ class Supervisor:
         seen: dict[int, tuple[int | None, float]] = {}
         started_at = time.monotonic()
         stop_at: float | None = None
+        ended_at: dict[int, float] = {}
         while True:
             codes = [process.poll() for process in processes]
-            if self.log is not None:
-                self.log.show()
             if all(code is not None for code in codes):
                 return self._died(codes, events) if any(codes) else Ending(0, "done")
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
             if failed and stop_at is None:
+                if None in codes:  # the process with the cause may end after one that waited for it
+                    self._sleep(CAUSE_SECONDS)
+                    codes = [process.poll() for process in processes]
                 ending = self._died(codes, events)
                 self._write_stacks(processes)
                 return ending
+            self._warn_of_ended(codes, ended_at)
             if self._stop_signals and stop_at is None:
                 stop_at = time.monotonic() + self.limits.stop_seconds
                 if self.is_program:  # it may ignore the signal
@@ -237,7 +256,16 @@ class Supervisor:
         if ending.code != PREEMPTED:
             words = last_words(self.folder, ending.rank)
             events.append("died", rank=ending.rank, what=ending.what, code=ending.code, words=words)
+            return ending if (codes[ending.rank] or 0) < 0 else replace(ending, words=words)
         return ending
+
+    def _warn_of_ended(self, codes: Sequence[int | None], ended_at: dict[int, float]) -> None:
+        """Warns once of each process that has ended with 0 while others still run."""
+        now, running = time.monotonic(), [rank for rank, code in enumerate(codes) if code is None]
+        for rank, code in enumerate(codes):
+            if code == 0 and running and now - ended_at.setdefault(rank, now) > ENDED_SECONDS:
+                ended_at[rank] = float("inf")
+                self.say(f"rank {rank} exited with code 0, while rank {running[0]} still runs.")
 
     def _silent(self, seen: dict[int, tuple[int | None, float]], started_at: float) -> list[Silence]:
         """Returns the silent ranks, once one of them has exceeded its limit; uses only this process's clock."""
@@ -268,12 +296,15 @@ class Supervisor:
             time.sleep(STACKS_SECONDS)
 
     def _kill(self, processes: Sequence[Process]) -> None:
+        children = [process for process in processes if isinstance(process, subprocess.Popen)]
+        leaders = [process.pid for process in children]
+        if any(process.poll() not in (0, PREEMPTED) for process in children):
+            kill_all(leaders, os.getpid())
+        elif left := started_by(leaders, os.getpid()):
+            names = ", ".join(f"{name} ({pid})" for pid, name in sorted(left.items()))
+            self.say(f"all ranks have ended, and processes that they started still run: {names}")
         for process in processes:
-            # The process group includes its children, which may outlive it if it is a shell.
-            if process.poll() not in (0, PREEMPTED) and isinstance(process, subprocess.Popen):
-                with suppress(ProcessLookupError, PermissionError):  # all of them have ended
-                    os.killpg(process.pid, signal.SIGKILL)
-            elif process.poll() is None:
+            if process.poll() is None:
                 process.kill()
         for process in processes:
             process.wait()
@@ -315,11 +346,7 @@ def _stuck_text(first: Silence, ranks: Sequence[int], stopped: Sequence[int]) ->
 
 def _is_stopped(silence: Silence) -> bool:
     """Returns whether a process was stopped by a signal; False for another machine, or without /proc."""
-    try:
-        state = Path(f"/proc/{silence.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return silence.host == socket.gethostname() and state == "T"
+    return silence.host == socket.gethostname() and state_of(silence.pid) == "T"
 
 
 def as_flags(limits: Limits) -> list[str]:

@@ -14,6 +14,7 @@ from spanax.launch import local, slurm
 from spanax.launch.request import count, request_of
 from spanax.launch.supervisor import RESUME_AGAIN, Limits, Process, Supervisor, check
 from spanax.printable import to_stderr
+from spanax.run.distributed.environment import number
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     hosts, words = count("hosts", command.hosts), shlex.split(command.start)
     request = request_of(argv, command.logs)
     is_slurm = words[:1] == ["srun"]
-    rank = 0 if is_slurm else int(os.environ.get("SPANAX_HOST", 0))
+    rank = 0 if is_slurm else number(os.environ, "SPANAX_HOST", 0)
 
     def start(attempt: int) -> Sequence[Process]:
         environment = {"SPANAX_ATTEMPT": str(attempt)} | request.environment
@@ -55,7 +56,8 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
         return [local.started(argv_of_attempt, environment, request.folder, rank)]
 
     # Earlier starts of the job itself, as reported by a JobSet or by Slurm.
-    begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+    counter = "SPANAX_ATTEMPT" if os.environ.get("SPANAX_ATTEMPT") else "SLURM_RESTART_COUNT"
+    begun = number(os.environ, counter, 0)
     limits = check(command.limits)
     code = Supervisor.of(start, request, limits, begun=begun, rank=rank, shows_first=not is_slurm).watch()
     is_requeued = code == PREEMPTED and is_slurm and slurm.requeue()

@@ -27,8 +27,8 @@ MAX_BYTES = 2 << 30
 def enable_compilation_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Enables JAX's compilation cache; call before importing JAX.
 
-    A folder and a threshold set in the environment are unchanged. If the folder is not writable or not trusted, the
-    cache stays disabled, with a warning.
+    A threshold set in the environment is unchanged, and so is a folder, unless other users can write to it. If no
+    folder is writable and trusted, the cache stays disabled. Each folder that is not used is warned about.
 
     Example:
       >>> import tempfile
@@ -37,6 +37,7 @@ def enable_compilation_cache(environ: MutableMapping[str, str] = os.environ) -> 
       >>> Path(environ["JAX_COMPILATION_CACHE_DIR"]).is_dir()
       True
     """
+    drop_untrusted_folder(environ)
     if FOLDER in environ:  # its owner prunes it
         environ.setdefault(THRESHOLD, "0")
         return
@@ -50,6 +51,16 @@ def enable_compilation_cache(environ: MutableMapping[str, str] = os.environ) -> 
     prune(folder, MAX_BYTES)
     environ[FOLDER] = str(folder)
     environ.setdefault(THRESHOLD, "0")
+
+
+def drop_untrusted_folder(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Removes the folder from the environment, with a warning, if other users can write to it."""
+    requested = environ.get(FOLDER)
+    if not requested or "://" in requested:  # the cache is disabled, or in a cloud storage, which has no modes
+        return
+    if reason := untrusted(Path(requested)):
+        del environ[FOLDER]
+        warnings.warn(f"{FOLDER}='{requested}' is not used: {reason}.", stacklevel=2)
 
 
 def prune(folder: Path, max_bytes: int) -> None:

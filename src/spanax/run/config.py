@@ -23,6 +23,7 @@ from spanax.trace.rewrites.remat_policies import (
     known_offload,
     known_policy,
 )
+from spanax.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -277,14 +278,14 @@ def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
     if config.profile is None:
         return None
     first, _, last = config.profile.partition(":")
-    is_number = first.isdigit() and last.isdigit()
-    if not is_number or not 1 <= int(first) <= int(last):
+    start, stop = whole_number(first), whole_number(last)
+    if start is None or stop is None or not 1 <= start <= stop:
         raise FormatError(
             f"--profile is '{config.profile}'; it must be the first and the last step.", fix="--profile 10:20"
         )
-    if config.steps is not None and int(last) > config.steps:
+    if config.steps is not None and stop > config.steps:
         raise RangeError(
             f"--profile {config.profile} goes beyond the last step, {config.steps}.",
             fix=f"--profile {max(1, config.steps - 10)}:{config.steps}",
         )
-    return int(first), int(last)
+    return start, stop

@@ -179,7 +179,9 @@ class Run:
                 if evaluation is not None and not is_users
                 else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
             )
-            self._compiled["evaluation"] = compiled_with_barrier(jitted, self._arguments()[:2], platform_of(self.mesh))
+            self._compiled["evaluation"] = compiled_with_barrier(
+                jitted, self._arguments()[:2], platform_of(self.mesh), "evaluate", self.program.batch
+            )
         metrics = self._compiled["evaluation"](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
@@ -205,7 +207,9 @@ class Run:
     def prepare(self, num_steps: int = 1) -> None:
         """Compiles the function that takes `num_steps` steps in one call; works before the state is initialized."""
         several = num_steps if num_steps > 1 else 0
-        self._stepping(several).lower(*self._arguments(several)).compile()
+        stepping = self._stepping(several)
+        if jax.process_count() == 1:  # several processes compile together: `compiled_with_barrier`
+            stepping.lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -315,7 +319,9 @@ class Run:
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = compiled_with_barrier(jitted, self._arguments(several), platform_of(self.mesh))
+            self._compiled[name] = compiled_with_barrier(
+                jitted, self._arguments(several), platform_of(self.mesh), name, self.program.batch
+            )
         return self._compiled[name]
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:

@@ -39,6 +39,8 @@ def test_an_incomplete_group_raises(missing: str) -> None:
         ({"RANK": "8"}, "RANK=8, WORLD_SIZE=8"),
         ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
         ({"RANK": "first"}, "RANK is 'first'"),
+        ({"RANK": "²"}, "RANK is '²'"),
+        ({"RANK": "9" * 5000}, "RANK is '9{80}'"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
     ],
 )

@@ -1,13 +1,16 @@
 """Events can be read from intact and damaged files."""
 
+import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from spanax.entries.names import EVENTS
-from spanax.run.record.events import KINDS, Begin, Events, read
+from spanax.run.record.events import KINDS, MAX_EVENTS, Begin, Events, read
+from spanax.run.record.time_account import account, reached
 
 
 def test_an_incomplete_line_does_not_affect_the_next(tmp_path: Path) -> None:
@@ -51,6 +54,22 @@ def test_every_kind_that_is_written_can_be_read(tmp_path: Path) -> None:
         Events(tmp_path).append(kind, step=1, seconds={"step": 1}, wall_seconds=1)
     assert read(tmp_path).num_damaged == 1  # the silence of a `stuck` is a number
     assert len(read(tmp_path).events) == len(KINDS) - 1
+
+
+def test_the_last_of_many_events_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    line = b'{"event": "skipped", "time": 9, "by": "rank 0"}\n'
+    with open(tmp_path / EVENTS, "wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + line * (2 * EVENTS.max_bytes // len(line)))
+    Events(tmp_path).append("ledger", time=11, step=7, seconds={"step": 5}, wall_seconds=5)
+    tracemalloc.start()
+    log = read(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    assert len(log.events) == MAX_EVENTS and log.is_tail and not log.num_damaged
+    times = account(tmp_path)  # although the `begin` event is not among them
+    assert times.is_tail and times.reached == reached(tmp_path) == 7
 
 
 WRITE = """

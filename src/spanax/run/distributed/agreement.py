@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 from spanax.errors import HostsError, first_line
+from spanax.run.distributed.lockstep import operation
 
 AGREEMENT_SECONDS = 600
 """How long a process waits for the texts of the others: the first one may be evaluating or saving by itself."""
@@ -29,8 +31,14 @@ def verdict(text: str, judge: Callable[[Sequence[str]], str]) -> str:
     state = distributed.global_state
     if state.client is None or state.num_processes == 1:
         return judge([text])
-    topic, timeout_ms = f"spanax:agreement {next(_NUMBERS)}", AGREEMENT_SECONDS * 1000
+    topic = f"spanax:agreement {next(_NUMBERS)}"
     state.client.key_value_set(f"{topic}/{state.process_id}", text)
+    with operation("the comparison of a batch"):
+        return _exchanged(state, topic, text, judge)
+
+
+def _exchanged(state: Any, topic: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    timeout_ms = AGREEMENT_SECONDS * 1000
     try:
         if state.process_id == 0:
             ranks = range(state.num_processes)

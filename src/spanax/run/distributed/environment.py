@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spanax.errors import GroupError
+from spanax.units import whole_number
 
 WHERE = "the environment of this process"
 
@@ -74,9 +75,11 @@ def number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdigit():
-        raise GroupError(f"{name} is {text!r}; expected an integer.", where=WHERE)
-    return int(text)
+    value = None if text is None else whole_number(text)
+    if value is None:
+        shown = None if text is None else text[:80]
+        raise GroupError(f"{name} is {shown!r}; expected an integer.", where=WHERE)
+    return value
 
 
 def _check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:

@@ -7,8 +7,7 @@ The environment describes the group of a process; launchers set it:
     SPANAX_HOST          the rank of this process, >= 0; by default SLURM_PROCID under Slurm
     SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
     SPANAX_ATTEMPT       the number of earlier attempts of the run
-    SPANAX_SUPERVISOR    the pid of the supervisor: when that exits, its children stop as if signalled; 0 for a
-                         supervisor on another machine
+    SPANAX_SUPERVISOR    the pid of the supervisor; 0 for one on another machine
     SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
     SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 
@@ -29,6 +28,7 @@ from typing import Any
 from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
 from spanax.run.distributed.absent_tpu import has_only_cpus
 from spanax.run.distributed.environment import WHERE, TorchGroup, number
+from spanax.run.distributed.lockstep import SHUTDOWN_SECONDS, operation, watch
 from spanax.run.distributed.supervision import exit_on_error
 
 JOIN_SECONDS = 300
@@ -36,9 +36,6 @@ JOIN_SECONDS = 300
 
 DEATH_SECONDS = 15
 """After this long without a heartbeat a process counts as dead, and the others abort. JAX's default is 100."""
-
-SHUTDOWN_SECONDS = 300
-"""How long processes that have ended wait for the last of them, which may still export a model. JAX's default."""
 
 THREADS_PER_DEVICE = 2
 """XLA's CPU collectives wait for each other on one thread pool. With its default of one thread per device, a step that
@@ -130,6 +127,7 @@ class Hosts:
 
         if jax.distributed.is_initialized():
             bind_data_sockets()
+            watch()
             return
         num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
         if not self.coordinator and num_hosts == 1:
@@ -168,6 +166,7 @@ class Hosts:
                 fix="run spanax doctor --hosts HOST:PORT on each of them",
             ) from None
         exit_on_error()
+        watch()
         bind_data_sockets()
 
 
@@ -300,7 +299,8 @@ def all_processes(value: bool) -> bool:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
+    with operation("an agreement"):
+        return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
 
 
 def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
@@ -325,7 +325,8 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     if len(text.encode()) > MAX_TEXT_BYTES:
         error_of_first, text = kind(f"the first process returned {len(text)} characters, over {MAX_TEXT_BYTES}."), ""
     encoded = np.frombuffer(text.encode().ljust(MAX_TEXT_BYTES, b"\0"), np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(encoded))).rstrip(b"\0").decode()
+    with operation("a decision of the first process"):
+        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(encoded))).rstrip(b"\0").decode()
     if error_of_first is not None or not text:
         raise error_of_first or kind("the first process failed; see its error.")
     return text

@@ -1,6 +1,5 @@
 """Connects a process to the supervisor that started it, if any."""
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -10,11 +9,9 @@ from types import TracebackType
 
 from spanax.errors import SpanaxError
 from spanax.run.distributed.environment import number
+from spanax.run.distributed.lockstep import fail
 
 STDERR = 2
-
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process receives when its parent dies. Source: linux/prctl.h."""
 
 ERROR, INTERRUPTED = 1, 130
 """Exit codes of Python after an error, and of a shell after Ctrl-C."""
@@ -28,8 +25,7 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 def attach_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a supervisor started this process, and installs its handlers if so.
 
-    SIGUSR1 and every crash dump all stacks to standard error; the supervisor's death sends SIGTERM, unless there is
-    another process between the two, such as a shell.
+    SIGUSR1 and every crash dump all stacks to standard error.
     """
     if not is_supervised(environ):
         return False
@@ -38,8 +34,6 @@ def attach_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     supervisor = number(environ, "SPANAX_SUPERVISOR", None)
     if supervisor == 0:
         return True
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if supervisor != os.getppid() and not _runs(supervisor):
         sys.exit("spanax: the supervisor has exited")
     return True
@@ -56,6 +50,7 @@ def exit_on_error() -> None:
         return
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error)
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,7 +5,7 @@ Does not import JAX, because the supervisor and `spanax report` use it too.
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,9 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import EVENTS
 from spanax.printable import to_stderr
 from spanax.schema import Count, SchemaError, Seconds, parsed
+
+MAX_EVENTS = 10_000
+"""The number of events, the last ones, that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +105,13 @@ class EventLog:
       events: in the order in which they were written.
       num_damaged: the number of lines that cannot be parsed, not counting one that is being written.
       unknown: the number of events of each kind that this version does not know.
+      is_tail: whether earlier events were left out, because there are too many.
     """
 
     events: tuple[Event, ...] = ()
     num_damaged: int = 0
     unknown: Mapping[str, int] = field(default_factory=dict)
+    is_tail: bool = False
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -157,18 +162,22 @@ class Events:
 
 
 def read(folder: Path) -> EventLog:
-    """Returns the events of a run in the order in which they were written; none if there is no file."""
-    events: list[Event] = []
+    """Returns the last events of a run in the order in which they were written; none if there is no file."""
+    events: deque[Event] = deque(maxlen=MAX_EVENTS)
     num_damaged, unknown = 0, Counter[str]()
-    for record in Folder.of(folder).lines(EVENTS):
+    place = Folder.of(folder)
+    status = place.stat(EVENTS)
+    is_tail = status is not None and status.st_size > EVENTS.max_bytes
+    for record in place.lines(EVENTS, is_tail=True):
         kind = None if record is None else record.get("event")
         if isinstance(kind, str) and kind not in KINDS:
             unknown[kind] += 1
         elif (event := _event(record)) is None:
             num_damaged += 1
         else:
+            is_tail = is_tail or len(events) == MAX_EVENTS
             events.append(event)
-    return EventLog(tuple(events), num_damaged, dict(unknown))
+    return EventLog(tuple(events), num_damaged, dict(unknown), is_tail)
 
 
 def _event(record: Mapping[str, Any] | None) -> Event | None:

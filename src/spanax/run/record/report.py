@@ -92,6 +92,8 @@ def run_report(folder: Path) -> RunReport:
         f"{EVENTS}: {_num_lines(count)} of the unknown kind '{kind}' left out"
         for kind, count in sorted(times.unknown.items())[:MAX_NOTES]
     ]
+    if times.is_tail:
+        notes.append(f"{EVENTS}: only the last events were read")
     notes += heartbeat.damaged(folder)[:MAX_NOTES]
     return RunReport(folder, workload, times, intact[-1] if intact else None, metrics, notes, saving)
 

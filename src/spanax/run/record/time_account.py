@@ -16,7 +16,7 @@ from typing import Any
 from spanax.entries.names import EVENTS
 from spanax.errors import MissingFileError
 from spanax.run.record import heartbeat
-from spanax.run.record.events import Begin, End, Event, Events, Spent, Stuck, read
+from spanax.run.record.events import Begin, End, Event, EventLog, Events, Spent, Stuck, read
 from spanax.run.record.time_ledger import BUCKETS
 
 OUTCOMES = {"stuck": "stuck", "died": "died", "preempted": "preempted", "end": "finished", "stopped": "stopped"}
@@ -61,6 +61,7 @@ class TimeAccount:
       faults: the events about faults and the reactions to them, in order.
       num_damaged: the number of lines of events.jsonl that cannot be parsed.
       unknown: the number of events of each kind that this version does not know; they are ignored.
+      is_tail: whether the account begins with the last events, because there are too many.
     """
 
     attempts: Sequence[Attempt]
@@ -69,6 +70,7 @@ class TimeAccount:
     faults: Sequence[Mapping[str, Any]]
     num_damaged: int = 0
     unknown: Mapping[str, int] = field(default_factory=dict)
+    is_tail: bool = False
 
     @property
     def wall_seconds(self) -> float:
@@ -111,7 +113,7 @@ def account(folder: Path) -> TimeAccount:
       (0.64, 28)
     """
     log = read(folder)
-    parts = _parts(log.events)
+    parts = _parts(log)
     if not parts:
         raise MissingFileError(
             f"'{folder}' is not a run folder.",
@@ -142,7 +144,7 @@ def account(folder: Path) -> TimeAccount:
         else:
             seconds["restart"] += gap
     faults = [event.record for event in log.events if not isinstance(event, Begin | Spent | End)]
-    return TimeAccount(attempts, seconds, paused, faults, log.num_damaged, log.unknown)
+    return TimeAccount(attempts, seconds, paused, faults, log.num_damaged, log.unknown, log.is_tail)
 
 
 def _is_pause(attempt: Attempt, began: Event, after: Event) -> bool:
@@ -172,14 +174,14 @@ def record_last_heartbeat(events: Events) -> None:
         events.append(**values)
 
 
-def _parts(events: Sequence[Event]) -> list[list[Event]]:
+def _parts(log: EventLog) -> list[list[Event]]:
     """Groups events by attempt: each `begin` event starts one, and so does a ledger of an attempt without one.
 
     Attempt numbers do not separate attempts, because a run resumed by hand has attempt 0 again.
     """
     parts: list[list[Event]] = []
-    for event in events:
-        begins = isinstance(event, Begin) and event.by != "supervisor"
+    for event in log.events:
+        begins = (isinstance(event, Begin) and event.by != "supervisor") or (log.is_tail and not parts)
         is_orphan = isinstance(event, Spent) and not (parts and parts[-1][0].attempt == event.attempt)
         if begins or is_orphan:
             parts.append([event])

@@ -46,7 +46,7 @@ def groups(stacked: Mapping[str, str], single: Mapping[str, str]) -> list[Group]
     candidates: dict[str, dict[tuple[int, ...], dict[tuple[int, ...], str]]] = defaultdict(lambda: defaultdict(dict))
     for path in single:
         parts = path.split(".")
-        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+        numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
         for count in range(1, len(numbers) + 1):
             for layer_dims in combinations(numbers, count):
                 stacked_path = ".".join(part for index, part in enumerate(parts) if index not in layer_dims)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spanax.errors import FormatError, UnknownNameError, VariantError, check_type, nearest
+from spanax.units import whole_number
 
 POLICIES = ("none", "dots", "full", "offload")
 """`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
@@ -49,10 +50,11 @@ def partial_policy(policy: str | None) -> PartialPolicy | None:
     (first, _, count), (_, comma, others) = policy.partition(",")[0].partition(":"), policy.partition(",")
     for name in (first, *[others] * bool(comma)):
         _known_name(name)
-    if not (count.isascii() and count.isdecimal() and not count.startswith("0")):
+    num_layers = whole_number(count)
+    if not num_layers or count.startswith("0"):
         what = f"remat '{policy[:40]}' has no number of layers, at least 1, after '{first}:'."
         raise FormatError(what, fix=f"'{first}' for all layers, or '{first}:1' for the first")
-    result = PartialPolicy(first, int(count), others or "none")
+    result = PartialPolicy(first, num_layers, others or "none")
     shortest = result.first if result.first == result.others else str(result)
     if policy != shortest:
         raise VariantError(f"remat '{policy}' is the same as '{shortest}'.", fix=f"'{shortest}'")
@@ -112,10 +114,11 @@ def known_chunks(requested: int | str) -> int:
       (0, 8, 1)
     """
     text = str(requested)
-    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_CHUNKS):
+    number = 0 if text == "auto" else whole_number(text)
+    if text != "auto" and not (number and number <= MAX_CHUNKS):
         what = f"loss chunks are '{text[:20]}'; expected auto, or an integer from 1 to {MAX_CHUNKS}."
         raise FormatError(what, fix="auto")
-    return 0 if text == "auto" else int(text)
+    return number or 0
 
 
 MAX_CHUNKS = 1 << 16

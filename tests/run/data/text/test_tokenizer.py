@@ -1,5 +1,6 @@
 """Tokenizer: bytes, a BPE that is trained once and comes back from the cache, files, and what is refused."""
 
+import json
 import os
 from pathlib import Path
 
@@ -203,12 +204,32 @@ def test_a_missing_tokenizer_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
-def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path) -> None:
+PANICS = b'{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 7}, "merges": [["a", "a"]]}}'
+"""A merge without its result: the library checks this, or its Rust code panics with a BaseException."""
+
+CHARACTERS = b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "version": "1.0", '
+PANICS_TOO = CHARACTERS + b'"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}'
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe", PANICS, PANICS_TOO])
+def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_bytes(content)
     first = message_of(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
     bad_text = "cannot read tokenizer '.../a.json': it is not UTF-8 text."
     assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is not a tokenizer, or is damaged.")
+    assert not capfd.readouterr().err  # of Rust
+
+
+def test_text_that_a_tokenizer_cannot_encode_raises(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"be": 0}, "unk_token": "[UNK]"}
+    (tmp_path / "words.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    encoder = load_tokenizer(str(tmp_path / "words.json"))
+    assert encoder.encode("be").tolist() == [0]
+    for encode in (lambda: encoder.encode("not"), lambda: list(encoder.encode_documents([b"not"]))):
+        with pytest.raises(
+            DataError, match=r"tokenizer 'words.json@\w+' cannot encode this text(?s:.*)Missing \[UNK\]"
+        ):
+            encode()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +13,7 @@ from spanax.documents import read_bytes, read_json
 from spanax.errors import FileError, MissingError, RangeError, UnknownNameError, nearest
 from spanax.run.data.cache import cache_folder, keep
 from spanax.run.data.elements import digest
+from spanax.units import whole_number
 
 if TYPE_CHECKING:
     import tokenizers
@@ -125,7 +127,7 @@ def load_tokenizer(
             "bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts], _bytes_json
         )
     if kind == "bpe":
-        if (colon and not size.isdecimal()) or (colon and int(size) < 257):
+        if colon and (whole_number(size) or 0) < 257:
             raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
         if not texts:
             raise MissingError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
@@ -169,8 +171,6 @@ def _trained(
     cache_dir: str | os.PathLike[str] | None,
     trained: str | None = None,
 ) -> Tokenizer:
-    from tokenizers import Tokenizer as Engine
-
     key = digest(*(part for text in texts for part in text.key), str(vocab_size))
     name = f"bpe:{vocab_size}@{key}"
     if trained is not None:
@@ -178,8 +178,8 @@ def _trained(
         return _wrapped(name, engine, engine.to_str)
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
-        engine = Engine.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # missing or damaged: the library raises a bare Exception; trained again
+        engine = _parsed(path.read_text(encoding="utf-8"), path.name, fix="")
+    except (OSError, ValueError, FileError):  # missing or damaged: trained again
         engine = _train(texts, vocab_size)
         keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
     return _wrapped(name, engine, engine.to_str)
@@ -226,11 +226,32 @@ def _from_file(path: Path) -> Tokenizer:
 def _parsed(content: str, name: str, *, fix: str) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Engine
 
-    try:
+    with _raising(f"'{name}' is not a tokenizer, or is damaged.", fix), _without_stderr():
         return Engine.from_str(content)
-    except Exception as error:  # the library raises a bare Exception
-        where = " ".join(str(error).split())[:120]
-        raise FileError(f"'{name}' is not a tokenizer, or is damaged.", where=where, fix=fix) from None
+
+
+@contextmanager
+def _raising(message: str, fix: str) -> Iterator[None]:
+    """Raises a FileError for an error of the tokenizers library."""
+    try:
+        yield
+    except BaseException as error:  # the library raises a bare Exception, or a panic of Rust, which is none
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise FileError(message, where=" ".join(str(error).split())[:120], fix=fix) from None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discards what this process writes to descriptor 2: Rust prints a panic, and its stack, before it raises it."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def tokenizer_config(content: str) -> dict[str, str]:
@@ -266,13 +287,15 @@ def _wrapped(
         pieces = list(_pieces(text.encode() if isinstance(text, str) else text))
         parts = [np.empty(0, dtype)]
         for first in range(0, len(pieces), PIECES_AT_ONCE):
-            encoded = engine.encode_batch(pieces[first : first + PIECES_AT_ONCE], add_special_tokens=False)
-            parts += [np.array(piece.ids, dtype) for piece in encoded]
+            parts += ids(pieces[first : first + PIECES_AT_ONCE])
         return np.concatenate(parts)
 
     def encode_each(texts: Sequence[bytes]) -> list[np.ndarray]:
-        encoded = engine.encode_batch([text.decode() for text in texts], add_special_tokens=False)
-        return [np.array(encoding.ids, dtype) for encoding in encoded]
+        return ids([text.decode() for text in texts])
+
+    def ids(texts: list[str]) -> list[np.ndarray]:
+        with _raising(f"tokenizer '{name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"):
+            return [np.array(encoding.ids, dtype) for encoding in engine.encode_batch(texts, add_special_tokens=False)]
 
     return Tokenizer(name, vocab_size, encode, encode_each, to_json, end_id)
 
