@@ -95,6 +95,7 @@ def finished(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).mkdir()
         (folder / name / "plan.json").write_text("{}")
+        (folder / name / "meta.json").write_bytes(manifest.meta_text({}, {}))
         manifest.write(folder / name)
 
 

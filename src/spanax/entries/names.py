@@ -43,6 +43,9 @@ ENVIRONMENT = Name("env.json", 1 << 20)
 METRICS = Name("metrics.jsonl", 1 << 31)
 EVENTS = Name("events.jsonl", 1 << 28)
 LOCK, LEADER_LOCK, RANK_LOCK = Name("LOCK", 1 << 10), Name("LOCK.leader", 1 << 10), Name("LOCK.rank*", 1 << 10)
+STEPS_LOCK = Name("LOCK.steps", 1 << 10)
+"""In a folder of checkpoints, which may also be a run folder."""
+
 HEARTBEAT = Name("heartbeats/*.json", 1 << 16)
 RANK_LOG = Name("log/rank*.log", UNBOUNDED)
 JOB_LOG = Name("log/slurm.log", UNBOUNDED)
@@ -102,5 +105,9 @@ CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB = (
 
 FOLDERS = (CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB)
 
-FILES = (*IN_RUN, *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP))
+FILES = (
+    *IN_RUN,
+    Name(f"{CHECKPOINTS}/{STEPS_LOCK}", STEPS_LOCK.max_bytes),
+    *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP),
+)
 """All files, relative to the run folder."""
