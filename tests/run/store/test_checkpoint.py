@@ -271,7 +271,7 @@ def test_a_sharding_that_does_not_divide_is_one_error(from_4x2: Path) -> None:
         checkpoint.restore(from_4x2, expected)
 
 
-def test_a_failure_of_orbax_is_one_error(tmp_path: Path) -> None:
+def test_a_failure_of_orbax_skips_the_step(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     shutil.rmtree(tmp_path / "1" / "arrays")
     manifest.write(tmp_path / "1")
