@@ -82,7 +82,7 @@ def check_free(folder: Folder, name: Name, title: str) -> None:
 
 
 def _in_use(folder: Folder, name: Name, title: str) -> InUseError:
-    fix = "another --output-dir, or end that run first" if title == "run folder" else "another folder, or end it first"
+    fix = "another --output-dir, or end that run first" if title == "run folder" else "another folder, or end that process first"
     return InUseError(f"the {title} '{folder}' is in use.", where=_owner(folder, name), fix=fix)
 
 
