@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def lock(folder: Folder, name: Name, title: str, check: Callable[[Folder], None]
         check(folder)
         new = FolderLock(folder, name, file, file.enter_context(folder.appending(name)))
         try:
-            fcntl.flock(new._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _acquire(new._descriptor)
             if not new.is_lost():  # its previous owner may have removed the file
                 os.truncate(new._descriptor, 0)
                 os.write(new._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -72,17 +73,24 @@ def check_free(folder: Folder, name: Name, title: str) -> None:
     Raises:
       WriteError: one has.
     """
-    if folder.kind(name) is None:
-        return
-    with folder.appending(name) as descriptor:
+    with suppress(FileNotFoundError), folder.reading(name) as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(folder, name, title) from None
 
 
+def _acquire(descriptor: int) -> None:
+    """Acquires the lock; a process that only checks whether it is free has it for a moment."""
+    for _ in range(10):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.01)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _in_use(folder: Folder, name: Name, title: str) -> InUseError:
-    fix = "another --output-dir, or end that run first" if title == "run folder" else "another folder, or end that process first"
+    fix = "another folder, or end that process first"
     return InUseError(f"the {title} '{folder}' is in use.", where=_owner(folder, name), fix=fix)
 
 

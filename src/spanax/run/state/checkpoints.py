@@ -123,17 +123,6 @@ class Checkpoints:
           DataError: there is no intact checkpoint, or an object is missing in it or has other arrays. The arrays of the
             objects are then unchanged.
           SpanaxError: an object has neither arrays nor a state in JSON.
-
-        Example:
-          >>> import tempfile
-          >>> from flax import nnx
-          >>> checkpoints, rngs = Checkpoints(tempfile.mkdtemp(), warn=print), nnx.Rngs(0)
-          >>> checkpoints.save(1, {"model": nnx.Linear(4, 4, rngs=rngs)}).wait()
-          >>> lora = nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs)
-          >>> loaded = checkpoints.restore({"model": lora}, partial=True)  # doctest: +ELLIPSIS
-          WARNING: ...: loaded 2 of 4 arrays; missing: lora_a, lora_b
-          >>> loaded.step, loaded.loaded
-          (1, ('bias', 'kernel'))
         """
         named, others = _parted(objects)
         targets = {path: target_of(value) for path, value in named.arrays.items()}

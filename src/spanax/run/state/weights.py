@@ -72,7 +72,6 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
             orbax.partial.finalize(staging.path / manifest.ARRAYS)
         manifest.write(staging)
         manifest.settle(root)
-        view.end(staging)
     except BaseException as error:
         checkpoint.abandon(staging)
         if isinstance(error, OSError | WriteError):

@@ -212,7 +212,7 @@ def prepare(
             manifest.clear(root)
             if root.kind(str(step)) is not None and step not in manifest.steps(root):
                 raise FileExistsError(f"{root.path / str(step)} exists and is not a checkpoint")
-            view.begin(staging)
+            staging.make_new()
             for name, content in texts.items():
                 staging.replace(name, [content], is_durable=False)
         except OSError as error:
@@ -255,8 +255,6 @@ def _finish(response: Any, staging: Folder, root: Folder, step: int, keep: int |
     except OSError as error:
         message = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
         raise WriteError(message, where=str(error.filename or root)) from error
-    finally:
-        view.end(staging)
 
 
 def abandon(staging: Folder) -> None:
@@ -267,7 +265,6 @@ def abandon(staging: Folder) -> None:
     if is_first():
         with contextlib.suppress(OSError):
             discard(staging)
-    view.end(staging)
 
 
 # ---- restoring

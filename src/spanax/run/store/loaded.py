@@ -36,15 +36,7 @@ class Loaded:
     def of(
         source: str, saved: Mapping[str, str], reads: Mapping[str, Any], paths: Iterable[str], step: int = 0
     ) -> "Loaded":
-        """Compares saved arrays with requested ones.
-
-        Args:
-          source: the checkpoint.
-          saved: the dtype and shape of each saved array, as `dtype_and_shape` returns them.
-          reads: the arrays to read, in the form in which they were saved.
-          paths: the paths of the requested arrays, which may be stacks of those in `reads`, or layers.
-          step: the step of the checkpoint.
-        """
+        """Compares saved dtypes and shapes with `reads`: the arrays of `paths` in the form in which they were saved."""
         requested = {path: dtype_and_shape(target) for path, target in reads.items()}
         missing = requested.keys() - saved.keys()
         differs = [path for path in sorted(requested) if path in saved and saved[path] != requested[path]]

@@ -9,6 +9,7 @@ from pathlib import Path
 from spanax.entries.folder import Folder
 from spanax.entries.folder_lock import FolderLock, check_free, lock
 from spanax.entries.names import STEPS_LOCK
+from spanax.errors import EntryError, WriteError
 
 TITLE = "folder of checkpoints"
 
@@ -36,6 +37,17 @@ def release(root: Folder) -> None:
         if not claimed.is_lost():
             root.remove(STEPS_LOCK)
         claimed.close()
+
+
+def is_claimed(root: Folder) -> bool:
+    """Returns whether a process writes checkpoints into a folder, as far as this machine can see."""
+    try:
+        check_free(root, STEPS_LOCK, TITLE)
+    except WriteError:
+        return True
+    except (OSError, EntryError):
+        return False
+    return False
 
 
 def check_unclaimed(root: Folder) -> None:
