@@ -18,7 +18,9 @@ from spanax.interop import export_weights, import_weights
 COMMANDS = (
     "train --output-dir URL", "train --resume --output-dir URL", "train --data URL", "train --data a.jsonl=0.5,URL=0.5",
     "train --plan URL", "train --init URL", "train --tokenizer URL/tokenizer.json", "train --config URL",
-    "train --config c.toml", "train URL/w.py:x", "launch local -- train --output-dir URL",
+    "train --config c.toml", "train URL/w.py:x",
+    "train w.py:source --output-dir out", "train w.py:init --data python --output-dir out",
+    "launch local -- train --output-dir URL",
     "launch slurm --dry-run -- train --data URL", "launch local --logs URL -- python -c 1", "checkpoint show URL",
     "checkpoint verify URL", "report URL", "report . -o URL", "inspect URL", "inspect . --svg URL",
     "doctor --output-dir URL",
@@ -28,6 +30,13 @@ COMMANDS = (
     "import URL --as gpt2 --output-dir out", "import . --as gpt2 --output-dir URL",
 )  # fmt: skip
 
+WORKLOADS = """
+import jax, optax, spanax
+parts = {"build": lambda rngs: 1 / 0, "loss": lambda model, x: 1 / 0, "batch": jax.ShapeDtypeStruct((8, 8), "float32")}
+source = spanax.Workload(**parts, optimizer=optax.sgd(0.1), source="gs://bucket/x")
+init = spanax.Workload(**parts, optimizer=optax.sgd(0.1), init="gs://bucket/x")
+"""
+
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -36,6 +45,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for scheme in ("gs", "s3+x", "file"):
         (tmp_path / f"{scheme}:" / "bucket" / "x").mkdir(parents=True)
         (tmp_path / f"{scheme}:" / "bucket" / "x" / "a.txt").write_text("to be or not to be" * 1000)
+    Path("w.py").write_text(WORKLOADS)
     Path("c.toml").write_text('data = "gs://bucket/x"\n')
     return tmp_path
 

@@ -78,6 +78,7 @@ def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Itera
     with _lock(folder, LEADER_LOCK if is_supervised else LOCK) as run_lock:
         if not is_supervised:
             _check_free(folder)
+        writer.check_unclaimed(Folder.of(folder))
         writer.check_unclaimed(Folder.of(folder).inner(CHECKPOINTS))
         if not resume:
             _check_empty(folder)
