@@ -79,11 +79,12 @@ class Checkpoints:
 
         Returns as soon as the arrays are copied, so that the next step may run and donate them. `wait()` on the result
         waits until the checkpoint is on disk. Waits first for the previous save into this folder. Without `with` and
-        `wait()`, the program finishes the save before it exits, and an error of it is only printed.
+        `wait()`, the program finishes the save before it exits, and an error of it is only printed. From the first save
+        until `close()`, or until this process ends, no other process can save into the folder.
 
         Raises:
           SpanaxError: an object has neither arrays nor a state in JSON.
-          WriteError: the folder cannot be written, or the previous save failed.
+          WriteError: another process saves into the folder, it cannot be written, or the previous save failed.
         """
         named, others = _parted(objects)
         states = {name: getattr(value, _methods(value)[0])() for name, value in others.items()}
