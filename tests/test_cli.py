@@ -262,6 +262,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     os.link(tmp_path / "empty.txt", tmp_path / "twice" / "LOCK")
     for step in ("4", "8"):
         (tmp_path / "ended" / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "ended" / "checkpoints" / step / "meta.json").write_bytes(manifest.meta_text({}, {}))
         manifest.write(tmp_path / "ended" / "checkpoints" / step)
     write_records(tmp_path / "ended", TrainConfig().record(), "{\n}\n", [])
     monkeypatch.chdir(tmp_path)

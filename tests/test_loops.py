@@ -72,7 +72,7 @@ def test_a_killed_loop_continues_bit_for_bit(folder: Path, monkeypatch: pytest.M
     expected = run()
     assert len(expected["data"]) == expected["step"] == 60 and len(events(folder)) == 63
     monkeypatch.chdir(folder / "killed")
-    assert sorted(os.listdir("runs/mine/checkpoints")) == ["0", "20"]
+    assert sorted(os.listdir("runs/mine/checkpoints")) == ["0", "20", "LOCK.steps"]
     resumed = run()
     assert bits(resumed["objects"]) == bits(expected["objects"])
     assert events(folder / "killed") == events(folder)

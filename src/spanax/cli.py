@@ -24,6 +24,7 @@ from spanax.commands import (
 )  # fmt: skip
 from spanax.commands.answer import Answer
 from spanax.commands.weights import export_rules, export_weights, import_weights
+from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
 from spanax.frames import user_frames
 from spanax.run.compilation_cache import drop_untrusted_folder
@@ -125,6 +126,7 @@ def _run(argv: list[str]) -> None:
         print(help_text(name, COMMANDS[name].flags, topic))
         sys.exit()
     command = parse(name, argv[1:])
+    check_local_paths(command)
     answer = COMMANDS[name].answer(command)
     output = answer.to_json() if getattr(command, "json", False) and answer.data is not None else answer.to_text()
     if output:

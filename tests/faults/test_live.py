@@ -16,12 +16,13 @@ import fuzzed
 from spanax import cli
 from spanax.check.array_placement import array_placement
 from spanax.commands.checkpoint import show, verify
+from spanax.entries import folder_lock
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
 from spanax.run.record.report import run_report
-from spanax.run.store import checkpoint, manifest, view
+from spanax.run.store import checkpoint, manifest, view, writer
 from spanax.show.report import report_text, sections
 
 WORKLOAD = """
@@ -95,6 +96,7 @@ def finished(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).mkdir()
         (folder / name / "plan.json").write_text("{}")
+        (folder / name / "meta.json").write_bytes(manifest.meta_text({}, {}))
         manifest.write(folder / name)
 
 
@@ -190,10 +192,11 @@ def test_a_save_on_another_machine_is_not_damage(
     """Network file systems show the lock of a step to the machine that holds it alone."""
     finished(tmp_path, "1")
     staging = Folder.of(tmp_path).inner("2.new0")
-    view.begin(staging)
+    writer.claim(staging.outer)
+    staging.make_new()
     staging.replace(PLAN, ["{}"])
     assert [step.state for step in view.describe(tmp_path)] == ["good", "saving"]
-    monkeypatch.setattr(view.fcntl, "flock", lambda descriptor, how: None)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", lambda descriptor, how: None)
     try:
         assert [(step.state, step.problems) for step in view.describe(tmp_path)] == [("good", ()), ("unfinished", ())]
         cli.main(["checkpoint", "show", str(tmp_path)])
@@ -203,7 +206,7 @@ def test_a_save_on_another_machine_is_not_damage(
         data = json.loads(capsys.readouterr().out)
         assert (data["steps"], data["saving"], data["unfinished"], data["problems"]) == ([1], [], [2], [])
     finally:
-        view.end(staging)
+        writer.release(staging.outer)
     # A step that has its number was finished once: without its manifest it is damaged.
     (tmp_path / "1" / "manifest.json").unlink()
     with pytest.raises(SystemExit) as stop:

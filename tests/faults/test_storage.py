@@ -172,6 +172,7 @@ def test_the_only_intact_step_is_never_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "plan.json").write_text("{}")
+        (tmp_path / str(step) / "meta.json").write_bytes(manifest.meta_text({}, {}))
         manifest.write(tmp_path / str(step))
     (tmp_path / "3" / "plan.json").write_text("[]")
     assert saves.make_room(tmp_path) is None and names(tmp_path) == ["1", "2", "3"]
@@ -245,8 +246,9 @@ def test_a_slow_disk_does_not_block_steps(tmp_path: Path, monkeypatch: pytest.Mo
 HOLDER = """
 import os, sys, time
 from pathlib import Path
+from spanax.entries import folder_lock
 from spanax.run.record import run_lock
-run_lock.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
+folder_lock.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
 with run_lock.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
         os._exit(0)

@@ -136,7 +136,7 @@ def test_weights_of_another_model_are_refused(trained: tuple[spanax.Run, Path], 
         build=lambda rngs: nnx.Linear(16, 8, rngs=rngs), optimizer=optax.sgd(0.1), batch=BATCH,
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    with pytest.raises(DataError, match="of another model: 16 of 2 arrays differ"):
+    with pytest.raises(DataError, match="of another model.*; arrays: 2 missing, 14 unexpected"):
         spanax.start(of, plan(of), init=folder)
     with pytest.raises(DataError, match="no checkpoint found"):
         spanax.start(of, plan(of), init=folder / "nowhere")
@@ -307,4 +307,4 @@ def test_the_trainer_lists_what_a_partial_init_loaded(tmp_path: Path) -> None:
     )  # fmt: skip
     (event,) = [event for event in reported if event["event"] == "init"]
     assert event["loaded"] == ("bias", "kernel") and len(event["missing"]) == 2 and event["unexpected"] == ()
-    assert "2 of 4 weights" in line(event) and "lora_a" in line(event)
+    assert "2 of 4 arrays" in line(event) and "lora_a" in line(event)

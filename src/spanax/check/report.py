@@ -10,6 +10,7 @@ from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
+from spanax.entries.local_path import local_path
 from spanax.errors import DataError, FileError, WriteError
 from spanax.schema import parsed
 
@@ -195,6 +196,6 @@ def write_certificate(path: str | Path, text: str) -> None:
       WriteError: it cannot be written.
     """
     try:
-        Path(path).write_text(text)
+        local_path(path).write_text(text)
     except OSError as error:
         raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from spanax.documents import json_lines
 from spanax.entries.kind import Kind, open_folder, refused
+from spanax.entries.local_path import local_path
 from spanax.entries.names import Name
 from spanax.errors import EntryError
 
@@ -64,7 +65,7 @@ class Folder:
     @staticmethod
     def of(place: Place) -> "Folder":
         """Returns the folder at a path of the user; a `Folder` is returned unchanged."""
-        return place if isinstance(place, Folder) else Folder(Path(place))
+        return place if isinstance(place, Folder) else Folder(local_path(place))
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -46,6 +46,9 @@ EVENTS = Name("events.jsonl", 1 << 22)
 """Of a larger file, the last events are read. In memory, an event takes up to 30 times the size of its line."""
 
 LOCK, LEADER_LOCK, RANK_LOCK = Name("LOCK", 1 << 10), Name("LOCK.leader", 1 << 10), Name("LOCK.rank*", 1 << 10)
+STEPS_LOCK = Name("LOCK.steps", 1 << 10)
+"""In a folder of checkpoints, which may also be a run folder."""
+
 HEARTBEAT = Name("heartbeats/*.json", 1 << 16)
 RANK_LOG = Name("log/rank*.log", UNBOUNDED)
 JOB_LOG = Name("log/slurm.log", UNBOUNDED)
@@ -105,5 +108,9 @@ CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB = (
 
 FOLDERS = (CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB)
 
-FILES = (*IN_RUN, *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP))
+FILES = (
+    *IN_RUN,
+    Name(f"{CHECKPOINTS}/{STEPS_LOCK}", STEPS_LOCK.max_bytes),
+    *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP),
+)
 """All files, relative to the run folder."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.documents import read_toml
+from spanax.entries.local_path import local_path
 from spanax.errors import ClusterFileError, FileError, UnknownNameError, nearest
 from spanax.hardware.chip import Chip, Link
 from spanax.units import quantity, quantity_text
@@ -151,6 +152,7 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
       DataError: the file cannot be read, or is not TOML.
       SpanaxError: as for `read_chip`.
     """
+    path = local_path(path)
     try:
         table = read_toml(path)
     except OSError as error:

@@ -16,6 +16,7 @@ from flax import nnx
 
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
+from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import EntryError, WorkloadError, first_line
 from spanax.interop.auxiliary_files import copy_out, read_names, writing
@@ -127,7 +128,7 @@ def export_weights(
         where: ...no/such/run does not exist
         fix: pass the folder that has the numbered steps
     """
-    tables, out = family(kind), Path(out)
+    tables, out = family(kind), local_path(out)
     check_dtype(dtype)
     source = weights.Source.of(checkpoint)
     origin = _origin(Path(checkpoint), kind, workload)

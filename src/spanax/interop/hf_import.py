@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import spanax
+from spanax.entries.local_path import local_path
 from spanax.errors import UnknownNameError, WeightsError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
 from spanax.interop.configs import CONFIG, read_config
@@ -95,7 +96,7 @@ def import_weights(
       spanax.errors.MissingFileError: '...' has no safetensors files. [SPX503]
         fix: a folder with model.safetensors and config.json
     """
-    tables, source, out = family(kind), Path(source), Path(out)
+    tables, source, out = family(kind), local_path(source), local_path(out)
     check_dtype(dtype)
     stored = tensors(source)
     folder = source if source.is_dir() else source.parent

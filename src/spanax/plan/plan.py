@@ -10,6 +10,7 @@ from typing import Any
 from spanax.displays import display
 from spanax.documents import MAX_INT, parse_json, read_bytes
 from spanax.entries.folder import Folder, Place
+from spanax.entries.local_path import local_path
 from spanax.entries.names import PLAN
 from spanax.errors import DataError, FileError, UnknownNameError, WriteError, first_line, nearest
 from spanax.hardware.flags import checked, explained
@@ -193,7 +194,7 @@ class Plan:
           WriteError: the file cannot be written.
         """
         try:
-            Path(path).write_text(self.to_json())
+            local_path(path).write_text(self.to_json())
         except OSError as error:
             raise WriteError(f"cannot write the plan '{path}'.", where=error.strerror or str(error)) from None
 
@@ -204,7 +205,8 @@ class Plan:
         Raises:
           DataError: the file does not exist, or does not contain a plan.
         """
-        return Plan._read(lambda: read_bytes(path), path)
+        file = local_path(path)
+        return Plan._read(lambda: read_bytes(file), path)
 
     @staticmethod
     def of_run(folder: Place) -> "Plan":

@@ -7,6 +7,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from spanax.documents import MAX_TOML_BYTES
+from spanax.entries.local_path import check_local_paths, local_path
 from spanax.errors import ConflictError, FormatError, MissingError, RangeError, UnknownNameError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.printable import is_printable
@@ -210,6 +211,7 @@ def check(config: TrainConfig) -> TrainConfig:
         check_steps_per_call(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
+    check_local_paths(config)
     check_path("--output-dir", config.output_dir)
     if config.resume and config.output_dir is None:
         raise MissingError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
@@ -245,13 +247,15 @@ def check_path(flag: str, path: str | None) -> None:
     """Checks that a path to write to can be printed and copied unambiguously.
 
     Raises:
-      SpanaxError: it is empty, begins or ends with whitespace, or has a control character.
+      SpanaxError: it is empty, begins or ends with whitespace, has a control character, or is a URL.
     """
     if path is not None and (path != path.strip() or not path or not is_printable(path)):
         raise FormatError(
             f"{flag} is {path!r}: it is empty, begins or ends with whitespace, or has a control character.",
             fix=f"{flag} runs/NAME",
         )
+    if path is not None:
+        local_path(path)
 
 
 def check_alone(settings: Mapping[str, Any]) -> None:

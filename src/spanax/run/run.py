@@ -20,7 +20,6 @@ from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
-from spanax.run.state.weights import Loaded
 from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.host_memory import to_device, to_host
@@ -31,6 +30,7 @@ from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.run.step.validate_batch import validate_batch
 from spanax.run.store import checkpoint
+from spanax.run.store.loaded import Loaded
 from spanax.run.training_signal_warnings import FirstStep, warn_user
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program

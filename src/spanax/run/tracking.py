@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.documents import json_line
 from spanax.entries.folder import Folder
+from spanax.entries.local_path import local_path
 from spanax.entries.names import CHECKPOINTS, METRICS, TENSORBOARD
 from spanax.errors import ConflictError
 from spanax.printable import to_stderr
@@ -124,7 +124,7 @@ def track(
     if not is_first():
         yield Tracking(None, None)
         return
-    place, last = Path(folder), (step or 0) if run is None else run.num_steps
+    place, last = local_path(folder), (step or 0) if run is None else run.num_steps
     is_resumed = last > 0 or (step is not None and not any(manifest.steps(Folder.of(place).inner(CHECKPOINTS))))
     with claimed(place, resume=is_resumed):
         numbers = (event.get("step") for event in Folder.of(place).lines(METRICS) if event is not None)

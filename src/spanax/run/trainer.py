@@ -27,6 +27,7 @@ from spanax.run.record.telemetry import Event, Telemetry, open_telemetry
 from spanax.run.record.trackers import RunInfo
 from spanax.run.run import Run
 from spanax.run.state.saves import Saves
+from spanax.run.store import checkpoint
 from spanax.run.tracking import create_trackers, summary
 from spanax.run.training.bad_step_policy import BadStepPolicy
 from spanax.run.training.begin import begin, start_or_restore
@@ -56,6 +57,7 @@ def train(
     """
     with ExitStack() as stack:
         folder, lock = stack.enter_context(_run_folder(config))
+        stack.callback(checkpoint.release, Folder.of(folder).inner(CHECKPOINTS))
         rank, attempt = jax.process_index(), Hosts.of().attempt
         events = emit if is_first() else None
         telemetry = stack.enter_context(open_telemetry(folder, rank=rank, attempt=attempt, emit=events))
@@ -112,7 +114,9 @@ def _report_start(run: Run, data: Batches, records: Records) -> None:
     telemetry.report(_start_event(run, config, telemetry.folder, data))
     _warn_of_public_ports(telemetry)
     if config.init_partial and run.loaded is not None:
-        telemetry.report({"event": "init", **asdict(run.loaded)})
+        lists = asdict(run.loaded)
+        del lists["step"]
+        telemetry.report({"event": "init", **lists})
 
 
 def _warn_of_public_ports(telemetry: Telemetry) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spanax.entries.local_path import check_local_paths
 from spanax.errors import DataError, WorkloadError
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig
@@ -44,6 +45,7 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
         init=config.init or workload.init,
     )
     source = source_of(config, workload)
+    check_local_paths(replace(config, data=str(source) if isinstance(source, str | Path) else None))  # of the workload
     if workload.vocab_size is not None:
         reading = Reading(tokenizer_of(config), field=config.field)
         num_tokens = vocab_size(source, list(flat(workload.batch)), reading)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from spanax.entries import folder_lock
 from spanax.entries.names import LEADER_LOCK, LOCK
 from spanax.errors import EntryError, WriteError
-from spanax.run.record import run_lock
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
 from spanax.run.record.run_lock import claimed, supervised
@@ -65,14 +65,14 @@ def test_shared_locks_of_a_run_folder(first: str, second: str, tmp_path: Path) -
 
 def test_a_recreated_lock_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between opening and acquiring a lock, its holder may remove it, and another process may recreate it."""
-    folder, flock, raced = run_folder(tmp_path / "run"), run_lock.fcntl.flock, iter([True])
+    folder, flock, raced = run_folder(tmp_path / "run"), folder_lock.fcntl.flock, iter([True])
 
     def slow(descriptor: int, how: int) -> None:
         flock(descriptor, how)
         if next(raced, False):
             (folder / LOCK).unlink()
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", slow)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", slow)
     with claimed(folder, resume=True):
         assert (folder / LOCK).read_text().startswith(f"process {os.getpid()} ")
         with pytest.raises(WriteError, match="is in use"):

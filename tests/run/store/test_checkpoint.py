@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal on any devices, every damage found, nothing lost to kills, full disks or donation."""
 
+import json
 import os
 import random
 import re
@@ -21,6 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from spanax.entries.folder import Folder
+from spanax.entries.names import STEPS_LOCK
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run.state.weights import Source
 from spanax.run.store import checkpoint, manifest
@@ -96,7 +98,7 @@ def saved(root: Path, step: int, seed: int | None = None, **options: Any) -> dic
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != STEPS_LOCK)
 
 
 def no_warning(line: str) -> None:
@@ -249,11 +251,10 @@ def test_another_model_is_reported_by_its_paths(from_4x2: Path) -> None:
     with pytest.raises(DataError) as error:
         checkpoint.restore(from_4x2, expected)
     for part in (
-        "4 of 11 arrays differ",
-        "step: expected int16[], saved int32[]",
-        "head.bias: expected bool[2], saved nothing",
-        "mask: expected nothing, saved bool[2]",
-        "none: expected float32[4,0], saved float32[0,4]",
+        "arrays: 1 missing, 1 unexpected, 2 of another shape or dtype",
+        "missing: head.bias (wanted bool[2])",
+        "unexpected: mask (saved bool[2])",
+        "none (saved float32[0,4], wanted float32[4,0]), step (saved int32[], wanted int16[])",
     ):
         assert part in str(error.value)
     assert len(str(error.value).splitlines()) <= 4
@@ -270,13 +271,36 @@ def test_a_sharding_that_does_not_divide_is_one_error(from_4x2: Path) -> None:
         checkpoint.restore(from_4x2, expected)
 
 
-def test_a_failure_of_orbax_is_one_error(tmp_path: Path) -> None:
+def test_a_failure_of_orbax_skips_the_step(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     shutil.rmtree(tmp_path / "1" / "arrays")
     manifest.write(tmp_path / "1")
     with pytest.raises(DataError, match="step 1 passes verification but cannot be loaded") as error:
         checkpoint.restore(tmp_path, targets())
     assert len(str(error.value).splitlines()) <= 4
+    first, lines = saved(tmp_path, 0), list[str]()
+    assert_same(checkpoint.restore(tmp_path, targets(), warn=lines.append).arrays, first)
+    assert len(lines) == 1 and "skipped damaged checkpoint: checkpoint step 1 passes verification but" in lines[0]
+
+
+def test_a_step_without_a_valid_record_is_damaged(tmp_path: Path) -> None:
+    first, record = saved(tmp_path, 0), tmp_path / "1" / "meta.json"
+    saved(tmp_path, 1)
+    record.write_text("{}")
+    manifest.write(record.parent)
+    (line,) = checkpoint.verify(tmp_path)
+    assert line.startswith("step 1: meta.json: meta.json is invalid")
+    lines: list[str] = []
+    assert_same(checkpoint.restore(tmp_path, targets(), warn=lines.append).arrays, first)
+    assert len(lines) == 1
+    record.unlink()
+    with pytest.raises(WriteError, match="its meta.json was removed"):
+        manifest.write(record.parent)
+    content = json.loads((tmp_path / "1" / "manifest.json").read_text())
+    del content["crc32"], content["files"]["meta.json"]
+    (tmp_path / "1" / "manifest.json").write_bytes(manifest._render(content))  # as an earlier version wrote it
+    assert checkpoint.verify(tmp_path) == ["step 1: meta.json: missing, also in the manifest"]
+    assert_same(checkpoint.restore(tmp_path, targets(), warn=lines.append).arrays, first)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +436,7 @@ def test_a_full_disk_loses_one_save_and_leaks_no_bytes(small_disk: Path, capfd: 
 
 def test_a_read_only_folder_is_a_write_error(small_disk: Path) -> None:
     first = saved(small_disk, 1)
+    checkpoint.release(small_disk)  # an open file would keep the disk writable
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(WriteError, match="step 2 was not saved: .*Read-only file system"):
         saved(small_disk, 2)

@@ -19,6 +19,7 @@ from spanax.run.store import manifest, view
 
 FILES = {
     "plan.json": b'{"layout": "fsdp"}',
+    "meta.json": b'{"saved_at": "2026-01-01T00:00:00+00:00", "leaves": {}, "meta": {}}',
     "arrays/state/d/0": bytes(range(256)) * 9,
     "arrays/_METADATA": b"x",
     "arrays/empty": b"",

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from spanax.entries.local_path import local_path
 from spanax.errors import WriteError
 
 
@@ -23,7 +24,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None, environ: Mappi
     users can write to are skipped with a warning; the last resort is a temporary folder.
     """
     if cache_dir is not None:
-        return Path(cache_dir)
+        return local_path(cache_dir)
     # An empty variable counts as unset: XDG Base Directory Specification 0.8.
     homes = [environ.get("XDG_CACHE_HOME") or None, os.path.expanduser("~/.cache")]
     for home in filter(None, homes):

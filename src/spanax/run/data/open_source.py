@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spanax.entries.local_path import local_path
 from spanax.errors import DataError, UnknownNameError, nearest
 from spanax.run.data.elements import BatchLeaf, Leaves, described
 from spanax.run.data.examples import Examples, check_enough
@@ -106,7 +107,7 @@ def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     if source == "python":
         return load_corpus(source)
     if isinstance(source, str | os.PathLike):
-        if Path(source).suffix == ".bin":
+        if local_path(source).suffix == ".bin":
             return bin_tokens(Path(source), reading.split)
         if not is_table(source):
             return load_corpus(source)

@@ -16,6 +16,7 @@ from typing import Any
 
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder, Place
+from spanax.entries.local_path import local_path
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
 from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
 from spanax.run.record.append_log import AppendLog
@@ -65,6 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       DataError: the file is missing or not TOML, or does not match its checksum.
     """
+    local_path(path)
     return current_settings(_parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0], str(path))
 
 

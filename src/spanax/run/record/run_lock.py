@@ -5,16 +5,13 @@ excludes other runs even if its supervisor is killed. On a cluster with a superv
 supervisor locks `LOCK.rank<N>`.
 """
 
-import fcntl
-import os
-import re
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.entries.folder import Folder
+from spanax.entries.folder_lock import FolderLock, check_free, lock
 from spanax.entries.kind import Kind, refused
 from spanax.entries.names import (
     CHECKPOINTS,
@@ -29,7 +26,9 @@ from spanax.entries.names import (
 )
 from spanax.errors import InUseError, WriteError
 from spanax.run.record import heartbeat
-from spanax.run.store import manifest
+from spanax.run.store import manifest, writer
+
+TITLE = "run folder"
 
 
 @dataclass(eq=False)
@@ -41,9 +40,7 @@ class RunLock:
     """
 
     folder: Path
-    _name: Name
-    _lock: ExitStack
-    _descriptor: int
+    _lock: FolderLock
 
     def renew(self) -> bool:
         """Locks the folder again if it was removed, and returns whether it was.
@@ -52,16 +49,16 @@ class RunLock:
           EntryError: the folder contains something other than regular files and folders.
           WriteError: another run locked the folder, or it cannot be created.
         """
-        if _is_named(Folder.of(self.folder), self._name, self._descriptor):
+        if not self._lock.is_lost():
             return False
-        new = _locked(self.folder, self._name)
+        new = _locked(self.folder, self._lock.name)
         try:
             _check_empty(self.folder)
         except WriteError:
-            new._lock.close()
+            new.close()
             raise
         self._lock.close()
-        self._lock, self._descriptor = new._lock, new._descriptor
+        self._lock = new
         return True
 
 
@@ -80,7 +77,9 @@ def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Itera
     """
     with _lock(folder, LEADER_LOCK if is_supervised else LOCK) as run_lock:
         if not is_supervised:
-            _check_free(folder, LEADER_LOCK)
+            _check_free(folder)
+        writer.check_unclaimed(Folder.of(folder))
+        writer.check_unclaimed(Folder.of(folder).inner(CHECKPOINTS))
         if not resume:
             _check_empty(folder)
         Folder.of(folder).sweep()
@@ -101,13 +100,13 @@ def supervised(folder: Path, rank: int) -> Iterator[None]:
     """
     with _lock(folder, RANK_LOCK.of(rank) if rank else LOCK):
         if not rank:
-            _check_free(folder, LEADER_LOCK)
+            _check_free(folder)
         yield
 
 
 @contextmanager
 def _lock(folder: Path, name: Name) -> Iterator[RunLock]:
-    run_lock = _locked(folder, name)
+    run_lock = RunLock(folder, _locked(folder, name))
     try:
         yield run_lock
     finally:
@@ -117,68 +116,16 @@ def _lock(folder: Path, name: Name) -> Iterator[RunLock]:
         run_lock._lock.close()
 
 
-def _locked(folder: Path, name: Name) -> RunLock:
-    """Returns a lock of this name on a run folder, which is created if missing."""
-    place = Folder.of(folder)
-    while True:
-        lock = ExitStack()
-        try:
-            place.make()
-            check_entries(place)
-            descriptor = lock.enter_context(place.appending(name))
-        except OSError as error:
-            raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(place, name, descriptor):  # its previous owner may have removed the file
-                os.truncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-                return RunLock(folder, name, lock, descriptor)
-        except BlockingIOError:
-            lock.close()
-            raise _in_use(folder, name) from None
-        except OSError as error:
-            lock.close()
-            raise WriteError(f"cannot lock the run folder '{folder}'.", where=str(error)) from None
-        lock.close()
+def _locked(folder: Path, name: Name) -> FolderLock:
+    try:
+        return lock(Folder.of(folder), name, TITLE, check_entries)
+    except OSError as error:
+        raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
 
 
-def _is_named(place: Folder, name: Name, descriptor: int) -> bool:
-    """Returns whether a descriptor refers to the file that has this name now."""
-    status = place.stat(name)
-    return status is not None and os.path.samestat(status, os.fstat(descriptor))
-
-
-def _check_free(folder: Path, name: Name) -> None:
-    """Raises if a process has the lock of this name."""
-    place = Folder.of(folder)
-    if place.kind(name) is None:
-        return
-    with place.appending(name) as descriptor:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(folder, name) from None
-
-
-def _in_use(folder: Path, name: Name) -> WriteError:
-    return InUseError(
-        f"the run folder '{folder}' is in use.",
-        where=_owner(folder, name),
-        fix="another --output-dir, or end that run first",
-    )
-
-
-def _owner(folder: Path, name: Name) -> str:
-    """Describes the process recorded in a lock file, and whether it is still running."""
-    with suppress(OSError, ValueError):
-        owner = Folder.of(folder).read(name).decode().strip()
-        match = re.fullmatch(r"process (\d+) on (.+)", owner)
-        is_here = match is not None and match[2] == socket.gethostname()
-        if match is not None and is_here and not Path("/proc", match[1]).exists() and Path("/proc/self").exists():
-            return f"{owner}, which has ended: a process that it started still has the lock"
-        return owner or "locked by another process"
-    return "locked by another process"
+def _check_free(folder: Path) -> None:
+    """Raises if the first process of a supervised run has locked the folder."""
+    check_free(Folder.of(folder), LEADER_LOCK, TITLE)
 
 
 def check_entries(place: Folder) -> None:

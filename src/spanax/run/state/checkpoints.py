@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from dataclasses import replace
+from typing import Any, Literal, final, overload
 
 from spanax.errors import CheckpointError, ObjectsError, RangeError, WriteError, first_line
 from spanax.printable import to_stderr
-from spanax.run.distributed.processes import join_group
+from spanax.run.distributed.processes import is_first, join_group
 from spanax.run.state.host_arrays import as_saved, like, target_of
 from spanax.run.state.named_objects import MODEL, NamedObjects, is_nnx
 from spanax.run.store import checkpoint, manifest
 from spanax.run.store.checkpoint import Pending
+from spanax.run.store.loaded import Loaded
 
 OPTIMIZER = "optimizer"
 """The object of a run's checkpoint next to `model`."""
@@ -77,11 +79,12 @@ class Checkpoints:
 
         Returns as soon as the arrays are copied, so that the next step may run and donate them. `wait()` on the result
         waits until the checkpoint is on disk. Waits first for the previous save into this folder. Without `with` and
-        `wait()`, the program finishes the save before it exits, and an error of it is only printed.
+        `wait()`, the program finishes the save before it exits, and an error of it is only printed. From the first save
+        until `close()`, or until this process ends, no other process can save into the folder.
 
         Raises:
           SpanaxError: an object has neither arrays nor a state in JSON.
-          WriteError: the folder cannot be written, or the previous save failed.
+          WriteError: another process saves into the folder, it cannot be written, or the previous save failed.
         """
         named, others = _parted(objects)
         states = {name: getattr(value, _methods(value)[0])() for name, value in others.items()}
@@ -92,12 +95,20 @@ class Checkpoints:
         self._pending = checkpoint.save(self.folder, step, arrays, plan_json=None, meta=meta, keep=self._keep)
         return self._pending
 
-    def restore(self, objects: Mapping[str, Any], *, step: int | None = None) -> int:
+    @overload
+    def restore(
+        self, objects: Mapping[str, Any], *, step: int | None = None, partial: Literal[False] = False
+    ) -> int: ...
+
+    @overload
+    def restore(self, objects: Mapping[str, Any], *, step: int | None = None, partial: Literal[True]) -> Loaded: ...
+
+    def restore(self, objects: Mapping[str, Any], *, step: int | None = None, partial: bool = False) -> int | Loaded:
         """Restores the objects in place, and returns the step of the checkpoint.
 
         Each array is read onto the sharding of the array that it replaces, and only the shards of this process are
-        read. Every file is verified first; if the newest checkpoint is damaged, the next older intact one is restored
-        with a warning. Objects of the checkpoint that are not passed are not read.
+        read. Every file is verified first; if the newest checkpoint is damaged or cannot be loaded, the next older
+        intact one is restored with a warning. Objects of the checkpoint that are not passed are not read.
 
         The devices store the previous and the restored arrays until it returns, except for an abstract model of
         `nnx.eval_shape`, which has none: its arrays take the shardings of its `jax.ShapeDtypeStruct`s.
@@ -105,6 +116,9 @@ class Checkpoints:
         Args:
           objects: the objects, or some of those that were saved.
           step: the step to restore; the newest intact one by default.
+          partial: restore only the arrays and objects that match by path, shape and dtype, for a model with additional
+            weights (LoRA adapters, a new head). Returns `step` and the paths `loaded`, `missing`, `mismatched` and
+            `unexpected`, which a warning also lists.
 
         Raises:
           DataError: there is no intact checkpoint, or an object is missing in it or has other arrays. The arrays of the
@@ -116,14 +130,32 @@ class Checkpoints:
 
         def select(record: manifest.Meta) -> Mapping[str, str]:
             saved = _names(record)
-            _check_names([*named.names, *others], [*saved, *_states(record.meta)], self.folder)
+            if not partial:
+                _check_names([*named.names, *others], [*saved, *_states(record.meta)], self.folder)
             return {path: text for path, text in record.leaves.items() if _owner(path, saved) in named.names}
 
-        saved = checkpoint.restore(self.folder, targets, step=step, warn=self._warn, select=select)
-        arrays = {path: like(value, saved.arrays[path]) for path, value in named.arrays.items()}
-        _restore_states(others, _states(saved.meta))
-        named.update(arrays)
-        return saved.step
+        def fix(loaded: Loaded) -> str:
+            differing = (*loaded.missing, *loaded.mismatched, *loaded.unexpected)
+            equal = {_owner(path, list(named.names)) for path in loaded.loaded}
+            equal -= {_owner(path, list(named.names)) for path in differing}
+            return _advice([name for name in objects if name in equal], bool(loaded.loaded))
+
+        saved = checkpoint.restore(
+            self.folder, targets, step=step, warn=self._warn, select=select, fix=fix, partial=partial
+        )
+        arrays = {path: like(named.arrays[path], array) for path, array in saved.arrays.items()}
+        states = _states(saved.meta)
+        loaded = _with_states(saved.loaded, others, states)
+        if partial and objects and not loaded.loaded:
+            message = f"checkpoint step {saved.step} has none of the arrays of these objects."
+            raise CheckpointError(message, where=str(loaded), fix="objects like those that were saved")
+        _restore_states({name: value for name, value in others.items() if name in states}, states)
+        named.update(named.arrays | arrays)
+        if not partial:
+            return saved.step
+        if not loaded.is_complete and is_first():
+            self._warn(f"WARNING: {loaded}")
+        return loaded
 
     def latest(self) -> int | None:
         """Returns the newest finished step, or None."""
@@ -143,12 +175,23 @@ class Checkpoints:
         if pending is not None:
             pending.wait()
 
+    def close(self) -> None:
+        """Waits until the last save is on disk, and lets other processes save into the folder.
+
+        Raises:
+          WriteError: the save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            checkpoint.release(self.folder)
+
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            self.wait()
+            self.close()
         except WriteError as failed:
             if kind is None:
                 raise
@@ -236,6 +279,20 @@ def _check_names(names: list[str], saved: list[str], folder: os.PathLike[str]) -
     for name in names:
         if name not in saved:
             message = f"the checkpoint has no object '{name}'."
-            raise CheckpointError(
-                message, where=f"{folder}: {', '.join(saved)}", fix="restore only objects that were saved"
-            )
+            common = [other for other in names if other in saved]
+            raise CheckpointError(message, where=f"{folder}: {', '.join(saved)}", fix=_advice(common, bool(common)))
+
+
+def _advice(equal: list[str], has_any: bool) -> str:
+    """Returns how to restore a part of a checkpoint: some of the objects, or what matches."""
+    alone = ", ".join(f'"{name}": {name}' for name in equal)
+    options = [f"restore({{{alone}}})"] if equal else []
+    options += ["restore(objects, partial=True), which restores what matches"] if has_any else []
+    return ", or ".join(options) or "objects like those that were saved"
+
+
+def _with_states(loaded: Loaded, others: Mapping[str, Any], states: Mapping[str, Any]) -> Loaded:
+    """Returns the lists of arrays and of the objects without arrays."""
+    restored = tuple(name for name in others if name in states)
+    missing = tuple(name for name in others if name not in states)
+    return replace(loaded, loaded=(*loaded.loaded, *restored), missing=(*loaded.missing, *missing))

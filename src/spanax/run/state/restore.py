@@ -18,6 +18,7 @@ from spanax.run.state.program_digest import compared
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.pipeline.layer_order import layer_order
 from spanax.run.store import checkpoint
+from spanax.run.store.loaded import Loaded
 from spanax.schema import Count, SchemaError, Within, parsed
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import outside_meshes
@@ -87,7 +88,7 @@ def restore(
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))
         for leaf, placement in zip(program.leaves, places, strict=True)
     }
-    saved = checkpoint.restore(directory, targets, step=step, warn=warn)
+    saved = checkpoint.restore(directory, targets, step=step, warn=warn, fix=_advice)
     meta = _meta(saved.meta, directory)
     differences = compared(program, saved.leaves, saved.meta).differences
     if differences and is_first():
@@ -100,6 +101,13 @@ def restore(
     history = History.of(meta.history, saved.step)
     position = None if meta.position is None else dict(meta.position)
     return Run(program, plan, mesh, state, num_steps=saved.step, position=position, guard=guard, history=history)
+
+
+def _advice(loaded: Loaded) -> str:
+    has_optimizer = any(path.startswith("optimizer.") for path in (*loaded.loaded, *loaded.unexpected))
+    if loaded.loaded and not has_optimizer:
+        return "the checkpoint contains weights only; use spanax.start(program, plan, init=...) or spanax train --init"
+    return checkpoint.SAME
 
 
 def _meta(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> Meta:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.errors import WeightsError, WriteError
 from spanax.run.store import checkpoint, manifest, view
+from spanax.run.store.loaded import Loaded, difference
 from spanax.run.store.pending import failure
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
@@ -39,46 +40,6 @@ class Part:
     shape: tuple[int, ...]
     dtype: Any
     make: Callable[[], np.ndarray]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The weights of a model that were loaded from a checkpoint.
-
-    Attributes:
-      source: the checkpoint.
-      loaded: the paths of the loaded weights.
-      missing: the paths that the checkpoint does not have; these weights are initialized by the model.
-      mismatched: the paths with another shape in the checkpoint, with both shapes; initialized by the model.
-      unexpected: the paths in the checkpoint that the model does not have.
-
-    Example:
-      >>> print(Loaded("runs/base", ("kernel",), ("lora_a",), (), ("head",)))
-      runs/base: loaded 1 of 2 weights; missing: lora_a; unexpected: head
-    """
-
-    source: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        total = len(self.loaded) + len(self.missing) + len(self.mismatched)
-        groups = (("missing", self.missing), ("mismatched", self.mismatched), ("unexpected", self.unexpected))
-        lists = [f"{name}: {listed(paths)}" for name, paths in groups if paths]
-        return "; ".join([f"{self.source}: loaded {len(self.loaded)} of {total} weights", *lists])
-
-
-def listed(paths: Sequence[str], most: int = 6) -> str:
-    """Returns the first paths and the number of the others, as text.
-
-    Example:
-      >>> listed(["a", "b", "c"], most=2)
-      'a, b and 1 more'
-    """
-    more = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + more
 
 
 def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: Mapping[str, Any]) -> None:
@@ -111,12 +72,13 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
             orbax.partial.finalize(staging.path / manifest.ARRAYS)
         manifest.write(staging)
         manifest.settle(root)
-        view.end(staging)
     except BaseException as error:
         checkpoint.abandon(staging)
         if isinstance(error, OSError | WriteError):
             raise failure(root, 0, error) from error
         raise
+    finally:
+        checkpoint.release(root)
 
 
 def batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -176,33 +138,21 @@ def load(
     weights: dict[int, jax.Array] = {}
     groups = source.groups(targets)
     reads = {path: target for group in groups for path, target in group.reads.items()}
-    loaded = _matched(source, reads, [path for group in groups for path in group.targets], str(directory))
+    paths = [path for group in groups for path in group.targets]
+    loaded = Loaded.of(str(directory), source.saved, reads, paths, source.step)
     if not partial:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
-        checkpoint.compare(source.step, source.folder, source.saved, reads, fix=fix)
+        if not loaded.is_complete:
+            raise difference(loaded, source.saved, reads, fix)
     elif not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
         raise WeightsError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
-    for group in source.readable(groups):
+    for group in (group.matching(source.saved) for group in groups):
         arrays = group.finish(source.read(group.reads))
         for path, array in arrays.items():
             index, leaf = leaves[path]
             weights[index] = array if array.dtype == leaf.dtype else _cast(array, leaf.dtype)
     return weights, loaded
-
-
-def _matched(source: Source, reads: Mapping[str, Any], paths: Sequence[str], directory: str) -> Loaded:
-    """Compares the weights of the model, `paths`, with those of a checkpoint."""
-    saved = source.saved
-    differs = [path for path in reads if path in saved and saved[path] != dtype_and_shape(reads[path])]
-    missing = reads.keys() - saved.keys()
-    return Loaded(
-        directory,
-        tuple(path for path in sorted(paths) if path not in missing and path not in differs),
-        tuple(sorted(missing)),
-        tuple(f"{path}: model {dtype_and_shape(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
-        tuple(sorted(saved.keys() - reads.keys())),
-    )
 
 
 def is_weight(leaf: Any) -> bool:
@@ -266,15 +216,6 @@ class Source:
             part
             for key, structs in grouped.items()
             for part in _smallest(Regrouped.of(saved.get(key, {}), structs), structs)
-        ]
-
-    def readable(self, groups: Sequence[Regrouped]) -> list[Regrouped]:
-        """Returns the groups without targets that are missing or have another shape in the checkpoint."""
-        return [
-            replace(
-                group, reads={path: t for path, t in group.reads.items() if self.saved.get(path) == dtype_and_shape(t)}
-            )
-            for group in groups
         ]
 
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:

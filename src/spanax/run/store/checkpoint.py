@@ -17,17 +17,19 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.kind import Kind
 from spanax.entries.names import META, PLAN
-from spanax.errors import CheckpointError, ObjectsError, RangeError, SpanaxError, WriteError, first_line
+from spanax.errors import CheckpointError, DataError, ObjectsError, RangeError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
-from spanax.run.distributed.processes import from_first, is_first
-from spanax.run.store import manifest, view
+from spanax.run.distributed.processes import all_processes, from_first, is_first
+from spanax.run.store import manifest, view, writer
+from spanax.run.store.loaded import Loaded, difference
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
-from spanax.run.store.pending import RUNNING, Pending, failure, finish_at_exit
+from spanax.run.store.pending import RUNNING, Pending, failure, finish_at_exit, join_running
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 from spanax.run.store.view import SavedStep, describe, verify
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Restored", "SavedStep", "describe", "restore", "save", "verify"]
 
-WEIGHTS_ALONE = "the checkpoint contains weights only; use spanax.start(program, plan, init=...) or spanax train --init"
+SAME = "use the model and optimizer that the checkpoint was saved from"
 
 # One save at a time into a folder, so that the host never holds two copies.
 _STARTING = threading.Lock()
@@ -45,13 +47,15 @@ _ATTEMPTS = itertools.count()
 
 @dataclass(frozen=True)
 class Restored:
-    """The result of `restore`: the step, its arrays by path, plan.json, the caller's metadata, and the saved leaves."""
+    """The result of `restore`: the step, its arrays by path, plan.json, the caller's metadata, the saved leaves, and
+    which of them match."""
 
     step: int
     arrays: dict[str, jax.Array]
     plan_json: str | None
     meta: Mapping[str, Any]
     leaves: Mapping[str, str]
+    loaded: Loaded
 
 
 def save(
@@ -65,7 +69,8 @@ def save(
 ) -> Pending:
     """Starts saving a step and returns once its arrays are copied, so that they may be donated.
 
-    Waits first for a save that still runs in this directory, and raises its error.
+    Waits first for a save that still runs in this directory, and raises its error. The first save locks the directory
+    for this process, until `release` or its end.
 
     Args:
       directory: the folder of all steps; created if missing.
@@ -76,7 +81,7 @@ def save(
       keep: the number of finished steps to keep: this one and the newest others; None keeps all.
 
     Raises:
-      WriteError: the directory is not writable.
+      WriteError: the directory is not writable, or another process saves there.
     """
     step = _checked(step, arrays, keep)
     root = Folder.of(directory).resolved()
@@ -100,6 +105,14 @@ def save(
     return pending
 
 
+def release(directory: str | os.PathLike[str]) -> None:
+    """Lets other processes save into a directory, once the save that runs there has ended."""
+    root = Folder.of(directory).resolved()
+    with _STARTING:
+        join_running(root)
+        writer.release(root)
+
+
 def restore(
     directory: str | os.PathLike[str],
     targets: Mapping[str, jax.ShapeDtypeStruct],
@@ -107,6 +120,8 @@ def restore(
     step: int | None = None,
     warn: Callable[[str], None] | None = None,
     select: Callable[[manifest.Meta], Mapping[str, str]] | None = None,
+    fix: Callable[[Loaded], str] = lambda loaded: SAME,
+    partial: bool = False,
 ) -> Restored:
     """Reads the newest valid step with the shardings of `targets`, whatever devices it was saved from.
 
@@ -116,28 +131,56 @@ def restore(
       step: restore this step only.
       warn: called with one line if damaged steps were skipped; by default it is printed to stderr.
       select: returns the saved arrays to read, path to dtype and shape, given meta.json; all by default.
+      fix: returns the advice for arrays that differ.
+      partial: read only the arrays that match.
 
     Raises:
       DataError: no step is valid, `step` is not, or the saved arrays differ from `targets`.
       SpanaxError: a target has no sharding, or one that does not divide its shape.
     """
     root = Folder.of(directory).resolved()
-    if root.path in RUNNING:
-        # Its outcome decides which step is the newest. Its error is raised by `wait`.
-        RUNNING[root.path]._thread.join()
-    step_number, folder = choose(root, step, warn)
-    try:
-        plan_json = None if folder.kind(PLAN) is None else folder.read(PLAN).decode()
-        record = read_meta(folder)
-        leaves = record.leaves if select is None else select(record)
-        regrouped = Regrouped.of(leaves, targets)
-        compare(step_number, folder, leaves, regrouped.reads)
-        arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads, is_all=select is None))
-        return Restored(step_number, arrays, plan_json, record.meta, record.leaves)
-    except SpanaxError:
-        raise
-    except Exception as error:  # the files are untrusted, and Orbax raises any type of error for them
-        raise view.unreadable(step_number, folder, error) from error
+    join_running(root)  # its outcome decides which step is the newest; its error is raised by `wait`
+    unreadable: dict[str, DataError] = {}
+    while True:
+        try:
+            number, folder = choose(root, step, warn, unreadable)
+        except CheckpointError:
+            if not unreadable:
+                raise
+            raise next(iter(unreadable.values())) from None
+        try:
+            restored = _read(number, folder, targets, select, fix, partial)
+        except SpanaxError:
+            raise
+        except Exception as error:  # the files are untrusted, and Orbax raises any type of error for them
+            unreadable[folder.name] = view.unreadable(number, folder, error)
+        if all_processes(folder.name not in unreadable):
+            return restored
+        elsewhere = CheckpointError(f"checkpoint step {number} cannot be loaded by another process.", where=str(folder))
+        unreadable.setdefault(folder.name, elsewhere)
+
+
+def _read(
+    step: int,
+    folder: Folder,
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    select: Callable[[manifest.Meta], Mapping[str, str]] | None,
+    fix: Callable[[Loaded], str],
+    partial: bool,
+) -> Restored:
+    plan_json = None if folder.kind(PLAN) is None else folder.read(PLAN).decode()
+    record = read_meta(folder)
+    saved = record.leaves if select is None else select(record)
+    regrouped = Regrouped.of(saved, targets)
+    loaded = Loaded.of(str(folder), saved, regrouped.reads, targets, step)
+    if partial:
+        regrouped = regrouped.matching(saved)
+    elif not loaded.is_complete:
+        raise difference(loaded, saved, regrouped.reads, fix(loaded))
+    _check_shardings(regrouped.reads)
+    is_all = select is None and not partial
+    arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads, is_all=is_all))
+    return Restored(step, arrays, plan_json, record.meta, record.leaves, loaded)
 
 
 # ---- saving
@@ -165,10 +208,11 @@ def prepare(
     def make() -> str:
         try:
             root.make()
+            writer.claim(root)
             manifest.clear(root)
             if root.kind(str(step)) is not None and step not in manifest.steps(root):
                 raise FileExistsError(f"{root.path / str(step)} exists and is not a checkpoint")
-            view.begin(staging)
+            staging.make_new()
             for name, content in texts.items():
                 staging.replace(name, [content], is_durable=False)
         except OSError as error:
@@ -211,8 +255,6 @@ def _finish(response: Any, staging: Folder, root: Folder, step: int, keep: int |
     except OSError as error:
         message = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
         raise WriteError(message, where=str(error.filename or root)) from error
-    finally:
-        view.end(staging)
 
 
 def abandon(staging: Folder) -> None:
@@ -223,28 +265,44 @@ def abandon(staging: Folder) -> None:
     if is_first():
         with contextlib.suppress(OSError):
             discard(staging)
-    view.end(staging)
 
 
 # ---- restoring
 
 
-def choose(root: Folder, step: int | None = None, warn: Callable[[str], None] | None = None) -> tuple[int, Folder]:
+def choose(
+    root: Folder,
+    step: int | None = None,
+    warn: Callable[[str], None] | None = None,
+    unreadable: Mapping[str, DataError] = MappingProxyType({}),
+) -> tuple[int, Folder]:
     """Returns the newest valid step, or the requested one, and its folder: the same on every process.
+
+    Args:
+      root: the folder of all steps.
+      step: the requested step.
+      warn: called with one line if damaged steps were skipped; by default it is printed to stderr.
+      unreadable: the folders that are intact and could not be loaded, and why.
 
     Raises:
       DataError: no step is valid, or `step` is not.
     """
-    folder = root.inner(from_first(lambda: _newest_valid(root, step, warn or to_stderr).name, CheckpointError))
+    decide = functools.partial(_newest_valid, root, step, warn or to_stderr, unreadable)
+    folder = root.inner(from_first(lambda: decide().name, CheckpointError))
     return manifest.step_of(folder) or 0, folder
 
 
-def _newest_valid(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folder:
+def _newest_valid(
+    root: Folder, step: int | None, warn: Callable[[str], None], unreadable: Mapping[str, DataError]
+) -> Folder:
     candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
     if not candidates:
         raise _nothing(root, step)
     bad: list[str] = []
     for number, folder in candidates:
+        if folder.name in unreadable:
+            bad.append(first_line(unreadable[folder.name]))
+            continue
         problems = view.problems(folder)
         if problems is None:  # removed or renamed by the run that saves here
             continue
@@ -254,7 +312,7 @@ def _newest_valid(root: Folder, step: int | None, warn: Callable[[str], None]) -
             return folder
         bad.append(f"step {number}: {problems[0]}" + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
     if not bad:
-        return _newest_valid(root, step, warn)
+        return _newest_valid(root, step, warn, unreadable)
     message = "no valid checkpoint." if step is None else f"checkpoint step {step} is damaged."
     others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
     fix = f"other steps here: {', '.join(others)}" if others else "restore a backup, or use another folder"
@@ -272,25 +330,8 @@ def _nothing(root: Folder, step: int | None) -> CheckpointError:
     return CheckpointError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
 
 
-def compare(
-    step: int, folder: Folder, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
-) -> None:
-    """Raises one error for all paths, shapes and dtypes that differ, or for a sharding that does not divide a shape."""
-    expected = {key: dtype_and_shape(target) for key, target in targets.items()}
-    differ = [key for key in sorted(expected.keys() | leaves.keys()) if expected.get(key) != leaves.get(key)]
-    if differ:
-        lines = [
-            f"{key}: expected {expected.get(key, 'nothing')}, saved {leaves.get(key, 'nothing')}" for key in differ[:5]
-        ]
-        is_weights_only = {*differ} == expected.keys() - leaves.keys() and not any(
-            key.startswith("optimizer.") for key in leaves
-        )
-        raise CheckpointError(
-            f"checkpoint step {step} is of another model: {len(differ)} of {len(expected)} arrays differ.",
-            where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
-            fix=fix
-            or (WEIGHTS_ALONE if is_weights_only else "use the model and optimizer that the checkpoint was saved from"),
-        )
+def _check_shardings(targets: Mapping[str, Any]) -> None:
+    """Raises if a target has no sharding, or one that does not divide its shape."""
     for key, target in targets.items():
         if target.sharding is None:
             raise ObjectsError(f"{key} has no sharding.", fix="every target needs a sharding")

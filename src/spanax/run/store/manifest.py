@@ -73,6 +73,8 @@ def write(folder: str | os.PathLike[str]) -> None:
         raise WriteError(
             f"{folder} cannot become a finished step: {'; '.join(refused) or 'its name is not a step number'}."
         )
+    if META not in files:
+        raise WriteError(f"{folder} cannot become a finished step: its {META} was removed.")
     listed = {}
     for name in sorted(files):
         with place.reading(Name(name, UNBOUNDED)) as file:
@@ -112,7 +114,17 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
             lines.append(f"{name}: extra, not in the manifest")
         else:
             lines += _differences(place, name, files[name], listed[name])
-    return lines
+    return lines or _problems_of_meta(place)
+
+
+def _problems_of_meta(place: Folder) -> list[str]:
+    try:
+        read_meta(place)
+    except FileNotFoundError:
+        return [f"{META}: missing, also in the manifest"]
+    except (OSError, ValueError) as error:
+        return [f"{META}: {first_line(error)}"]
+    return []
 
 
 def steps_of_run(directory: Place) -> Folder:

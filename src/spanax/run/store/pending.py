@@ -22,6 +22,8 @@ FULL = "no space left on the device"
 RUNNING: dict[Path, Pending] = {}
 """The last save into each folder, until it was waited for."""
 
+_FORGETTING = threading.Lock()
+
 
 @final
 class Pending:
@@ -52,8 +54,9 @@ class Pending:
         """
         self._thread.join()
         is_saved_everywhere = all_processes(self._error is None)
-        if RUNNING.get(self._root.path) is self:
-            del RUNNING[self._root.path]
+        with _FORGETTING:
+            if RUNNING.get(self._root.path) is self:
+                del RUNNING[self._root.path]
         if self._error is not None:
             raise self._error
         if not is_saved_everywhere:
@@ -70,6 +73,12 @@ class Pending:
             # Frees the host's copy of the arrays.
             del self._finish
             self.seconds = time.monotonic() - self._began
+
+
+def join_running(root: Folder) -> None:
+    """Waits for the end of the save that runs in a folder, if there is one; its error is raised by `wait`."""
+    if (pending := RUNNING.get(root.path)) is not None:
+        pending._thread.join()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,11 @@ class Regrouped:
         for group in to_unstack:
             reads[group.stacked] = _stack_of(targets[group.layers[0]], group.sizes)
         return cls(targets, reads, to_stack, to_unstack)
+
+    def matching(self, saved: Mapping[str, str]) -> Regrouped:
+        """Returns the reads that the checkpoint has with the same dtype and shape; all groups are among them."""
+        reads = {path: target for path, target in self.reads.items() if saved.get(path) == dtype_and_shape(target)}
+        return replace(self, reads=reads)
 
     def finish(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the target arrays, regrouped one group at a time; consumes `arrays` to limit memory."""

@@ -1,30 +1,23 @@
 """Provides a consistent view of the steps in a folder while a run saves and removes steps.
 
-A process that saves a step holds a lock on the step's folder; the kernel releases the lock however the process ends. On
-the machine that saves, the lock distinguishes a save in progress from an interrupted one; some file systems do not show
-locks to other machines. Neither counts as damage, because neither was a checkpoint yet. A step that was removed or
-replaced during a read is looked up again.
+A process that saves holds a lock (`writer`), which distinguishes a save in progress from an interrupted one; some file
+systems do not show locks to other machines. Neither counts as damage, because neither was a checkpoint yet. A step that
+was removed or replaced during a read is looked up again.
 """
 
-import fcntl
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from spanax.entries.folder import Folder, Place
 from spanax.entries.kind import Kind
 from spanax.errors import CheckpointError, DataError, EntryError, SpanaxError, first_line
-from spanax.run.store import manifest
+from spanax.run.store import manifest, writer
 
 SAVING = "saving"
 
 MAX_ROUNDS = 10
 """How often a folder is listed again if every step was replaced while it was read."""
-
-_LOCKS: dict[Path, int] = {}
 
 Content = TypeVar("Content")
 
@@ -44,32 +37,6 @@ class SavedStep:
     problems: tuple[str, ...]
     meta: dict[str, Any]
     folder: str = ""
-
-
-def begin(staging: Folder) -> None:
-    """Creates the folder that a step is written into, and locks it before it becomes visible.
-
-    Raises:
-      OSError: the folder cannot be created.
-    """
-    new = manifest.hidden(staging)
-    new.make_new()
-    lock = _descriptor(new)
-    try:
-        with suppress(OSError):  # a file system without locks: readers see the save as unfinished
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        staging.outer.rename(new.name, staging.name)
-    except OSError:
-        os.close(lock)
-        new.remove_if_empty()
-        raise
-    _LOCKS[staging.path] = lock
-
-
-def end(staging: Folder) -> None:
-    """Releases the lock of `begin`; a no-op if this process holds none."""
-    if staging.path in _LOCKS:
-        os.close(_LOCKS.pop(staging.path))
 
 
 def describe(directory: Place) -> list[SavedStep]:
@@ -173,11 +140,12 @@ def _seen(folder: Folder) -> SavedStep | None:
     before = _identity(folder)
     if before is None:
         return None
-    # In this order: a released lock means that the save finished or failed, which the second lookup distinguishes.
-    is_saving = not manifest.has_manifest(folder) and _is_locked(folder) and not manifest.has_manifest(folder)
-    is_finished = manifest.has_manifest(folder)
     step = manifest.step_of(folder)
     is_new = folder.kind() is Kind.FOLDER and step is not None and folder.name != str(step)
+    # In this order: a released lock means that the save finished or failed, which the second lookup distinguishes.
+    is_claimed = is_new and writer.is_claimed(folder.outer)
+    is_finished = manifest.has_manifest(folder)
+    is_saving = is_claimed and not is_finished
     problems_now = [] if is_saving or (is_new and not is_finished) else manifest.problems(folder)
     try:
         record = manifest.read_meta(folder)
@@ -206,25 +174,3 @@ def _identity(folder: Folder) -> tuple[int, int] | None:
     """Returns the device and the inode of a folder, which identify it; None if it does not exist."""
     status = folder.stat()
     return None if status is None else (status.st_dev, status.st_ino)
-
-
-def _is_locked(folder: Folder) -> bool:
-    """Returns whether a process holds the lock of a step's folder."""
-    try:
-        descriptor = _descriptor(folder)
-    except (OSError, EntryError):
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _descriptor(folder: Folder) -> int:
-    with folder.opened() as descriptor:
-        return os.dup(descriptor)

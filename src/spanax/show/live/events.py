@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from spanax.documents import json_line
 from spanax.printable import printable
-from spanax.run.state.weights import Loaded
+from spanax.run.store.loaded import Loaded
 from spanax.show.live.profile import profile_text
 from spanax.units import bytes_text, count_text
 from spanax.usage.examples import resume_command
@@ -71,8 +71,8 @@ def line(event: Event, resume: str = RESUME) -> str:
             *(_data_line(share) for share in event.get("data", ())),
         ])  # fmt: skip
     if kind == "init":
-        lists = (tuple(event[name]) for name in ("loaded", "missing", "mismatched", "unexpected"))
-        return str(Loaded(event["source"], *lists))
+        lists: dict[str, Any] = {name: tuple(event[name]) for name in ("loaded", "missing", "mismatched", "unexpected")}
+        return str(Loaded(event["source"], **lists))
     if kind == "step":
         return (
             f"step {event['step']}  {_loss_text(event)}{metrics_text(event)}  "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from spanax.documents import read_bytes, read_json
+from spanax.entries.local_path import local_path
 from spanax.errors import FileError, MissingError, RangeError, UnknownNameError, nearest
 from spanax.run.data.cache import cache_folder, keep
 from spanax.run.data.elements import digest
@@ -134,7 +135,7 @@ def load_tokenizer(
         trained = tokenizer.json if isinstance(tokenizer, TrainedTokenizer) else None
         return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir, trained)
     if name.endswith(".json") or os.sep in name:
-        return _from_file(Path(name))
+        return _from_file(local_path(name))
     raise UnknownNameError(
         f"unknown tokenizer '{name}'.", fix=nearest(name, ["bytes", "bpe", f"bpe:{BPE_VOCAB_SIZE}", "tokenizer.json"])
     )
