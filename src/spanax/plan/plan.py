@@ -21,6 +21,7 @@ from spanax.plan.sharding.constrained import constrain
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.schema import parsed
 from spanax.sealed import opened
+from spanax.trace.axes.num_examples import dims_by_name, num_examples
 from spanax.trace.rewrites.remat_policies import GATHERED, known_offload
 from spanax.units import bytes_text, count_text
 
@@ -118,10 +119,10 @@ class Plan:
     @property
     def setting(self) -> Setting:
         """The batch, sequence, dtype and attention of the plan."""
-        first = self.batch[0].shape if self.batch else ()
+        dims = dims_by_name(self.batch)
         axes = [axis for leaf in self.leaves for axis in leaf.axes]
         return Setting(
-            batch_size=first[0] if first else 0,
+            batch_size=num_examples([leaf.shape for leaf in self.batch], dims) if set(dims) - {None} else 0,
             sequence_lengths=sequence_lengths(self.batch),
             dtypes=(self.schedule.compute_dtype or "dtypes of the model",),
             attention=attention_names(self.schedule.context, axes),

@@ -10,7 +10,7 @@ import jax
 from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
-from spanax.trace.axes.example_dims import ExampleDims, num_examples
+from spanax.trace.axes.num_examples import ExampleDims, num_examples
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.loss.value_and_grad import loss_form

@@ -12,7 +12,7 @@ import jax
 
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.example_dims import num_examples
+from spanax.trace.axes.num_examples import num_examples
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.pipeline.retrace import retraced_graph

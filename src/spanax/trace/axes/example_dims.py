@@ -10,26 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spanax.trace.axes.discover import Dims
+from spanax.trace.axes.num_examples import ExampleDims, most_common
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, scan_counts
 from spanax.trace.variables import Leaf
 
-ExampleDims = tuple[int | None, ...]
-"""For each array of a batch the dim with its examples; None for an array without examples."""
-
 LEAST_SHARE = 0.5
 """A class of examples divides this share of the matmuls that the class dividing the most of them divides."""
-
-
-def num_examples(shapes: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
-    """Returns the number of examples of a batch; 1 if it has none.
-
-    Example:
-      >>> num_examples([(), (8, 64, 16), (8, 64)], (None, 1, 1))
-      64
-    """
-    sizes = Counter(shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None)
-    return max(sizes, key=lambda size: (sizes[size], size), default=1)
 
 
 def example_dims(dims: Dims, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> ExampleDims:
@@ -45,7 +32,7 @@ def example_dims(dims: Dims, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> E
     inner, updated = use.inner(candidates), use.updated(len(leaves))
     chosen = [(value, dim) for value, dim in zip(use.values, candidates, strict=True) if dim is not None]
     if not chosen:
-        return _most_common([leaf.shape for leaf in batch])
+        return most_common([leaf.shape for leaf in batch])
     sizes = Counter(dims.size(*dim) for dim in chosen)
 
     def evidence(dim: tuple[int, int]) -> tuple[bool, bool, int, int]:
@@ -72,12 +59,6 @@ def contraction_size(graph: Graph, op: Op) -> int:
     shapes = [graph.shape(value) for value in (*op.inputs[:2], *op.outputs)]
     # The root of the product of operand and result sizes has the units of multiply-adds for any contraction.
     return round(math.prod(math.prod(shape) for shape in shapes) ** 0.5)
-
-
-def _most_common(shapes: Sequence[tuple[int, ...]]) -> ExampleDims:
-    """Returns dim 0 of the arrays of the most common leading size, if no dim divides any work."""
-    size = num_examples([shape for shape in shapes if shape], tuple(0 for shape in shapes if shape))
-    return tuple(0 if shape and shape[0] == size else None for shape in shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +137,7 @@ class _Use:
 def _work(dims: Dims) -> dict[int, int]:
     """Returns the multiply-adds that each class divides, directly or as selections and parts along it."""
     direct = Counter[int]()
-    for op, runs in _runs(dims.graph.body, 1):
+    for op, runs in runs_of(dims.graph.body, 1):
         if op.name in CONTRACTIONS:
             size = runs * contraction_size(dims.graph, op)
             for label in {label for value in (*op.inputs, *op.outputs) for label in dims.classes(value)} - {None}:
@@ -173,12 +154,12 @@ def _work(dims: Dims) -> dict[int, int]:
     return work
 
 
-def _runs(body: Body, runs: int) -> Iterator[tuple[Op, int]]:
+def runs_of(body: Body, runs: int) -> Iterator[tuple[Op, int]]:
     """Yields each operation with its number of runs; loops of unknown length run once."""
     for op in body.ops:
         yield op, runs
         for inner in op.bodies:
-            yield from _runs(inner, runs * op.params.get("length", 1) if op.name == "scan" else runs)
+            yield from runs_of(inner, runs * op.params.get("length", 1) if op.name == "scan" else runs)
 
 
 def _consumed(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -192,12 +173,13 @@ def _consumed(graph: Graph) -> Iterator[tuple[int, int]]:
             ends = [(params["start_indices"][dim], params["limit_indices"][dim]) for params in slices]
             if {start for start, stop in ends if stop - start == 1} == {*range(size)} and size > 1:
                 yield value, dim
+        yield from ((value, op.params["axis"]) for op in readers if op.name == "unstack")
     for op in graph.ops():
         if op.name == "scan" and scan_counts(graph, op)[1]:
             num_before = sum(scan_counts(graph, op))
             yield from ((value, 0) for value in op.inputs[num_before:])
         if op.name in ("scan", "while"):
-            yield from (dim for body in op.bodies for inner, _ in _runs(body, 1) for dim in _selected(graph, inner))
+            yield from (dim for body in op.bodies for inner, _ in runs_of(body, 1) for dim in _selected(graph, inner))
 
 
 def _selected(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.example_dims import ExampleDims
+from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.variables import Leaf

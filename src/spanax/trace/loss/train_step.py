@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 from spanax.errors import ConflictError, RangeError
-from spanax.trace.axes.example_dims import ExampleDims
+from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.jaxpr.marks import marked_gradients
 from spanax.trace.loss.loss_gradient import loss_gradient
 from spanax.trace.loss.pure_loss import numbers_of, pure_loss

@@ -9,7 +9,8 @@ from flax import nnx
 
 from spanax.errors import SpanaxError, VariantError, first_line
 from spanax.trace.axes.discover import joined
-from spanax.trace.axes.example_dims import ExampleDims, example_dims, num_examples
+from spanax.trace.axes.example_dims import example_dims
+from spanax.trace.axes.num_examples import ExampleDims, num_examples
 from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
