@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ArgumentError, ObjectsError
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.batch import AUTO, checked_axes, spread
 from spanax.trace.variables import Leaf
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from spanax.batch_dims import dims_by_name, num_examples
 from spanax.displays import display
 from spanax.documents import MAX_INT, parse_json, read_bytes
 from spanax.entries.folder import Folder, Place
@@ -21,7 +22,6 @@ from spanax.plan.sharding.constrained import constrain
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.schema import parsed
 from spanax.sealed import opened
-from spanax.trace.axes.num_examples import dims_by_name, num_examples
 from spanax.trace.rewrites.remat_policies import GATHERED, known_offload
 from spanax.units import bytes_text, count_text
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ArgumentError, BatchError, ConflictError, RangeError
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.variables import Leaf
 
 

@@ -8,11 +8,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 import jax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import LossError, SpanaxError, StepError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.loss.compute_dtype import dtype_error

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
-from spanax.trace.axes.num_examples import ExampleDims, num_examples
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.loss.value_and_grad import loss_form

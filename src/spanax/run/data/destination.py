@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name
 from spanax.errors import ArgumentError, BatchError, PlanMismatchError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves
 from spanax.run.data.source import batch_size, local_rows
-from spanax.trace.axes.num_examples import dims_by_name
 
 if TYPE_CHECKING:
     import jax

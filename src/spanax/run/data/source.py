@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name, num_examples
 from spanax.errors import ArgumentError, ConflictError, DataError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, digest, flat, nested
 from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
 from spanax.run.data.order import Order
-from spanax.trace.axes.num_examples import dims_by_name, num_examples
 
 NUM_READERS = 16
 

@@ -17,7 +17,7 @@ Key = tuple[int, ...]
 """The classes of a value in sorted order, without None."""
 
 
-LEAST_SHARE = 0.01
+LEAST_SHARE = 0.05
 """The share of the work that a class divides without dividing a matmul, as in a loss."""
 
 

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, UnknownNameError, nearest
 from spanax.trace.axes.discover import joined
 from spanax.trace.axes.example_dims import contraction_size, example_dims
 from spanax.trace.axes.frozen import frozen
 from spanax.trace.axes.naming import STRENGTH, name_classes
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from spanax.batch_dims import num_examples
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.num_examples import num_examples
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.pipeline.retrace import retraced_graph

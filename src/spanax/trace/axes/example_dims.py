@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from spanax.batch_dims import ExampleDims, most_common
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.num_examples import ExampleDims, most_common
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, scan_counts
 from spanax.trace.variables import Leaf
@@ -123,8 +123,8 @@ class _Use:
         labels = set[int]()
         for value, candidate in zip(self.values, candidates, strict=True):
             first = candidate or 0
-            own = {self.dims.find(value, candidate)} if candidate is not None else set[int]()
-            labels |= {self.dims.find(value, dim) for dim in range(first + 1, len(self.dims.shape(value)))} - own
+            same = {self.dims.find(value, candidate)} if candidate is not None else set[int]()
+            labels |= {self.dims.find(value, dim) for dim in range(first + 1, len(self.dims.shape(value)))} - same
         return labels
 
     def updated(self, num_leaves: int) -> set[int]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.variables import Leaf

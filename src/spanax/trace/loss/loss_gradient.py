@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spanax.trace.axes.num_examples import ExampleDims
+from spanax.batch_dims import ExampleDims
 from spanax.trace.loss.pure_loss import check_unmoved
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss

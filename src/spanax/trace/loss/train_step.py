@@ -6,8 +6,8 @@ from typing import Any
 import optax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, RangeError
-from spanax.trace.axes.num_examples import ExampleDims
 from spanax.trace.jaxpr.marks import marked_gradients
 from spanax.trace.loss.loss_gradient import loss_gradient
 from spanax.trace.loss.pure_loss import numbers_of, pure_loss

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name
 from spanax.documents import read_json
 from spanax.errors import DataError, FileError, TooFewExamplesError
 from spanax.run.data.cache import cache_folder, keep
@@ -17,7 +18,6 @@ from spanax.run.data.examples import Examples
 from spanax.run.data.text.corpus import HELD_OUT, Corpus
 from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
-from spanax.trace.axes.num_examples import dims_by_name
 
 
 def corpus_tokens(

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import SpanaxError, VariantError
-from spanax.trace.axes.num_examples import ExampleDims, num_examples
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, read, run
 from spanax.trace.rewrites.chunked_loss.chunked import is_linear, stack_chunks

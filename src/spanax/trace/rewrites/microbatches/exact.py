@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.trace.axes.num_examples import ExampleDims
+from spanax.batch_dims import ExampleDims
 from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed

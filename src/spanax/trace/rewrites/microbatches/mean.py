@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.trace.axes.num_examples import ExampleDims
+from spanax.batch_dims import ExampleDims
 from spanax.trace.loss.pure_loss import check_unmoved
 from spanax.trace.rewrites.microbatches.support import partition_examples
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import SpanaxError, VariantError, first_line
 from spanax.trace.axes.discover import joined
 from spanax.trace.axes.example_dims import example_dims
-from spanax.trace.axes.num_examples import ExampleDims, num_examples
 from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
