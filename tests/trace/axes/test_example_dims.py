@@ -214,8 +214,8 @@ def test_the_work_of_a_loop_is_divided_with_the_numbers_of_one_device(name: str)
         cost: Any = function.lower().compile().cost_analysis()
         flops.append((cost[0] if isinstance(cost, list) else cost)["flops"])
     assert flops[0] > 3.5 * flops[1]
-    for one, eight in zip(*results, strict=True):
-        np.testing.assert_allclose(eight, one, rtol=2e-5, atol=1e-6)
+    for expected, result in zip(*results, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=1e-6)
 
 
 def test_a_mesh_axis_that_divides_no_work_is_refused() -> None:
