@@ -23,6 +23,7 @@ PACKAGE = ROOT / "src" / "spanax"
 # Who may import whom, from the bottom up; `spanax` stands for the public names. A new place needs a line here.
 FOUNDATION = {
     "errors", "frames", "units", "documents", "printable", "schema", "sealed", "usage", "displays", "entries",
+    "batch_dims",
 }  # fmt: skip
 DECIDE = FOUNDATION | {"trace", "hardware", "plan"}
 RUN = {"run", "run.data", "run.step", "run.store", "run.record", "run.distributed"}
@@ -38,6 +39,7 @@ MAY_IMPORT = {
     "sealed": set(),
     "usage": {"errors"},
     "displays": set(),
+    "batch_dims": set(),
     "entries": {"errors", "documents"},
     "trace": FOUNDATION,
     "hardware": FOUNDATION | {"run.distributed"},

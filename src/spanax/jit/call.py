@@ -9,7 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ArgumentError, ObjectsError
+from spanax.trace.batch import AUTO, checked_axes, spread
+from spanax.trace.variables import Leaf
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,37 @@ class CallForm:
                 ".".join(filter(None, (name, keystr(tuple(path), simple=True, separator="."))))
             )
         return names
+
+    def example_dims(self, axes: Any, parameters: Sequence[str], shapes: Sequence[Any]) -> ExampleDims | None:
+        """Returns the dim with the examples of each array, or None if the program decides.
+
+        Args:
+          axes: as `batch_axes` of `spanax.jit`.
+          parameters: the names of the function's positional parameters.
+          shapes: the arrays.
+
+        Raises:
+          SpanaxError: `axes` do not fit the arguments.
+        """
+        if isinstance(axes, str) and axes == AUTO:
+            return None
+        args, kwargs = jax.tree.unflatten(self.treedef, range(len(self.is_object)))
+        is_listed = isinstance(axes, tuple | list)
+        if is_listed and len(axes) > max(len(args), len(parameters)):
+            raise ArgumentError.of("batch_axes", axes, "one entry for each parameter")
+        entries: dict[int, Any] = {}
+        for key, argument in (*enumerate(args), *kwargs.items()):
+            index = parameters.index(key) if key in parameters else key
+            name = parameters[index] if isinstance(index, int) and index < len(parameters) else str(key)
+            if is_listed and not (isinstance(index, int) and index < len(axes)):
+                raise ArgumentError.of("batch_axes", axes, f"an entry for each parameter, also for `{name}`")
+            leaves = jax.tree.leaves(argument)
+            is_node = len(leaves) == 1 and self.is_object[leaves[0]]
+            entry = axes[index] if is_listed else axes
+            entries |= zip(leaves, [None] if is_node else spread(entry, argument, name), strict=True)
+        names = self.names(parameters)[1]
+        arrays = [Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True)]
+        return checked_axes([entries[number] for number, is_node in enumerate(self.is_object) if not is_node], arrays)
 
 
 def check_static(form: CallForm, parameters: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.assign import Pins
+from spanax.trace.batch import AUTO
 from spanax.trace.rewrites.remat_policies import known_policy
 from spanax.trace.variant import Variant
 
@@ -38,6 +39,7 @@ def jit(
     donate: bool = True,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
+    batch_axes: Any = AUTO,
 ) -> Any:
     """Compiles a function of NNX objects and arrays, as `nnx.jit` does, with the objects sharded over a mesh.
 
@@ -47,7 +49,7 @@ def jit(
 
     Args:
       function: a function of NNX objects and arrays, in any pytrees, by position or keyword. Arrays may be NumPy's,
-        PyTorch's or JAX's; those of the most common leading size have examples along dim 0.
+        PyTorch's or JAX's.
       layout: as in `spanax.plan`.
       mesh: as in `spanax.plan`. Without layout and mesh, the fastest layout on all devices that fits.
       on: the devices to plan for; those of this process group by default.
@@ -62,6 +64,9 @@ def jit(
       donate: reuse the buffers of arrays that the function updates: copy an array to keep its value from before a call.
       static_argnums: the positions of arguments that are neither objects nor arrays, as in `nnx.jit`.
       static_argnames: their names.
+      batch_axes: the dim with the examples of each array, as `in_axes` of `jax.vmap`: an int, None for none, or a
+        sequence of these or of pytree prefixes, one for each parameter; those of objects are ignored. By default the
+        function decides: dim 0, or the next one after the steps of a loop, as in `[steps, batch, ...]`.
 
     Raises:
       SpanaxError: the arguments contradict each other. A call raises it if the function cannot be sharded as requested;
@@ -85,7 +90,7 @@ def jit(
         return partial(
             jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, remat=remat, microbatches=microbatches,
             attention=attention, loss_chunks=loss_chunks, pad=pad, like=like, donate=donate,
-            static_argnums=static_argnums, static_argnames=static_argnames,
+            static_argnums=static_argnums, static_argnames=static_argnames, batch_axes=batch_axes,
         )  # fmt: skip
     request = Request(
         layout=layout, mesh=mesh, pins=pins_of(pin), pad=pad, offload=(), attention=attention, loss_chunks=loss_chunks
@@ -105,7 +110,7 @@ def jit(
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
     numbers, keywords = _static(function, static_argnums, static_argnames)
     losses = LossOptions(Variant(remat=known_policy(remat), microbatches=microbatches), attention, loss_chunks)
-    sharded = ShardedFunction(function, placement, donate, numbers, keywords, losses, is_like=like is not None)
+    sharded = ShardedFunction(function, placement, donate, numbers, keywords, losses, like is not None, batch_axes)
     return update_wrapper(sharded, function)
 
 

@@ -34,6 +34,7 @@ from spanax.run.step.platform import platform_of
 from spanax.run.step.validate_batch import place_argument
 from spanax.show.axes import axes_text
 from spanax.show.search import array_lines
+from spanax.trace.batch import AUTO
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import outside_meshes
@@ -82,6 +83,7 @@ class ShardedFunction:
       static_argnames: the names of static arguments.
       losses: the form of the function's losses.
       is_like: whether another function decides the placement.
+      batch_axes: the dims of the arrays with the examples, as in `spanax.jit`.
     """
 
     function: Callable[..., Any]
@@ -91,6 +93,7 @@ class ShardedFunction:
     static_argnames: frozenset[str] = frozenset()
     losses: LossOptions = LossOptions()
     is_like: bool = False
+    batch_axes: Any = AUTO
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _structures: dict[Any, int] = field(default_factory=dict, repr=False)
     _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
@@ -234,8 +237,9 @@ class ShardedFunction:
                 fix="spanax.init(make_objects, like=train_step) to create sharded objects",
             )
         program = trace_function(
-            function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
-        )
+            function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant,
+            form.example_dims(self.batch_axes, self._parameters, shapes),
+        )  # fmt: skip
         plan = self.placement.plan_for(program, self.losses, is_like=self.is_like)
         return as_planned(program, plan), plan
 

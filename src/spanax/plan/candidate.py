@@ -212,9 +212,10 @@ class Search:
     @property
     def tokens_per_step(self) -> int | None:
         """Tokens in a batch of rows of integers; None for any other batch."""
-        first = next(iter(next(iter(self.programs.values())).batch), None)
+        program = next(iter(self.programs.values()))
+        first, dim = next(zip(program.batch, program.step.axes.examples, strict=True), (None, None))
         is_rows = first is not None and len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
-        return self.batch_size * first.shape[1] if first is not None and is_rows else None
+        return self.batch_size * first.shape[1 - (dim or 0)] if first is not None and is_rows else None
 
     @property
     def setting(self) -> Setting:

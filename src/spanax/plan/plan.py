@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from spanax.batch_dims import dims_by_name, num_examples
 from spanax.displays import display
 from spanax.documents import MAX_INT, parse_json, read_bytes
 from spanax.entries.folder import Folder, Place
@@ -119,10 +120,10 @@ class Plan:
     @property
     def setting(self) -> Setting:
         """The batch, sequence, dtype and attention of the plan."""
-        first = self.batch[0].shape if self.batch else ()
+        dims = dims_by_name(self.batch)
         axes = [axis for leaf in self.leaves for axis in leaf.axes]
         return Setting(
-            batch_size=first[0] if first else 0,
+            batch_size=num_examples([leaf.shape for leaf in self.batch], dims) if set(dims) - {None} else 0,
             sequence_lengths=sequence_lengths(self.batch),
             dtypes=(self.schedule.compute_dtype or "dtypes of the model",),
             attention=attention_names(self.schedule.context, axes),

@@ -11,6 +11,7 @@ class Code(Enum):
     AXIS_USED = "'{axis}' does not shard {detail}: it shards another dim of {name}"
     TWO_DIMS = "'{axis}' does not shard {detail}: it would shard two dims of {name}"
     ROUTER_SCORES = "only a router's scores have {name}"
+    NO_WORK = "no matmul or convolution has {name} ({size}), such as the steps of a loop"
 
     STORED_UNPADDED = "{name} ({size}) is padded in computation only: the array is stored with its own size"
     STORED = "stored over {axis}"

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
+from spanax.run.data.source import with_rows
 from spanax.run.step.host_memory import to_device
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
@@ -55,13 +56,16 @@ def by_name(metrics: Any) -> dict[str, Any]:
 def num_fewer(program: Program, batch: Any) -> int:
     """Returns the number of examples of a batch that differs from the traced one only in being smaller; else 0."""
     leaves, treedef = jax.tree.flatten(batch)
-    shapes = [np.shape(array) for array in leaves]
-    if treedef != program.batch_treedef or not all(shapes) or not all(leaf.shape for leaf in program.batch):
+    dims = program.step.axes.examples
+    if treedef != program.batch_treedef or None in dims:
         return 0
-    sizes, counts = {leaf.shape[0] for leaf in program.batch}, {shape[0] for shape in shapes}
-    is_alike = all(leaf.shape[1:] == shape[1:] for leaf, shape in zip(program.batch, shapes, strict=True))
-    is_smaller = len(sizes) == len(counts) == 1 and 0 < min(counts) < min(sizes)
-    return min(counts) if is_alike and is_smaller else 0
+    counts = set[int]()
+    for leaf, array, dim in zip(program.batch, leaves, dims, strict=True):
+        shape = np.shape(array)
+        if dim is None or len(shape) != len(leaf.shape) or with_rows(shape, dim, leaf.shape[dim]) != leaf.shape:
+            return 0
+        counts.add(shape[dim])
+    return min(counts) if len(counts) == 1 and 0 < min(counts) < program.batch_size else 0
 
 
 def unplanned_evaluation(
@@ -93,7 +97,8 @@ def smaller_evaluation(
     The examples are sharded as planned if `count` is divisible by the number of shards, and replicated otherwise.
     """
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    ways = math.lcm(*(plan.mesh.ways(placement.spec[0]) for placement in plan.batch))
+    dims = zip(plan.batch, program.step.axes.examples, strict=True)
+    ways = math.lcm(*(plan.mesh.ways(placement.spec[dim]) for placement, dim in dims if dim is not None))
     is_sharded = count % ways == 0 and jax.process_count() == 1
     batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
     compiled = unplanned_evaluation(program, plan, mesh, rows, batch)

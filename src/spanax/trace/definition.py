@@ -8,6 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 import jax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import LossError, SpanaxError, StepError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
@@ -122,6 +123,7 @@ class Definition:
       train_step: as in `spanax.trace`; None with a `loss`.
       clip_norm: as in `spanax.trace`.
       accumulate: as in `spanax.trace`.
+      batch_axes: the dim with the examples of each array of the batch, if the user says it.
       mesh: the user's mesh, with the shardings of the batch.
       evaluate: as in `spanax.trace`; None for an evaluation of the loss.
       var_defaults: the defaults for new Variables.
@@ -137,6 +139,7 @@ class Definition:
     clip_norm: float | None
     accumulate: str
     mesh: UserMesh
+    batch_axes: ExampleDims | None = None
     evaluate: Callable[..., Any] | None = None
     var_defaults: Any = field(default_factory=nnx.var_defaults)
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -160,7 +163,9 @@ class Definition:
         Raises:
           SpanaxError: the definition does not support the variant.
         """
-        return chosen_step(self.loss, self.train_step, self.clip_norm, self.accumulate, variant, attentions)
+        return chosen_step(
+            self.loss, self.train_step, self.clip_norm, self.accumulate, variant, attentions, self.batch_axes
+        )
 
     @_once
     def traced(self, variant: Variant) -> TracedVariant:
@@ -173,7 +178,8 @@ class Definition:
             return self._padded(variant)
         state, attentions = self.state(variant), list[FusedAttention]()
         try:
-            step = self._traced(state, partial(_run_step, state.variables, self.step(variant, attentions)))
+            run = partial(_run_step, state.variables, self.step(variant, attentions))
+            step = self._traced(state, run, self.batch_axes)
         except SpanaxError:
             raise
         except Exception as error:
@@ -184,7 +190,8 @@ class Definition:
         warn_of_unknown(step.axes)
         evaluation = None
         if self.loss is not None:
-            evaluation = self._evaluation(replace(variant, remat=None, microbatches=1, compute_dtype=None))
+            form = replace(variant, remat=None, microbatches=1, compute_dtype=None)
+            evaluation = self._evaluation(form, step.axes.examples)
             axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
             evaluation = replace(evaluation, axes=axes)
         return TracedVariant(step, evaluation, tuple(dict.fromkeys(attentions)))
@@ -272,11 +279,11 @@ class Definition:
         return params[-1] if params else None
 
     @_once
-    def _evaluation(self, variant: Variant) -> Traced:
+    def _evaluation(self, variant: Variant, examples: ExampleDims) -> Traced:
         state = self.state(variant)
         run_loss = partial(_run_loss, state.variables, self.loss)
         attending = run_loss if variant.context == GATHERED else fuse_attention(run_loss, variant.context, num_states=1)
-        return self._traced(state, chunked_loss(attending, variant.loss_chunks))
+        return self._traced(state, chunked_loss(attending, variant.loss_chunks), examples)
 
     @_once
     def _microbatches(self, variant: Variant) -> Microbatches:
@@ -287,16 +294,22 @@ class Definition:
             with plain_variables():
                 return jax.eval_shape(run, state.variables.abstract(), self.batch)
 
-        return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, self.batch, shapes)
+        return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, shapes, self.batch_axes)
 
-    def _traced(self, state: State, function: Callable[..., Results]) -> Traced:
-        traced = traced_function(state, function, self.batch, self.batch_leaves)
+    def _traced(self, state: State, function: Callable[..., Results], examples: ExampleDims | None) -> Traced:
+        traced = traced_function(state, function, self.batch, self.batch_leaves, examples)
         num_state = len(traced.graph.body.outputs) - traced.result.num_leaves
         graph, result = with_logged(traced.graph, num_state, traced.result)
         return replace(traced, graph=graph, result=result)
 
 
-def traced_function(state: State, function: Callable[..., Any], batch: Any, batch_leaves: Sequence[Leaf]) -> Traced:
+def traced_function(
+    state: State,
+    function: Callable[..., Any],
+    batch: Any,
+    batch_leaves: Sequence[Leaf],
+    examples: ExampleDims | None = None,
+) -> Traced:
     """Returns the traced function, with its axes.
 
     Args:
@@ -304,6 +317,7 @@ def traced_function(state: State, function: Callable[..., Any], batch: Any, batc
       function: a function from the values of the state and a batch to the new values and a pytree of results.
       batch: shapes and dtypes of the batch.
       batch_leaves: the same as leaves.
+      examples: the dim with the examples of each array of the batch; by default, as the function uses them.
 
     Raises:
       SpanaxError: the function uses a traced array that NNX does not track.
@@ -317,9 +331,9 @@ def traced_function(state: State, function: Callable[..., Any], batch: Any, batc
             "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
             fix="self.name = array in a module, or eager_build=True",
         )
-    axes = discover(graph, leaves, batch_leaves)
-    if batch_dims := batch_sized_dims(graph, axes, function, values, batch, batch_leaves):
-        axes = discover(graph, leaves, batch_leaves, batch_dims)
+    axes = discover(graph, leaves, batch_leaves, examples=examples)
+    if batch_dims := batch_sized_dims(graph, axes, function, values, batch):
+        axes = discover(graph, leaves, batch_leaves, batch_dims, axes.examples)
     has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
     return Traced(graph, axes, jax.tree.structure(result), has_remat)
 

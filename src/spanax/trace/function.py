@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
-from spanax.trace.axes.naming import num_examples
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.loss.value_and_grad import loss_form
@@ -34,15 +34,17 @@ def trace_function(
     arrays: Sequence[jax.ShapeDtypeStruct],
     names: Sequence[str],
     variant: Variant = AS_WRITTEN,
+    batch_axes: ExampleDims | None = None,
 ) -> Program:
     """Returns the program of one call of a function on NNX objects and arrays.
 
     Args:
       function: the function.
       owners: the objects, with arrays or with shapes as the values of their Variables.
-      arrays: shapes and dtypes of the arrays; those of the most common leading size have examples along dim 0.
+      arrays: shapes and dtypes of the arrays.
       names: a name for each.
       variant: the form of the losses that the function differentiates by `spanax.value_and_grad`.
+      batch_axes: the dim with the examples of each array, None for none; by default, as the function uses them.
 
     Raises:
       SpanaxError: the function changes the set of the objects' variables, or uses a traced array that NNX does not
@@ -61,7 +63,7 @@ def trace_function(
     variables, _ = take_apart(owners)
     state = State(variables, None, mesh.with_state(variables.leaves))
     leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
-    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves), variant)
+    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves, batch_axes), variant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,12 +75,14 @@ class FunctionDefinition:
       values: the structure of the objects.
       batch: shapes and dtypes of the arrays.
       batch_leaves: the same as leaves.
+      batch_axes: the dim with the examples of each array, if the user says it.
     """
 
     function: Function
     values: State
     batch: list[jax.ShapeDtypeStruct]
     batch_leaves: tuple[Leaf, ...]
+    batch_axes: ExampleDims | None = None
     _memo: dict[Variant, TracedVariant] = field(default_factory=dict, repr=False)
     _num_losses: list[int] = field(default_factory=list, repr=False)
 
@@ -104,7 +108,7 @@ class FunctionDefinition:
         elif variant not in self._memo:
             run = partial(_run, self.values.variables, self.function)
             with loss_form(variant) as form:
-                step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+                step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves, self.batch_axes)
             if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
                 raise VariantError(
                     "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
@@ -122,7 +126,7 @@ class FunctionDefinition:
 
     def microbatches(self, variant: Variant) -> Microbatches:
         """Returns whether the losses of the function support microbatches."""
-        size = num_examples(self.batch_leaves) or 1
+        size = num_examples([leaf.shape for leaf in self.batch_leaves], self.traced(AS_WRITTEN).step.axes.examples)
         count = next((count for count in range(2, size + 1) if size % count == 0), None)
         if not self.rewrites_loss or count is None:
             return Microbatches(

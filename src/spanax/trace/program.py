@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from spanax.batch_dims import num_examples
 from spanax.displays import display
 from spanax.errors import ObjectsError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Axis, table
-from spanax.trace.axes.naming import num_examples
 from spanax.trace.definition import ProgramDefinition, Results
 from spanax.trace.initial_state import Initial
 from spanax.trace.pipeline.retrace import Shapes
@@ -139,7 +139,7 @@ class Program:
     @property
     def batch_size(self) -> int:
         """Returns the number of examples of the batch; 1 if the step takes none."""
-        return num_examples(self.batch) or 1
+        return num_examples([leaf.shape for leaf in self.batch], self.step.axes.examples)
 
     @property
     def run_evaluate(self) -> Callable[[list[Any], Any], Results] | None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.trace.batch import abstract_batch
+from spanax.trace.batch import AUTO, abstract_batch, checked_axes, spread
 from spanax.trace.definition import Definition
 from spanax.trace.initial_state import Eager
 from spanax.trace.loss.train_step import chosen_step
@@ -31,13 +31,14 @@ def trace(
     accumulate: str = EXACT,
     eager_build: bool = False,
     evaluate: Callable[[nnx.Module, Any], Mapping[str, Any]] | None = None,
+    batch_axes: Any = AUTO,
 ) -> Program:
     """Traces a train step into a Program. No array is allocated, and no device is needed.
 
     Args:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
       optimizer: an optax transformation, or a function from the model to an `nnx.Optimizer`.
-      batch: a pytree of arrays or `jax.ShapeDtypeStruct`s, examples along dim 0 of each.
+      batch: a pytree of arrays or `jax.ShapeDtypeStruct`s.
       loss: `loss(model, batch) -> scalar` or `(scalar, dict of metrics)`; Spanax writes the step around it.
       train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
       microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
@@ -54,6 +55,9 @@ def trace(
         the values of its parameters. The model must fit in host memory.
       evaluate: `evaluate(model, batch) -> dict of metrics`, with either of `loss` and `train_step`: `run.evaluate`
         returns them, computed in evaluation mode, in place of the loss.
+      batch_axes: the dim with the examples of each array of the batch: an int, None for no examples, or a pytree prefix
+        of the batch with such entries, as `in_axes` of `jax.vmap`. By default the program decides: dim 0, or the next
+        one after the steps of a loop, as in `[steps, batch, ...]`.
 
     Raises:
       SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
@@ -74,12 +78,13 @@ def trace(
     variant = Variant(remat=remat, microbatches=microbatches, compute_dtype=dtype)
     chosen_step(loss, train_step, clip_norm, accumulate, variant)  # raises before anything is traced
     shapes, batch_leaves, batch_treedef = abstract_batch(batch)
+    dims = None if batch_axes == AUTO else checked_axes(spread(batch_axes, shapes, "batch"), batch_leaves)
     mesh = UserMesh.of(shapes)
     check_optimizer(optimizer)
     definition = Definition(
         build=Eager(build) if eager_build else build, optimizer=optimizer, batch=mesh.untyped(shapes),
         batch_leaves=batch_leaves, batch_treedef=batch_treedef, loss=loss, train_step=train_step, clip_norm=clip_norm,
-        accumulate=accumulate, mesh=mesh, evaluate=evaluate,
+        accumulate=accumulate, mesh=mesh, batch_axes=dims, evaluate=evaluate,
     )  # fmt: skip
     definition.check_evaluate(variant)
     return program_of(definition, variant)

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from spanax.errors import OptimizerError, UnknownNameError, nearest
+from spanax.trace.batch import AUTO
 from spanax.trace.bigram import bigram_loss
 from spanax.trace.optimizers.learning_rates import logged
 from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, stored_as
@@ -42,7 +43,7 @@ class Workload:
 
     Attributes:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
-      batch: one batch, as arrays or `jax.ShapeDtypeStruct`s, examples along dim 0.
+      batch: one batch, as arrays or `jax.ShapeDtypeStruct`s.
       loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; instead of `train_step`.
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
       optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or a
@@ -62,6 +63,7 @@ class Workload:
         `bigram_loss` with each evaluation; None for no baseline.
       evaluate: `evaluate(model, batch) -> dict of metrics` on held-out batches, in evaluation mode; None to report the
         loss and its metrics. Each metric is averaged over the examples.
+      batch_axes: the dim with the examples of each array of the batch, as in `spanax.trace`.
 
     Example:
       >>> import jax
@@ -91,6 +93,7 @@ class Workload:
     eager_build: bool = False
     baseline: Callable[[np.ndarray, np.ndarray, int], float] | None = bigram_loss
     evaluate: Callable[[nnx.Module, Any], Mapping[str, Any]] | None = None
+    batch_axes: Any = AUTO
 
     def trace(
         self,
@@ -123,6 +126,7 @@ class Workload:
             accumulate=accumulate or self.accumulate,
             eager_build=self.eager_build,
             evaluate=self.evaluate,
+            batch_axes=self.batch_axes,
         )
 
     def _state_dtype(self, dtype: str | None) -> dict[str, Any]:

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from programs import array, leaf, step_of
+from programs import array, step_of
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.naming import with_examples
 
 Names = tuple[str | None, ...]
 
@@ -129,11 +128,3 @@ def test_an_annotation_is_stronger_than_any_use_but_the_batch() -> None:
 def test_an_annotation_with_a_standard_name_has_no_other_use() -> None:
     axes, names = axes_of(blocks, FOUR, array(3, 7), ("hidden", "heads"))
     assert names[0] == ("hidden", "heads") and axes.uses == {}
-
-
-def test_the_most_common_leading_size_is_that_of_the_examples() -> None:
-    shapes = [(9,), (3, 2), (3,), (), (9, 5), (3,)]
-    leaves = [leaf(array(*shape), "batch") for shape in shapes]
-    assert with_examples([10, 11, 12, 13, 14, 15], leaves) == [11, 12, 15]
-    assert with_examples([1], [leaf(array(), "batch")]) == []
-    assert with_examples([1, 2], [leaf(array(3), "batch"), leaf(array(8), "batch")]) == [2]  # a tie: the larger size

@@ -352,7 +352,7 @@ def turned(function: Callable[..., Any], *args: Any) -> Dims:
     dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
         dims.add(op)
-    dims.join_turns(graph.body.inputs[:1])
+    dims.join_turns([(graph.body.inputs[0], 0)])
     return dims
 
 

@@ -131,8 +131,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             del reasons[label]
         working = [rank for label, rank in accepted.items() if label in program.step.worked]
         if 0 not in working and not (working and axis in layout.exclusive):
-            scored = {label: Reason(Code.ROUTER_SCORES, names[rank]) for label, rank in accepted.items() if rank == 0}
-            raise _idle(program, axis, size, names, reasons | scored, layout, mesh)
+            unworked = {label: _unworked(program, names[0], label) for label, rank in accepted.items() if rank == 0}
+            raise _idle(program, axis, size, names, reasons | unworked, layout, mesh)
         ranks[axis] = accepted
     if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
         size = mesh.ways([layout.sequence_axis])
@@ -220,8 +220,23 @@ def _does_not_divide(
         f"'{name}' of size {size}{parts} is not divisible by {shards}: {size} % {shards} = {size % shards}.",
         axis=axis,
         where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
-        fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis",
+        fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis{_steps(program, name)}",
     )
+
+
+def _steps(program: Program, name: str) -> str:
+    """Returns a question on the first array whose dim 0 is taken for its examples, if another dim may have them."""
+    examples = zip(program.batch, program.step.axes.examples, strict=True)
+    array = next((leaf.path for leaf, dim in examples if dim == 0 and len(leaf.shape) > 1), None)
+    is_asked = name == "batch" and array is not None
+    return f"; does dim 0 of `{array}` count steps? Then batch_axes= with its batch dim" if is_asked else ""
+
+
+def _unworked(program: Program, name: str, label: int) -> Reason:
+    """Returns why sharding a class saves no work."""
+    if any(label in labels for labels in program.step.routed):
+        return Reason(Code.ROUTER_SCORES, name)
+    return Reason(Code.NO_WORK, name, size=program.step.axes.ways[label])
 
 
 def _idle(
@@ -237,11 +252,14 @@ def _idle(
     needed = names if axis in layout.exclusive else names[:1]
     labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
     tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
+    is_looped = any(label in reasons and reasons[label].code is Code.NO_WORK for label in labels)
+    batch_axes = "batch_axes= if other dims have the examples, jax.vmap if a loop computes them one by one, or "
     return IdleAxisError(
         f"mesh axis '{axis}' ({size}) has nothing to shard in this program under layout '{layout.name}'.",
         axis=axis,
         where="; ".join(tried) or f"it shards {', '.join(names)}; the program has {', '.join(known)}",
-        fix=f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
+        fix=(batch_axes if is_looped else "")
+        + f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name
 from spanax.errors import ArgumentError, BatchError, PlanMismatchError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves
 from spanax.run.data.source import batch_size, local_rows
@@ -56,19 +57,19 @@ class Destination:
         make = jax.make_array_from_callback
         return {
             leaf.path: make(
-                leaf.shape, self.shardings[leaf.path], partial(self._part, leaf, leaves[leaf.path]),
+                leaf.shape, self.shardings[leaf.path], partial(self._part, leaf, dim, leaves[leaf.path]),
                 dtype=np.dtype(leaf.dtype),
             )
-            for leaf in self.leaves
+            for leaf, dim in zip(self.leaves, dims_by_name(self.leaves), strict=True)
         }  # fmt: skip
 
-    def _part(self, leaf: BatchLeaf, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns the part of a global array at an index."""
-        if array.shape == leaf.shape:
+    def _part(self, leaf: BatchLeaf, dim: int | None, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the part of a global array, with examples along a dim, at an index."""
+        if array.shape == leaf.shape or dim is None:
             return array[index]
-        start, stop, _ = index[0].indices(leaf.shape[0])
+        start, stop, _ = index[dim].indices(leaf.shape[dim])
         first = int(np.searchsorted(self.rows_R, start))
-        return array[(slice(first, first + stop - start), *index[1:])]
+        return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
 
 
 def _of_example(batch: Any, mesh: Any) -> Destination:

@@ -29,11 +29,12 @@ class BatchLeaf(Protocol):
 
 @dataclass(frozen=True)
 class ExampleLeaf:
-    """An array of an example batch."""
+    """An array of an example batch, or of a smaller batch than the planned one, which has names of its dims."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    axes: tuple[str | None, ...] = ()
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, UnknownNameError, nearest
-from spanax.run.data.elements import BatchLeaf, Leaves, described
+from spanax.run.data.elements import BatchLeaf, Leaves
 from spanax.run.data.examples import Examples, check_enough
 from spanax.run.data.formats.column import Column, default_field
 from spanax.run.data.formats.table import Table, is_table, open_table
 from spanax.run.data.mixture import Mixture, named
-from spanax.run.data.source import batch_size, conformed, sequence_examples
+from spanax.run.data.source import batch_size, check_examples, conformed, sequence_examples
 from spanax.run.data.text.corpus import Corpus, check_split, load_corpus
 from spanax.run.data.text.token_windows import bin_tokens, corpus_tokens, windows
 from spanax.run.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
@@ -182,9 +182,7 @@ def _row_examples(rows: Rows, placements: Sequence[BatchLeaf], least: int) -> Ex
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
     check_enough(name, table.num_rows, least, batch_size(placements))
-    planned = described({leaf.path: leaf for leaf in placements})
-    if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
-        raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")
+    check_examples(name, placements)
 
     def read(indices_R: np.ndarray) -> Leaves:
         table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from statistics import mode
 from typing import Any
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name, num_examples
 from spanax.errors import ArgumentError, ConflictError, DataError
 from spanax.run.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, digest, flat, nested
 from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
@@ -34,11 +34,11 @@ def local_rows(placements: Sequence[BatchLeaf], shardings: Mapping[str, Any], de
     hosts).
     """
     rows: set[int] = set()
-    for leaf in placements:
-        if leaf.shape[:1] == (batch_size(placements),):
+    for leaf, dim in zip(placements, dims_by_name(placements), strict=True):
+        if dim is not None:
             indices = shardings[leaf.path].devices_indices_map(leaf.shape)
             for device in devices:
-                rows.update(range(*indices[device][0].indices(leaf.shape[0])))
+                rows.update(range(*indices[device][dim].indices(leaf.shape[dim])))
     return np.array(sorted(rows), np.int64)
 
 
@@ -64,9 +64,8 @@ def element_source(
         raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
     in_batches = _is_batch(flat(first), placements)
     num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (batch_size(placements), rows_R)
-    if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
-        planned = described({leaf.path: leaf for leaf in placements})
-        raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")
+    if not in_batches:
+        check_examples(name, placements)
     num_fewer = partial(_num_fewer, placements, rows_R) if in_batches and not drop_remainder else lambda item: 0
 
     def conform(item: Any) -> Leaves:
@@ -95,7 +94,7 @@ def element_source(
         items = items.content if isinstance(items, Remainder) else items
         elements = [conform(item) for item in items]
         is_smaller |= in_batches and num_fewer(items[0]) > 0
-        leaves = elements[0] if in_batches else {leaf.path: _stacked(elements, leaf) for leaf in placements}
+        leaves = elements[0] if in_batches else _stacked(elements, placements)
         return Remainder(leaves) if is_smaller else leaves
 
     like = nested(first, dict.fromkeys(flat(first)))
@@ -135,7 +134,7 @@ def conformed(items: Sequence[Any], placements: Sequence[BatchLeaf], name: str) 
       DataError: an example does not match the plan.
     """
     examples = [_conform(item, placements, np.zeros(0, np.int64), name) for item in items]
-    return {leaf.path: _stacked(examples, leaf) for leaf in placements}
+    return _stacked(examples, placements)
 
 
 def sequence_fetch(
@@ -262,9 +261,9 @@ def _conform(item: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, nam
         extra, missing = sorted(values.keys() - planned.keys()), sorted(planned.keys() - values.keys())
         raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan has no leaf '{extra[0]}'.")
     leaves = {}
-    for path, leaf in planned.items():
+    for (path, leaf), dim in zip(planned.items(), dims_by_name(placements), strict=True):
         array, dtype = np.asarray(values[path]), np.dtype(leaf.dtype)
-        shapes = (leaf.shape, (len(rows_R), *leaf.shape[1:])) if in_batches else (leaf.shape[1:],)
+        shapes = (leaf.shape, with_rows(leaf.shape, dim, len(rows_R))) if in_batches else (example_shape(leaf, dim),)
         if array.shape not in shapes:
             raise refuse(f"'{path}' has shape {array.shape}; expected {shapes[0]}.")
         # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
@@ -278,20 +277,47 @@ def _conform(item: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, nam
 
 
 def _resized(placements: Sequence[BatchLeaf], num_examples: int) -> list[BatchLeaf]:
-    return [ExampleLeaf(leaf.path, (num_examples, *leaf.shape[1:]), leaf.dtype) for leaf in placements]
+    pairs = zip(placements, dims_by_name(placements), strict=True)
+    return [
+        ExampleLeaf(leaf.path, with_rows(leaf.shape, dim, num_examples), leaf.dtype, getattr(leaf, "axes", ()))
+        for leaf, dim in pairs
+    ]
 
 
 def _num_fewer(placements: Sequence[BatchLeaf], rows_R: np.ndarray, item: Any) -> int:
     """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
-    size = batch_size(placements)
-    counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
-    is_smaller = len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size
-    return min(counts) if is_smaller and all(leaf.shape[0] == size for leaf in placements) else 0
+    size, values, dims = batch_size(placements), flat(item), dims_by_name(placements)
+    pairs = [(np.shape(values.get(leaf.path, ())), dim) for leaf, dim in zip(placements, dims, strict=True)]
+    if None in dims or any(len(shape) <= dim for shape, dim in pairs if dim is not None):
+        return 0
+    counts = {shape[dim] for shape, dim in pairs if dim is not None}
+    return min(counts) if len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size else 0
 
 
 def batch_size(placements: Sequence[BatchLeaf]) -> int:
-    """Returns the number of examples in a global batch: the most common first dim of the leaves."""
-    return mode([leaf.shape[0] for leaf in placements if leaf.shape] or [1])
+    """Returns the number of examples in a global batch."""
+    return num_examples([leaf.shape for leaf in placements], dims_by_name(placements))
+
+
+def check_examples(name: str, placements: Sequence[BatchLeaf]) -> None:
+    """Checks that every array of a batch has examples, so that a source of examples can fill it.
+
+    Raises:
+      DataError: an array has none.
+    """
+    if None in dims_by_name(placements):
+        planned = described({leaf.path: leaf for leaf in placements})
+        raise DataError(f"{name} has examples, and {planned} differ in their number.", fix="a source of batches")
+
+
+def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
+    """Returns the shape of an array of a batch with another number of examples along a dim."""
+    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
+
+
+def example_shape(leaf: BatchLeaf, dim: int | None) -> tuple[int, ...]:
+    """Returns the shape of one example of an array of a batch."""
+    return leaf.shape if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
 
 
 def _is_batch(values: Mapping[str, Any], placements: Sequence[BatchLeaf]) -> bool:
@@ -299,5 +325,9 @@ def _is_batch(values: Mapping[str, Any], placements: Sequence[BatchLeaf]) -> boo
     return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in values)
 
 
-def _stacked(examples: list[Leaves], leaf: BatchLeaf) -> np.ndarray:
-    return np.array([leaves[leaf.path] for leaves in examples], leaf.dtype).reshape(-1, *leaf.shape[1:])
+def _stacked(examples: list[Leaves], placements: Sequence[BatchLeaf]) -> Leaves:
+    stacked = {}
+    for leaf, dim in zip(placements, dims_by_name(placements), strict=True):
+        rows = np.array([leaves[leaf.path] for leaves in examples], leaf.dtype)
+        stacked[leaf.path] = np.ascontiguousarray(np.moveaxis(rows.reshape(-1, *example_shape(leaf, dim)), 0, dim or 0))
+    return stacked

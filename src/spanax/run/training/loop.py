@@ -226,7 +226,7 @@ class Loop:
 
     def _rates(self, seconds: float) -> Event:
         """Tokens and examples per second; equal if no leaf of the batch has a sequence dim."""
-        counts = num_tokens(self.run.program), num_examples(self.run.program)
+        counts = num_tokens(self.run.program), self.run.program.batch_size
         return {"tokens_per_second": counts[0] / seconds, "examples_per_second": counts[1] / seconds}
 
     def _preempted(self) -> Event:
@@ -243,7 +243,7 @@ class Loop:
             return
         self._beat("evaluate")
         with closing(held_out), self.telemetry.ledger.within("evaluate"):
-            means, size = Means(), num_examples(program)
+            means, size = Means(), program.batch_size
             for _, batch in zip(range(self.config.eval_batches), held_out, strict=False):
                 means.add(self.run.evaluate(batch), num_fewer(program, batch) or size)
             if not means.num_examples:
@@ -283,15 +283,14 @@ class Loop:
 
 
 def num_tokens(program: Program) -> int:
-    """Returns the tokens of a global batch: examples times sequence length, or the examples without a sequence."""
-    leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
-    return num_examples(program) * dict(zip(leaf.axes, leaf.shape, strict=True)).get("seq", 1)
+    """Returns the tokens of a global batch: examples times sequence length, or the examples without a sequence.
 
-
-def num_examples(program: Program) -> int:
-    """Returns the examples of a global batch."""
-    leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
-    return dict(zip(leaf.axes, leaf.shape, strict=True)).get("batch", leaf.shape[0] if leaf.shape else 1)
+    The steps of a loop over the batch, in dims before that of the examples, have tokens as well.
+    """
+    pairs = zip(program.batch, program.step.axes.examples, strict=True)
+    leaf, dim = max(pairs, key=lambda pair: "seq" in pair[0].axes)
+    lengths = dict(zip(leaf.axes, leaf.shape, strict=True))
+    return program.batch_size * math.prod(leaf.shape[: dim or 0]) * lengths.get("seq", 1)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

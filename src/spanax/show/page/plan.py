@@ -29,8 +29,7 @@ def plan_page(plan: Plan) -> Page:
 def plan_title(plan: Plan) -> str:
     """Returns the layout, its mesh, the number of parameters and the batch size."""
     num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.kind == "param")
-    sizes = [leaf.shape[0] for leaf in plan.batch if leaf.shape]
-    batch = f", batch size {max(sizes):,}" if sizes else ""
+    batch = f", batch size {plan.setting.batch_size:,}" if plan.batch else ""
     return f"{plan.layout.name} on {plan.mesh}: {count_text(num_params)} parameters{batch}"
 
 

@@ -1,8 +1,11 @@
 """Groups the classes of dims by their role in a step: batch, layers, experts, indexed dims, attention scores."""
 
+import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.example_dims import contraction_size, runs_of
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin
@@ -12,6 +15,10 @@ Labels = tuple[int | None, ...]
 
 Key = tuple[int, ...]
 """The classes of a value in sorted order, without None."""
+
+
+LEAST_SHARE = 0.05
+"""The share of the work that a class divides without dividing a matmul, as in a loss."""
 
 
 def label_key(labels: Sequence[int | None]) -> Key:
@@ -34,14 +41,28 @@ def labels_by_name(graph: Graph, axes: Axes) -> dict[str, list[int]]:
     return by_name
 
 
-def worked_labels(axes: Axes, routed: Collection[Labels]) -> frozenset[int]:
-    """Returns the classes of dims of weights and activations, except those that only router scores have.
+def worked_labels(graph: Graph, axes: Axes, routed: Collection[Labels]) -> frozenset[int]:
+    """Returns the classes of dims of weights and activations that divide work or storage.
 
     Experts in a Python loop have a router whose scores are a separate class: sharding that class would partition
-    neither the weights of the experts nor their compute.
+    neither the weights of the experts nor their compute. A class that no weight and no matmul has, and less than
+    `LEAST_SHARE` of the work, divides none: the steps of a loop, or examples that a loop computes one by one.
     """
-    worked = {labels for labels in axes.classes if labels not in routed}
-    return frozenset(label for labels in worked for label in labels if label is not None)
+    worked = {label for labels in axes.classes if labels not in routed for label in labels if label is not None}
+    multiplied, work, total = set[int | None](), Counter[int | None](), 0
+    for op, runs in runs_of(graph.body, 1):
+        labels = {label for value in (*op.inputs, *op.outputs) for label in axes.classes[value]}
+        size = 0 if op.bodies else runs * sum(math.prod(graph.shape(value)) for value in op.outputs)
+        if op.name in CONTRACTIONS:
+            size = runs * contraction_size(graph, op)
+            multiplied |= labels
+        work.update(dict.fromkeys(labels, size))
+        total += size
+    if not multiplied:
+        return frozenset(worked)
+    state = [value for value in graph.body.inputs if not axes.origins[value] & Origin.BATCH]
+    stored = {label for value in state for label in axes.classes[value]}
+    return frozenset(worked & (stored | multiplied | {label for label in work if work[label] > LEAST_SHARE * total}))
 
 
 def looked_up_labels(graph: Graph, axes: Axes) -> frozenset[int | None]:

@@ -101,8 +101,8 @@ class StepAnalysis:
 
     @cached_property
     def worked(self) -> frozenset[int]:
-        """Returns the classes of dims of weights and activations, except those that only router scores have."""
-        return worked_labels(self.axes, self.routed)
+        """Returns the classes of dims that divide work or storage, except those that only router scores have."""
+        return worked_labels(self.graph, self.axes, self.routed)
 
     @cached_property
     def looked_up(self) -> frozenset[int | None]:

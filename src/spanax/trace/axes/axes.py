@@ -5,12 +5,13 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, UnknownNameError, nearest
-from spanax.trace.axes.discover import Dims
+from spanax.trace.axes.discover import joined
+from spanax.trace.axes.example_dims import contraction_size, example_dims
 from spanax.trace.axes.frozen import frozen
-from spanax.trace.axes.naming import STRENGTH, name_classes, with_examples
+from spanax.trace.axes.naming import STRENGTH, name_classes
 from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins
@@ -38,7 +39,8 @@ class Axes:
     `uses` are the names by which layouts match the classes that an annotation names differently.
     `unknown` counts primitives without a rule and `opaque` those that cannot be inspected; both leave their dims
     replicated. `frozen` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
-    convolution FLOPs that can be sharded along the batch.
+    convolution FLOPs that can be sharded along the batch. `examples` is the dim with the examples of each array of the
+    batch.
     """
 
     classes: Sequence[tuple[int | None, ...]]
@@ -51,6 +53,7 @@ class Axes:
     unknown: Mapping[str, int]
     opaque: Mapping[str, int]
     coverage: float
+    examples: ExampleDims = ()
 
     def of(self, value: int) -> tuple[str | None, ...]:
         """Returns the names of a value's dims; None for a dim without a name or of size 1."""
@@ -77,22 +80,36 @@ class Axes:
 
 
 def discover(
-    graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf], grown: Sequence[tuple[int, int]] = ()
+    graph: Graph,
+    leaves: Sequence[Leaf],
+    batch: Sequence[Leaf],
+    grown: Sequence[tuple[int, int]] = (),
+    examples: ExampleDims | None = None,
 ) -> Axes:
     """Returns the axes of a step whose inputs are the leaves of the state, then those of the batch.
 
-    The first outputs are the new values of the leaves, so each is sharded like the leaf it replaces. The dims `grown`
-    are known to scale with the batch.
+    The first outputs are the new values of the leaves, so each is sharded like the leaf it replaces.
+
+    Args:
+      graph: the step.
+      leaves: the leaves of the state.
+      batch: the leaves of the batch.
+      grown: dims that are known to scale with the batch.
+      examples: the dim with the examples of each array of the batch; by default, as the step uses them.
     """
-    dims = Dims(graph, scanned_dims(graph))
-    for op in graph.ops():
-        dims.add(op)
+    looped = scanned_dims(graph)
+    dims = joined(graph, looped)
+    batch_values = graph.body.inputs[len(leaves) :]
+    examples = example_dims(dims, leaves, batch) if examples is None else examples
+    outer = [(value, dim) for value, end in zip(batch_values, examples, strict=True) for dim in range(end or 0)]
+    if majors := dims.majors({dims.find(*dim) for dim in outer}):
+        dims = joined(graph, looped | majors)  # examples are along the minor dim of what a reshape merges
     for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):
         dims.same(before, after)
-    examples = with_examples(graph.body.inputs[len(leaves) :], batch)
-    for value, dim in grown:
-        dims.join(examples[0], 0, value, dim, factor=dims.size(examples[0], 0))
-    dims.join_turns(examples)
+    with_examples = [(value, dim) for value, dim in zip(batch_values, examples, strict=True) if dim is not None]
+    for dim in grown:
+        dims.join(*with_examples[0], *dim, factor=dims.size(*with_examples[0]))
+    dims.join_turns(with_examples)
     dims.join_pieces()
     dims.join_padded()
     is_frozen = frozen(graph, leaves)
@@ -106,7 +123,7 @@ def discover(
         for value, leaf in zip(graph.body.inputs, inputs, strict=True)
     }
     value_origins = origins(graph, seeds)
-    names, uses = name_classes(dims, value_origins, leaves, batch)
+    names, uses = name_classes(dims, value_origins, leaves, batch, examples)
     classes = [dims.classes(value) for value in range(len(graph.avals))]
     return Axes(
         classes=classes,
@@ -119,6 +136,7 @@ def discover(
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),
+        examples=examples,
     )
 
 
@@ -181,17 +199,11 @@ def _coverage(graph: Graph, classes: Sequence[tuple[int | None, ...]], names: Ma
     total = covered = 0
     for op in graph.ops():
         if op.name in CONTRACTIONS:
-            size = _contraction_size(graph, op.inputs, op.outputs)
+            size = contraction_size(graph, op)
             labels = {label for value in (*op.inputs, *op.outputs) for label in classes[value]}
             total += size
             covered += size if any(names.get(label) == "batch" for label in labels if label is not None) else 0
     return covered / total if total else 1.0
-
-
-def _contraction_size(graph: Graph, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    shapes = [graph.shape(value) for value in (*inputs[:2], *outputs)]
-    # The root of the product of operand and result sizes has the units of multiply-adds for any contraction.
-    return round(math.prod(math.prod(shape) for shape in shapes) ** 0.5)
 
 
 def warn_of_unknown(axes: Axes) -> None:

@@ -5,22 +5,21 @@ twice the batch; a dim that doubles is batch-sized.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from spanax.batch_dims import num_examples
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.naming import with_examples
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.pipeline.retrace import retraced_graph
-from spanax.trace.variables import Leaf
 
 
 def batch_sized_dims(
-    graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any, leaves: Sequence[Leaf]
+    graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any
 ) -> list[tuple[int, int]]:
     """Returns the dims of freshly created values that scale with the batch, as (value, dim).
 
@@ -32,14 +31,10 @@ def batch_sized_dims(
       function: a function of the state and the batch.
       state: shape and dtype of every leaf of the state.
       batch: shapes and dtypes.
-      leaves: the batch's leaves.
     """
-    inputs = graph.body.inputs[len(state) :]
-    examples = with_examples(inputs, leaves)
-    if axes.coverage == 1 or not examples:
-        return []
-    size = graph.shape(examples[0])[0]
-    if size == 1:
+    arrays, treedef = jax.tree.flatten(batch)
+    size = num_examples([array.shape for array in arrays], axes.examples)
+    if axes.coverage == 1 or size == 1:
         return []  # no mesh axis shards a batch of one example
     unsharded = set[int | None]()
     for op in graph.ops():
@@ -56,11 +51,7 @@ def batch_sized_dims(
     ]
     if not dims:
         return []
-    arrays, treedef = jax.tree.flatten(batch)
-    twice = [
-        jax.ShapeDtypeStruct((2 * size, *array.shape[1:]) if value in examples else array.shape, array.dtype)
-        for value, array in zip(inputs, arrays, strict=True)
-    ]
+    twice = [_twice(array, dim) for array, dim in zip(arrays, axes.examples, strict=True)]
     try:
         longer = retraced_graph(graph, function, state, jax.tree.unflatten(treedef, twice))
     except ResizeError as error:
@@ -72,6 +63,11 @@ def batch_sized_dims(
         )
         return []
     return [(value, dim) for value, dim in dims if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
+
+
+def _twice(array: Any, dim: int | None) -> jax.ShapeDtypeStruct:
+    sizes = [size * (2 if index == dim else 1) for index, size in enumerate(array.shape)]
+    return jax.ShapeDtypeStruct(sizes, array.dtype)
 
 
 def _new_dims(op: Op) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Joins dims that must be sharded together: a union-find over every dim of a graph."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
@@ -19,6 +19,14 @@ def is_padding(op: Op) -> bool:
 
 def _is_partition_of_layers(op: Op) -> bool:
     return LAYER_PARTS in str(op.eqn.source_info.name_stack)
+
+
+def joined(graph: Graph, looped: Collection[Dim]) -> "Dims":
+    """Returns the classes of a graph's dims, joined by its operations; loops iterate along the dims `looped`."""
+    dims = Dims(graph, looped)
+    for op in graph.ops():
+        dims.add(op)
+    return dims
 
 
 class Dims:
@@ -43,6 +51,7 @@ class Dims:
         self._pieces: list[tuple[Dim, Sequence[Dim]]] = []
         self._padded: list[tuple[Dim, Dim]] = []
         self._turns: list[tuple[Dim, Dim | None, Dim]] = []
+        self._factors: list[tuple[Dim, Dim, Dim]] = []
         self._looped = looped
         self.replicated: set[Dim] = set()
         self.unknown: Counter[str] = Counter()
@@ -139,19 +148,52 @@ class Dims:
         loop's body would remain replicated, and `join_turns` selects the dim instead.
         """
         for first, run in ((left[0], right), (right[0], left)):
+            if len(run) > 1:
+                self._factors.append((first, run[0], run[1]))
             if len(run) > 1 and run[0] in self._looped:
                 self._turns.append((first, run[0], run[1]))
                 return
         self._join_first(left[0], right[0])
 
-    def join_turns(self, examples: Sequence[int]) -> None:
+    def links(self) -> dict[int, set[int]]:
+        """Returns, for each class, those of selections along it, of its parts, and of what it is a part of."""
+        links = defaultdict[int, set[int]](set)
+        for whole, _, minor in self._turns:
+            links[self.find(*whole)].add(self.find(*minor))
+        for whole, _, minor in self._factors:
+            links[self.find(*minor)].add(self.find(*whole))
+        for whole, parts in self._pieces:
+            for part in parts:
+                links[self.find(*whole)].add(self.find(*part))
+                links[self.find(*part)].add(self.find(*whole))
+        return links
+
+    def with_factors(self, consumed: Collection[int]) -> set[int]:
+        """Returns classes of which a loop takes one element at a time, with those of the same factor of a merged dim.
+
+        The parts of a merged dim are elements of a factor too: the two views of every example, one after the other.
+        """
+        parts = {(self.find(*whole), self.size(*part)) for whole, parts in self._pieces for part in parts}
+        keys = {
+            (whole, major, minor): (self.find(*whole), self.size(*major), self.size(*minor))
+            for whole, major, minor in self._factors
+        }
+        taken = {key for (_, major, _), key in keys.items() if self.find(*major) in consumed}
+        taken |= {key for key in keys.values() if key[::2] in parts}
+        return {*consumed} | {self.find(*major) for (_, major, _), key in keys.items() if key in taken}
+
+    def majors(self, labels: Collection[int]) -> set[Dim]:
+        """Returns the major dims of merged dims with some classes."""
+        return {major for _, major, _ in self._factors if self.find(*major) in labels}
+
+    def join_turns(self, examples: Sequence[Dim]) -> None:
         """Joins dims that a loop divides into iterations: examples with the minor dim, other dims with the loop's dim.
 
         This reshards the examples, which costs little compared to a loop over all examples on every device.
         """
         pending, changed = self._turns, True
         while changed:
-            labels = {self.find(value, 0) for value in examples}
+            labels = {self.find(*dim) for dim in examples}
             known = {label for value in self.graph.body.inputs for label in self.classes(value)} - labels
             matches = [
                 (whole, major, minor)

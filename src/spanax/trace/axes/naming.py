@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.axes.discover import Dims
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.provenance import Origin
@@ -54,7 +55,7 @@ InParams = dict[int, set[frozenset[int]]]
 
 
 def name_classes(
-    dims: Dims, origins: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]
+    dims: Dims, origins: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf], examples: ExampleDims
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Returns the name of every known class, and the use of each class whose name is not a use itself.
 
@@ -65,10 +66,11 @@ def name_classes(
       origins: the origins of every value.
       leaves: the state's arrays; they are the graph's first inputs.
       batch: the batch's arrays; the inputs after them.
+      examples: the dim with the examples of each of them.
     """
     inputs = dims.graph.body.inputs
     claims: Claims = defaultdict(Counter)
-    _claim_batch(dims, claims, inputs[len(leaves) :], batch)
+    _claim_batch(dims, claims, inputs[len(leaves) :], batch, examples)
     in_params: InParams = defaultdict(set)
     for leaf, value in zip(leaves, inputs, strict=False):
         param_classes = frozenset(label for label in dims.classes(value) if label is not None)
@@ -102,27 +104,17 @@ def _is_named(claims: Claims, label: int | None, name: str) -> bool:
     return label is not None and name in claims.get(label, ())
 
 
-def num_examples(batch: Sequence[Leaf]) -> int | None:
-    """Returns the number of examples of a batch, its most common leading size; None if it has scalars only."""
-    sizes = Counter(leaf.shape[0] for leaf in batch if leaf.shape)
-    return max(sizes, key=lambda size: (sizes[size], size), default=None)
-
-
-def with_examples(values: Sequence[int], batch: Sequence[Leaf]) -> list[int]:
-    """Returns the arrays of a batch that have examples along dim 0."""
-    count = num_examples(batch)
-    return [value for leaf, value in zip(batch, values, strict=True) if leaf.shape and leaf.shape[0] == count]
-
-
-def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf]) -> None:
-    examples = with_examples(values, batch)
-    for leaf, value in zip(batch, values, strict=True):
+def _claim_batch(
+    dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf], examples: ExampleDims
+) -> None:
+    for leaf, value, dim in zip(batch, values, examples, strict=True):
         labels = dims.classes(value)
-        if value in examples:
-            _claim(claims, labels[0], "batch")
+        if dim is not None:
+            _claim(claims, labels[dim], "batch")
+        labels = labels[(dim or 0) + 1 :]
         is_index = jax.dtypes.issubdtype(leaf.dtype, np.integer)
-        inner = {2: ("seq",) if is_index else ("features",), 3: ("seq", "features"), 4: ("height", "width", "channels")}
-        for label, name in zip(labels[1:], inner.get(len(labels), ()), strict=False):
+        inner = {1: ("seq",) if is_index else ("features",), 2: ("seq", "features"), 3: ("height", "width", "channels")}
+        for label, name in zip(labels, inner.get(len(labels), ()), strict=False):
             _claim(claims, label, name)
 
 

@@ -1,10 +1,11 @@
 """The value and the gradient of a loss, computed in the form that a variant requires."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.loss.pure_loss import check_unmoved
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
@@ -36,7 +37,7 @@ class LossGradient(NamedTuple):
 def loss_gradient(
     value: Callable[..., Any],
     operands: tuple[Any, Any, Any],
-    is_example: Sequence[bool],
+    dims: ExampleDims,
     variant: Variant,
     accumulate: str,
     attentions: list[FusedAttention] | None = None,
@@ -46,7 +47,7 @@ def loss_gradient(
     Args:
       value: the loss as `pure_loss` returns it.
       operands: trained parameters, other state, and batch.
-      is_example: for each array of the batch, whether its first dim is the example dim.
+      dims: the dim with the examples of each array of the batch, for microbatches.
       variant: the form of the loss.
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
       attentions: each fused attention is appended to this list.
@@ -66,9 +67,9 @@ def loss_gradient(
         leaves = [old if new is None else new for old, new in zip(jax.tree.leaves(params), moved, strict=True)]
         return LossGradient(scalar, extra, rest, jax.tree.unflatten(jax.tree.structure(params), leaves), grads)
     if accumulate == MEAN:
-        means = mean_of_microbatches(gradient, params, rest, batch, tuple(is_example), count)
+        means = mean_of_microbatches(gradient, params, rest, batch, dims, count)
         scalar, extra, rest, grads = means
     else:
-        (scalar, (extra, rest, moved)), grads = accumulated(value, transform, operands, tuple(is_example), count)
+        (scalar, (extra, rest, moved)), grads = accumulated(value, transform, operands, dims, count)
         check_unmoved(params, moved, count)
     return LossGradient(scalar, extra, rest, params, grads)

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, RangeError
 from spanax.trace.jaxpr.marks import marked_gradients
 from spanax.trace.loss.loss_gradient import loss_gradient
@@ -32,8 +33,11 @@ def chosen_step(
     accumulate: str,
     variant: Variant,
     attentions: list[FusedAttention] | None = None,
+    batch_axes: ExampleDims | None = None,
 ) -> TrainStep:
     """Returns the requested train step: written around `loss`, or the user's `train_step`.
+
+    With microbatches, `batch_axes` are the dims with the examples; by default, as the loss uses them.
 
     Raises:
       SpanaxError: neither or both are passed, or an option that requires `loss`.
@@ -43,7 +47,7 @@ def chosen_step(
         if variant.microbatches < 1:
             raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
         known_policy(variant.remat)
-        return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions)
+        return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions, batch_axes)
     if loss is not None or train_step is None:
         raise ConflictError(
             "pass either `loss` or `train_step`" + (", not both." if loss is not None else "."),
@@ -73,6 +77,7 @@ def _step_around(
     accumulate: str,
     variant: Variant,
     attentions: list[FusedAttention] | None,
+    batch_axes: ExampleDims | None,
 ) -> TrainStep:
     """Returns an NNX train step: gradients over microbatches, clipping, one optimizer update.
 
@@ -85,8 +90,9 @@ def _step_around(
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
         count = variant.microbatches
-        is_example = examples(batch, count) if count > 1 else ()
-        result = loss_gradient(value, (params, rest, batch), is_example, variant, accumulate, attentions)
+        operands = params, rest, batch
+        dims = examples(value, operands, count, batch_axes) if count > 1 else ()
+        result = loss_gradient(value, operands, dims, variant, accumulate, attentions)
         nnx.update(model, result.params)
         nnx.update(model, result.rest)
         grads = marked_gradients(result.grads)

@@ -108,8 +108,9 @@ def _gradient(
     count = form.variant.microbatches
     if count > 1:
         _check_closure(function, arrays)
-    is_example = examples(arrays, count) if count > 1 else ()
-    result = loss_gradient(value, (params, rest, arrays), is_example, form.variant, EXACT, form.attentions)
+    operands = params, rest, arrays
+    dims = examples(value, operands, count) if count > 1 else ()
+    result = loss_gradient(value, operands, dims, form.variant, EXACT, form.attentions)
     nnx.update(nodes, result.params)
     nnx.update(nodes, result.rest)
     return ((result.scalar, result.extra) if has_aux else result.scalar), result.grads[0]

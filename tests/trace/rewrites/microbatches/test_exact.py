@@ -114,8 +114,8 @@ def pure(loss: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def parts(loss: Callable[[Any, Any], Any], count: int) -> Callable[..., Any]:
-    is_example = (True,) * len(batch())
-    return lambda *args: accumulated(pure(loss), lambda term: term, args, is_example, count)
+    dims = (0,) * len(batch())
+    return lambda *args: accumulated(pure(loss), lambda term: term, args, dims, count)
 
 
 CASES = [(loss, count) for loss in LOSSES for count in (2, 4 if loss is positions else SIZE)]

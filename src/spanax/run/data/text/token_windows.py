@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spanax.batch_dims import dims_by_name
 from spanax.documents import read_json
 from spanax.errors import DataError, FileError, TooFewExamplesError
 from spanax.run.data.cache import cache_folder, keep
@@ -73,7 +74,8 @@ def windows(tokens: Tokens, placements: Sequence[BatchLeaf], least: int | None =
             where=f"{tokens.name}; the plan expects {described({leaf.path: leaf for leaf in placements})}",
             fix="an iterable of batches with the leaves of the plan",
         )
-    (batch_size, length), ids = placements[0].shape, tokens.ids
+    ids, dim = tokens.ids, dims_by_name(placements)[0] or 0
+    batch_size, length = placements[0].shape[dim], placements[0].shape[1 - dim]
     num_windows = max(0, len(ids) - 1) // length
     if num_windows < (batch_size if least is None else least):
         raise TooFewExamplesError(
@@ -90,7 +92,7 @@ def windows(tokens: Tokens, placements: Sequence[BatchLeaf], least: int | None =
                 f"token {windows_RT.max()} does not fit the plan's {placements[0].dtype}.", where=tokens.name
             )
         parts = {"inputs": windows_RT[:, :-1], "targets": windows_RT[:, 1:]}
-        return {leaf.path: parts[leaf.path].astype(leaf.dtype) for leaf in placements}
+        return {leaf.path: np.moveaxis(parts[leaf.path], 0, dim).astype(leaf.dtype) for leaf in placements}
 
     return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
 

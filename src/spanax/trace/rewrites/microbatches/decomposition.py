@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import SpanaxError, VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, read, run
@@ -112,31 +113,27 @@ class Decomposition:
         return jnp.moveaxis(grouped, 0, each.dim + 1).reshape(self.full.shape(value))
 
 
-def decomposed(
-    value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
-) -> Decomposition:
+def decomposed(value: Callable[..., Any], args: tuple[Any, Any, Any], dims: ExampleDims, count: int) -> Decomposition:
     """Returns the decomposition of a loss over microbatches.
 
     Args:
       value: a function of trained parameters, other state and batch; its first result is the loss.
       args: its operands for the full batch.
-      is_example: for each array of the batch, whether its first dim is the example dim.
+      dims: the dim with the examples of each array of the batch.
       count: the number of microbatches, which divides the number of examples.
 
     Raises:
       SpanaxError: results depend on several examples other than through sums over the batch.
     """
-    batch_size = next(
-        leaf.shape[0] for leaf, has_rows in zip(jax.tree.leaves(args[2]), is_example, strict=True) if has_rows
-    )
-    full, shapes = _traced(value, args, is_example, 1)
-    small, _ = _traced(value, args, is_example, count)
+    batch_size = num_examples([leaf.shape for leaf in jax.tree.leaves(args[2])], dims)
+    full, shapes = _traced(value, args, dims, 1)
+    small, _ = _traced(value, args, dims, count)
     inputs = [SAME.trained(True)] * len(jax.tree.leaves(args[0])) + [SAME] * len(jax.tree.leaves(args[1]))
-    inputs += [rows(0) if has_rows else SAME for has_rows in is_example]
+    inputs += [SAME if dim is None else rows(dim) for dim in dims]
     # JAX special-cases dims of size 1, so microbatches of one example are analyzed at a larger size.
     fewer = max((each for each in range(1, count) if batch_size % each == 0), default=1)
     is_single = batch_size == count and fewer > 1
-    compared = _traced(value, args, is_example, fewer)[0] if is_single else small
+    compared = _traced(value, args, dims, fewer)[0] if is_single else small
     try:
         check_aligned(full, small, ranks=not is_single)
         check_aligned(full, compared)
@@ -154,9 +151,7 @@ def decomposed(
     return parts
 
 
-def _traced(
-    value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
-) -> tuple[Graph, Any]:
+def _traced(value: Callable[..., Any], args: tuple[Any, Any, Any], dims: ExampleDims, count: int) -> tuple[Graph, Any]:
     """Traces a loss for one of `count` microbatches; returns its equations and the shapes of its results.
 
     Raises:
@@ -165,14 +160,14 @@ def _traced(
     params, rest, batch = args
     leaves, treedef = jax.tree.flatten(batch)
     # Under an Explicit mesh the examples of a microbatch are sharded as those of the batch.
-    part = lambda leaf: jax.eval_shape(lambda array: stack_chunks(array, 0, count)[0], leaf)  # noqa: E731
-    small = [part(leaf) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
+    part = lambda leaf, dim: jax.eval_shape(lambda array: stack_chunks(array, dim, count)[0], leaf)  # noqa: E731
+    small = [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
         closed, shapes = jax.make_jaxpr(value, return_shape=True)(params, rest, jax.tree.unflatten(treedef, small))
     except Exception as error:
         if count == 1:
             raise
-        raise _of_another_size(leaves[is_example.index(True)].shape[0], count) from error
+        raise _of_another_size(num_examples([leaf.shape for leaf in leaves], dims), count) from error
     return from_jaxpr(closed, CALLS, as_traced=True), shapes
 
 

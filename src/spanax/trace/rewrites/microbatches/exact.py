@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
@@ -21,7 +22,7 @@ def accumulated(
     value: Callable[..., Any],
     transform: Transform,
     args: tuple[Any, Any, Any],
-    is_example: tuple[bool, ...],
+    dims: ExampleDims,
     count: int,
 ) -> tuple[Any, Any]:
     """Returns the results of a loss and its gradient in the first operand, computed in microbatches.
@@ -33,7 +34,7 @@ def accumulated(
         `(loss, (metrics, other state, others))`.
       transform: rewrites the loss before differentiation.
       args: its operands.
-      is_example: for each array of the batch, whether its first dim is the example dim.
+      dims: the dim with the examples of each array of the batch.
       count: the number of microbatches.
 
     Raises:
@@ -43,15 +44,15 @@ def accumulated(
       >>> def loss(weight, rest, batch):
       ...     return ((batch["x"] @ weight) ** 2 * batch["mask"]).sum() / batch["mask"].sum(), ({}, rest, [])
       >>> batch = {"mask": jnp.array([1.0, 0.0, 1.0, 1.0]), "x": jnp.arange(8.0).reshape(4, 2)}
-      >>> (value, _), grads = accumulated(loss, lambda term: term, (jnp.ones(2), {}, batch), (True, True), 2)
+      >>> (value, _), grads = accumulated(loss, lambda term: term, (jnp.ones(2), {}, batch), (0, 0), 2)
       >>> float(value), bool(value == loss(jnp.ones(2), {}, batch)[0])
       (83.66666412353516, True)
     """
-    parts = decomposed(value, args, is_example, count)
+    parts = decomposed(value, args, dims, count)
     inputs: Values = dict(zip(parts.full.body.inputs, jax.tree.leaves(args), strict=True))
     inputs |= dict(zip(parts.ahead, parts.evaluated(parts.ahead, inputs), strict=True))
     term = transform(partial(_term, parts))
-    loop = partial(_loop, parts, args, is_example, inputs)
+    loop = partial(_loop, parts, args, dims, inputs)
     weights = partial(_weights, parts, inputs)
     zeros = {number: jnp.zeros(aval.shape, aval.dtype) for number in parts.sums for aval in (parts.full.avals[number],)}
     before = _state_before(parts, args)
@@ -108,19 +109,19 @@ def _term(
 
 
 def _loop(
-    parts: Decomposition, args: tuple[Any, Any, Any], is_example: tuple[bool, ...], inputs: Values,
+    parts: Decomposition, args: tuple[Any, Any, Any], dims: ExampleDims, inputs: Values,
     function: Callable[..., Any], first: Any, weights: Values,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns a function's first results summed over microbatches, and its second results stacked."""
     params, rest, batch = args
-    dims = {number: parts.flow.dependence[number] for number in parts.ahead}
-    replicated = {number: inputs[number] for number, each in dims.items() if each.kind is Kind.SAME}
+    kinds = {number: parts.flow.dependence[number] for number in parts.ahead}
+    replicated = {number: inputs[number] for number, each in kinds.items() if each.kind is Kind.SAME}
     ahead = {
-        number: stack_chunks(inputs[number], dims[number].dim, parts.count)
+        number: stack_chunks(inputs[number], kinds[number].dim, parts.count)
         for number in parts.ahead
         if number not in replicated
     }
-    examples, merged = partition_examples(batch, is_example, parts.count)
+    examples, merged = partition_examples(batch, dims, parts.count)
 
     def body(carry: Any, row: tuple[Any, Values, list[Any]]) -> tuple[Any, Any]:
         (total, _), (index, ahead_rows, arrays) = carry, row

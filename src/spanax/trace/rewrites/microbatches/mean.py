@@ -6,25 +6,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.loss.pure_loss import check_unmoved
 from spanax.trace.rewrites.microbatches.support import partition_examples
 
 
 def mean_of_microbatches(
-    gradient: Callable[..., Any], params: Any, rest: Any, batch: Any, is_example: tuple[bool, ...], count: int
+    gradient: Callable[..., Any], params: Any, rest: Any, batch: Any, dims: ExampleDims, count: int
 ) -> tuple[Any, Any, Any, Any]:
     """Returns mean loss, mean metrics, the other state after the last microbatch, and mean gradients.
 
     Args:
       gradient: maps parameters, other state and batch to `((loss, (metrics, other state, moved)), gradients)`.
       params, rest, batch: its operands.
-      is_example: for each array of the batch, whether its first dim is the example dim.
+      dims: the dim with the examples of each array of the batch.
       count: the number of microbatches.
 
     Raises:
       SpanaxError: the loss writes to a trained parameter.
     """
-    examples, merged = partition_examples(batch, is_example, count)
+    examples, merged = partition_examples(batch, dims, count)
 
     def body(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
         rest, total = carry

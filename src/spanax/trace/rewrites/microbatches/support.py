@@ -7,12 +7,17 @@ from typing import Any
 import jax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import SpanaxError, VariantError, first_line
-from spanax.trace.axes.naming import with_examples
+from spanax.trace.axes.discover import joined
+from spanax.trace.axes.example_dims import example_dims
+from spanax.trace.axes.scanned_dims import scanned_dims
+from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import decomposed
 from spanax.trace.rewrites.remat_policies import MEAN
+from spanax.trace.variables import Leaf
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,11 @@ class Microbatches:
 
 
 def microbatches_of(
-    loss: Callable[..., Any] | None, compute_dtype: Any, accumulate: str, batch: Any, trace: Callable[..., Any]
+    loss: Callable[..., Any] | None,
+    compute_dtype: Any,
+    accumulate: str,
+    trace: Callable[..., Any],
+    batch_axes: ExampleDims | None,
 ) -> Microbatches:
     """Returns whether a train step supports microbatches.
 
@@ -37,8 +46,8 @@ def microbatches_of(
       loss: the user's loss; None if the user wrote the train step.
       compute_dtype: dtype to which floating parameters and batch are cast for the loss.
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
-      batch: shapes of the batch.
       trace: evaluates a train step abstractly.
+      batch_axes: the dim with the examples of each array of the batch, if the user says it.
     """
     if loss is None:
         error = VariantError(
@@ -47,14 +56,15 @@ def microbatches_of(
         return Microbatches(error=error)
     if accumulate == MEAN:
         return Microbatches()
-    leaves = jax.tree.leaves(batch)
-    size = max((leaves[number].shape[0] for number in with_examples(range(len(leaves)), leaves)), default=1)
-    count = next((count for count in range(2, size + 1) if size % count == 0), 1)
     passes: list[int] = []
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
-        parts = decomposed(value, (params, rest, batch), examples(batch, count), count)
+        operands = params, rest, batch
+        dims = examples(value, operands, 1, batch_axes)
+        size = num_examples([leaf.shape for leaf in jax.tree.leaves(batch)], dims)
+        count = next((count for count in range(2, size + 1) if size % count == 0), 1)
+        parts = decomposed(value, operands, dims, count)
         check_unmoved(params, parts.shapes[1][2], count)
         passes.append(1 if parts.is_linear else 2)
         return {}
@@ -70,31 +80,44 @@ def microbatches_of(
     return Microbatches(passes[-1])
 
 
-def examples(batch: Any, count: int) -> tuple[bool, ...]:
-    """Returns for each array of the batch whether its first dim is the example dim.
+def examples(
+    value: Callable[..., Any], operands: tuple[Any, Any, Any], count: int, batch_axes: ExampleDims | None = None
+) -> ExampleDims:
+    """Returns the dim with the examples of each array of the batch.
+
+    Args:
+      value: the loss, as `pure_loss` returns it.
+      operands: trained parameters, other state, and batch.
+      count: the number of microbatches.
+      batch_axes: the dims, if the user says them; by default, as the loss uses them.
 
     Raises:
       SpanaxError: `count` does not divide the number of examples.
     """
-    leaves = jax.tree.leaves(batch)
-    sized = with_examples(range(len(leaves)), leaves)
-    size = leaves[sized[0]].shape[0] if sized else 1
-    check_divides(size, count)
-    return tuple(number in sized for number in range(len(leaves)))
+    dims = _used(value, operands) if batch_axes is None else batch_axes
+    check_divides(num_examples([array.shape for array in jax.tree.leaves(operands[2])], dims), count)
+    return dims
 
 
-def partition_examples(
-    batch: Any, is_example: Sequence[bool], count: int
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+def _used(value: Callable[..., Any], operands: tuple[Any, Any, Any]) -> ExampleDims:
+    graph = from_jaxpr(jax.make_jaxpr(value)(*operands))
+    dims = joined(graph, scanned_dims(graph))
+    params, rest, batch = (jax.tree.leaves(tree) for tree in operands)
+    leaves = [Leaf("", array.shape, array.dtype, "param") for array in params]
+    leaves += [Leaf("", jax.numpy.shape(array), None, "other") for array in rest]
+    return example_dims(dims, leaves, [Leaf("", array.shape, array.dtype, "batch") for array in batch])
+
+
+def partition_examples(batch: Any, dims: ExampleDims, count: int) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the arrays of a batch that have examples, stacked in chunks, and a function from one chunk to a batch."""
     leaves, treedef = jax.tree.flatten(batch)
-    pairs = list(zip(leaves, is_example, strict=True))
+    pairs = list(zip(leaves, dims, strict=True))
 
     def merged(chunk: Sequence[Any]) -> Any:
         rows = iter(chunk)
-        return jax.tree.unflatten(treedef, [next(rows) if has_rows else leaf for leaf, has_rows in pairs])
+        return jax.tree.unflatten(treedef, [leaf if dim is None else next(rows) for leaf, dim in pairs])
 
-    return [stack_chunks(leaf, 0, count) for leaf, has_rows in pairs if has_rows], merged
+    return [stack_chunks(leaf, dim, count) for leaf, dim in pairs if dim is not None], merged
 
 
 def check_divides(size: int, count: int) -> None:

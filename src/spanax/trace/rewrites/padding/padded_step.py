@@ -48,7 +48,7 @@ def padded_step(traced: Traced, leaves: Sequence[Leaf], batch: Sequence[Leaf], m
     fresh = [(value, mark) for mark, value in new.marks.items() if mark.startswith(EXAMPLES)]
     new = replace(new, marks={mark: v for mark, v in new.marks.items() if not mark.startswith(EXAMPLES)})
     grown = [(value, int(mark.rpartition(":")[2])) for value, mark in fresh]
-    return replace(traced, graph=new, axes=discover(new, leaves, batch, grown))
+    return replace(traced, graph=new, axes=discover(new, leaves, batch, grown, traced.axes.examples))
 
 
 def padded_graph(traced: Traced, multiples: Multiples) -> Graph:

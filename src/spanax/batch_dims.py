@@ -1,0 +1,37 @@
+"""The examples of a batch, counted along the dims that have them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ExampleDims = tuple[int | None, ...]
+"""For each array of a batch the dim with its examples; None for an array without examples."""
+
+
+def num_examples(shapes: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
+    """Returns the number of examples of a batch; 1 if it has none.
+
+    Example:
+      >>> num_examples([(), (8, 64, 16), (8, 64)], (None, 1, 1))
+      64
+    """
+    sizes = Counter(shape[dim] for shape, dim in zip(shapes, dims, strict=True) if dim is not None)
+    return max(sizes, key=lambda size: (sizes[size], size), default=1)
+
+
+def dims_by_name(leaves: Iterable[Any]) -> ExampleDims:
+    """Returns the dim with the examples of each array of a batch, by the names of its dims if it has any.
+
+    An array without names, and a batch of one example, has them along dim 0.
+    """
+    leaves = list(leaves)
+    names = [getattr(leaf, "axes", ()) for leaf in leaves]
+    if not any("batch" in axes for axes in names):
+        return most_common([leaf.shape for leaf in leaves])
+    return tuple(axes.index("batch") if "batch" in axes else None for axes in names)
+
+
+def most_common(shapes: Sequence[tuple[int, ...]]) -> ExampleDims:
+    """Returns dim 0 of the arrays of the most common leading size."""
+    size = num_examples([shape for shape in shapes if shape], tuple(0 for shape in shapes if shape))
+    return tuple(0 if shape and shape[0] == size else None for shape in shapes)
