@@ -287,14 +287,13 @@ def test_objects_are_resharded_in_place() -> None:
     before = values(nnx.state((model, optimizer)))
     on_two, on_all = spanax.jit(train_step, mesh="fsdp=2"), spanax.jit(train_step, mesh=MESH)
     on_two(*objects_of(), X)
-    on_all.prepare(model, optimizer, X)
     spanax.reshard((model, optimizer), like=on_two)
     with pytest.raises(SpanaxError, match="already sharded over another mesh") as error:
         on_all(model, optimizer, X)
-    assert "fix: spanax.reshard(objects, like=function.prepare(...))" in str(error.value)
+    assert "fix: spanax.reshard(objects, like=function), or jax.device_put" in str(error.value)
     held = model.up.kernel[...]
     expected = np.array(held)
-    for like in (on_all, on_all.plan, on_all.prepare(*nnx.eval_shape(objects_of), X)):
+    for like in (on_all.prepare(model, optimizer, X), on_all, on_all.prepare(*nnx.eval_shape(objects_of), X)):
         spanax.reshard((model, optimizer), like=like)
         assert_as_planned(on_all, model, optimizer)
     for old, new in zip(before, values(nnx.state((model, optimizer))), strict=True):

@@ -119,16 +119,11 @@ class SharedPlacement:
         return replace(self.request, layout=layout, mesh=mesh)
 
     def _specs(self, program: Program, arrays: Sequence[Any], mesh: jax.sharding.Mesh) -> dict[str, Spec]:
-        """Returns the specs of leaves that are sharded already, or that the plan of the first function has, by path.
-
-        Raises:
-          SpanaxError: an array is sharded over another mesh.
-        """
+        """Returns the specs of leaves that are sharded already, or that the plan of the first function has, by path."""
         leaves = () if self.plan is None else self.plan.leaves
         planned = {(leaf.path, leaf.shape, leaf.dtype): leaf.spec for leaf in leaves}
         specs = dict[str, Spec | None]()
         for leaf, array in zip(program.leaves, arrays, strict=False):
-            check_mesh(leaf.path, array, mesh)
             known = planned.get((leaf.path, leaf.shape, str(leaf.dtype)))
             specs[leaf.path] = _spec(array.sharding, leaf) if is_on(array, mesh) else known
         return {path: spec for path, spec in specs.items() if spec is not None}
@@ -197,7 +192,7 @@ def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
         raise ObjectsError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
-            fix="spanax.reshard(objects, like=function.prepare(...)), or the same mesh",
+            fix="spanax.reshard(objects, like=function), or jax.device_put to spanax.shardings(objects, plan)",
         )
 
 
