@@ -19,7 +19,7 @@ TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
 NOTE = "`make golden` generates this page from the source."
 
 API: dict[str, tuple[str, ...]] = {
-    "Sharded functions": ("jit", "init", "shardings", "value_and_grad", "stack", "Stack"),
+    "Sharded functions": ("jit", "init", "reshard", "shardings", "value_and_grad", "stack", "Stack"),
     "Tracing": ("trace", "Program", "Leaf", "Workload", "rule"),
     "Planning": ("cluster", "Cluster", "local", "plan", "Plan", "Placement", "MeshShape", "Layout", "search", "Search"),
     "Checking": ("check", "Report"),

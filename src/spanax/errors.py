@@ -227,6 +227,10 @@ class WorkloadError(SpanaxError, code="SPX409"):
     """A workload or checkpoint does not support the command."""
 
 
+class LostStateError(SpanaxError, code="SPX410"):
+    """Arrays were donated to a step that failed, and do not exist any more."""
+
+
 class DataError(SpanaxError, code="SPX501"):
     """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 

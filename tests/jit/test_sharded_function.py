@@ -219,18 +219,6 @@ def test_under_a_mesh_of_the_user() -> None:
         assert "all-gather" in step.lower().compile().as_text()
 
 
-def test_without_donation_old_arrays_are_preserved() -> None:
-    def halve(model: Any) -> None:
-        model.kernel[...] *= 0.5
-
-    for donate in (False, True):
-        model, step = linear(), spanax.jit(halve, mesh="model=8", donate=donate)
-        step(model)
-        old = model.kernel[...]
-        step(model)
-        assert old.is_deleted() == donate
-
-
 def test_static_arguments_methods_and_numbers() -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:

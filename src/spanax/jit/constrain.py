@@ -55,8 +55,7 @@ def constrain(
         _check_context(on, [*objects.arrays(), *arrays])
         sharded = ShardedFunction(function, SharedPlacement(Request(), None, plan, on), False, numbers, names)
         planned = sharded.prepare(*args, **kwargs)
-        state = tuple(placement.sharding(on) for placement in planned.leaves)
-        compiled = CompiledFunction(sharded.program, planned, on, state, donate=False)
+        compiled = CompiledFunction(sharded.program, planned, on, donate=False)
         _check_schedule(compiled, plan)
         return outside_meshes(_run)(compiled, objects, arrays)
 

@@ -61,7 +61,8 @@ def jit(
       loss_chunks: as in `spanax.plan`.
       pad: as in `spanax.plan`; functions with `like` pad the same axes.
       like: another function whose mesh and layout this one shares, whichever runs first.
-      donate: reuse the buffers of arrays that the function updates: copy an array to keep its value from before a call.
+      donate: reuse the buffers of arrays that the function updates, and that only the objects hold. Without it, a call
+        that fails on the devices leaves the objects as they were.
       static_argnums: the positions of arguments that are neither objects nor arrays, as in `nnx.jit`.
       static_argnames: their names.
       batch_axes: the dim with the examples of each array, as `in_axes` of `jax.vmap`: an int, None for none, or a

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,15 +12,19 @@ from jax.sharding import NamedSharding
 from spanax.errors import IdleAxisError, IndivisibleError, ObjectsError, PipelineError, VariantError, first_line
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
+from spanax.jit.turns import Turns
 from spanax.plan.candidates.request import Request
-from spanax.plan.choose import decided
+from spanax.plan.choose import decided, requested_layout
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import check_made_for
+from spanax.plan.sharding.place import anchored, check_made_for
+from spanax.plan.sharding.resolve import Spec
 from spanax.run.distributed.processes import join_group
 from spanax.run.state.placement import build_mesh
 from spanax.run.state.sharded_init import placed
+from spanax.run.step.donation import check_alive, private_copy
 from spanax.trace.program import Program
+from spanax.trace.variables import Leaf
 from spanax.trace.variant import Variant
 
 
@@ -48,33 +52,49 @@ class SharedPlacement:
       on: the devices to plan for; those of this process group by default.
       plan: the plan of the first function.
       mesh: the devices.
+      turns: the lock of the functions that share the placement.
+      is_requested: whether the plan is the user's, which arrays must follow that are sharded otherwise.
     """
 
     request: Request
     on: Cluster | str | None = None
     plan: Plan | None = None
     mesh: jax.sharding.Mesh | None = None
+    turns: Turns = field(default_factory=Turns)
+    is_requested: bool = field(init=False)
 
-    def plan_for(self, program: Program, losses: LossOptions, *, is_like: bool) -> Plan:
+    def __post_init__(self) -> None:
+        self.is_requested = self.plan is not None
+
+    def plan_for(self, program: Program, losses: LossOptions, arrays: Sequence[Any] = (), *, is_like: bool) -> Plan:
         """Returns the plan of a program, with its losses in a form, on the shared mesh.
+
+        Arrays that are on the mesh keep their sharding, and those of the plan of the first function have its sharding.
 
         Args:
           program: the program.
           losses: the form of its losses.
+          arrays: the arrays of its leaves, if there are any yet.
           is_like: whether mesh axes that do not divide the batch compute it replicated, as for the last batch of an
             evaluation; otherwise they raise.
 
         Raises:
           SpanaxError: the program cannot be sharded as requested, or there are too few devices.
         """
-        if self.plan is None:
-            request = replace(self.request, attention=losses.attention, loss_chunks=losses.loss_chunks)
-            plan = decided(program, self.cluster(), request)
-        elif self.plan.fingerprint == program.fingerprint:
+        is_equal = self.plan is not None and self.plan.fingerprint == program.fingerprint
+        decides = self.plan is None and not (is_like and self.request.is_placed)
+        if self.plan is not None and is_equal:
             check_made_for(program, self.plan)
             plan = self.plan
+        elif decides:
+            request = replace(self.request, attention=losses.attention, loss_chunks=losses.loss_chunks)
+            try:
+                plan = decided(program, self.cluster(), request)
+            except IdleAxisError as error:
+                raise _with_like(error, arrays) from None
         else:
-            plan = _planned_like(program, self.cluster(), self.plan, losses, is_like=is_like)
+            request = self._decided(program)
+            plan = _planned_like(program, self.cluster(), request, losses, is_like=is_like)
         if plan.schedule.num_stages > 1:
             raise PipelineError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
         if (self.plan or plan).schedule.offload:
@@ -84,8 +104,29 @@ class SharedPlacement:
             )
         if self.mesh is None:
             self.mesh = build_mesh(plan, None)
-        self.plan = self.plan or plan
+        if not (is_equal and self.is_requested):
+            plan = anchored(program, plan, self._specs(program, arrays, self.mesh))
+        if decides:
+            self.plan = plan
         return plan
+
+    def _decided(self, program: Program) -> Request:
+        """Returns the layout and the mesh of the first function, or else those of the request."""
+        if self.plan is not None:
+            names = [name for name, _ in self.plan.schedule.padded]
+            return Request(layout=self.plan.layout, mesh=self.plan.mesh, pins=dict(self.plan.pins), pad=names)
+        _, layout, mesh = requested_layout(program, self.cluster(), self.request)
+        return replace(self.request, layout=layout, mesh=mesh)
+
+    def _specs(self, program: Program, arrays: Sequence[Any], mesh: jax.sharding.Mesh) -> dict[str, Spec]:
+        """Returns the specs of leaves that are sharded already, or that the plan of the first function has, by path."""
+        leaves = () if self.plan is None else self.plan.leaves
+        planned = {(leaf.path, leaf.shape, leaf.dtype): leaf.spec for leaf in leaves}
+        specs = dict[str, Spec | None]()
+        for leaf, array in zip(program.leaves, arrays, strict=False):
+            known = planned.get((leaf.path, leaf.shape, str(leaf.dtype)))
+            specs[leaf.path] = _spec(array.sharding, leaf) if is_on(array, mesh) else known
+        return {path: spec for path, spec in specs.items() if spec is not None}
 
     def cluster(self) -> Cluster:
         """Returns the devices that functions are planned for."""
@@ -99,16 +140,17 @@ class SharedPlacement:
         return local(devices)
 
 
-def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions, *, is_like: bool) -> Plan:
-    """Returns the plan of a program on the mesh of another plan; mesh axes may have nothing to shard in it."""
-    request = Request(mesh=plan.mesh, attention=losses.attention, loss_chunks=losses.loss_chunks, offload=())
-    layout = plan.layout
-    known = {*program.step.axes.names.values()}
-    pins = {axis: pin for axis, pin in plan.pins if axis in known}
+def _planned_like(program: Program, cluster: Cluster, request: Request, losses: LossOptions, *, is_like: bool) -> Plan:
+    """Returns the plan of a program on the mesh of a request, whose axes may have nothing to shard in it."""
+    known, layout = {*program.step.axes.names.values()}, request.layout
+    assert isinstance(layout, Layout)
+    pins = {axis: pin for axis, pin in request.pins.items() if axis in known}
+    request = replace(request, pins=pins, attention=losses.attention, loss_chunks=losses.loss_chunks, offload=())
     while True:
         try:
-            padded = _padded_in(program, layout, plan)
-            return decided(program, cluster, replace(request, layout=layout, pins=pins, pad=padded))
+            divided = known.intersection(name for _, names in layout.computed for name in names)
+            padded = [name for name in request.padded if name in divided]
+            return decided(program, cluster, replace(request, layout=layout, pad=padded))
         except IdleAxisError as error:  # such as `data` where a function has no batch: it computes replicated there
             layout = _stored_without(layout, error.axis) if error.in_storage else _without(layout, error.axis)
         except IndivisibleError as error:
@@ -116,12 +158,6 @@ def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOp
                 raise
             warnings.warn(f"{first_line(error)} It is computed replicated over '{error.axis}'.", stacklevel=7)
             layout = _without(layout, error.axis)
-
-
-def _padded_in(program: Program, layout: Layout, plan: Plan) -> list[str]:
-    """Returns the padded axes of a plan that a program has and a layout shards."""
-    names = {*program.step.axes.names.values()}.intersection(name for _, names in layout.computed for name in names)
-    return [name for name, _ in plan.schedule.padded if name in names]
 
 
 def _stored_without(layout: Layout, axis: str) -> Layout:
@@ -136,21 +172,14 @@ def _without(layout: Layout, axis: str) -> Layout:
     return replace(layout, computed=tuple(pair for pair in layout.computed if pair[0] != axis))
 
 
-def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> tuple[jax.sharding.Sharding, ...]:
-    """Returns the sharding of every leaf of the state: its own, if it is on the mesh, or else the plan's.
-
-    Raises:
-      SpanaxError: an array is sharded over another mesh.
-    """
-    shardings = []
-    for leaf, array in zip(plan.leaves, arrays, strict=True):
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and isinstance(array, jax.Array):
-            shardings.append(sharding)
-        else:
-            check_mesh(leaf.path, array, mesh)
-            shardings.append(leaf.sharding(mesh))
-    return tuple(shardings)
+def _with_like(error: IdleAxisError, arrays: Sequence[Any]) -> IdleAxisError:
+    """Returns the error of an idle mesh axis; where objects are sharded already, only their mesh remains possible."""
+    if error.in_storage or not any(
+        isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 for array in arrays
+    ):
+        return error
+    fix = "spanax.jit(function, like=train_step), with the function that sharded the objects"
+    return IdleAxisError(first_line(error), axis=error.axis, fix=fix)
 
 
 def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
@@ -159,11 +188,11 @@ def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
     Raises:
       SpanaxError: it is sharded over another mesh.
     """
-    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not _is_on(array.sharding, mesh):
+    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not is_on(array, mesh):
         raise ObjectsError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
-            fix="the same mesh, spanax.jit(like=...), or objects that are created without a mesh",
+            fix="spanax.reshard(objects, like=function), or jax.device_put to spanax.shardings(objects, plan)",
         )
 
 
@@ -176,6 +205,7 @@ def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mes
     if isinstance(array, jax.ShapeDtypeStruct):
         raise ObjectsError(f"`{path}` is a shape without a value.", fix="spanax.init, which creates sharded objects")
     array = array if isinstance(array, jax.Array) else jnp.asarray(array)
+    check_alive(path, array)
     if (array.shape, array.dtype) != (aval.shape, aval.dtype):
         raise ObjectsError(
             f"`{path}` is {array.dtype}{list(array.shape)}, but the function was traced with "
@@ -183,10 +213,24 @@ def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mes
             fix="another function of spanax.jit for objects of another structure",
         )
     check_mesh(path, array, mesh)
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
-        return array
-    return jax.device_put(array, sharding) if _is_on(array.sharding, mesh) else placed(array, sharding)
+    if not is_on(array, mesh):
+        return placed(array, sharding)
+    # `device_put` reuses the buffers of devices whose shard does not change.
+    return (
+        array
+        if array.sharding.is_equivalent_to(sharding, array.ndim)
+        else private_copy(jax.device_put(array, sharding))
+    )
 
 
-def _is_on(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> bool:
+def is_on(array: Any, mesh: jax.sharding.Mesh) -> bool:
+    """Returns whether an array, or a shape with a sharding, is sharded over a mesh."""
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def _spec(sharding: NamedSharding, leaf: Leaf) -> Spec:
+    """Returns the mesh axes of several devices that shard each dim; the words of random keys are no dim."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in sharding.spec]
+    entries = (entries + [()] * len(leaf.shape))[: len(leaf.shape)]
+    return tuple(tuple(axis for axis in by if sharding.mesh.shape[axis] > 1) for by in entries)

@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,7 +19,7 @@ from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, check_static, split_call
 from spanax.jit.objects import Objects
-from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
+from spanax.jit.placement import LossOptions, SharedPlacement, place
 from spanax.jit.results import attributes, has_objects, returned, with_objects
 from spanax.jit.tracebacks import WithoutSpanax
 from spanax.plan.evaluate import evaluate
@@ -30,7 +29,9 @@ from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.state.sharded_init import placed
 from spanax.run.step.compiled_function import CompiledFunction
+from spanax.run.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
 from spanax.run.step.platform import platform_of
+from spanax.run.step.replay.callbacks import raise_deferred
 from spanax.run.step.validate_batch import place_argument
 from spanax.show.axes import axes_text
 from spanax.show.search import array_lines
@@ -63,12 +64,14 @@ class Executable:
       jitted: the jitted function.
       has_objects: whether its results contain NNX objects, or it adds Variables to its objects.
       seen: by leaf, the last sharding object that is equivalent to the planned one: comparing identities is cheaper.
+      references: the number of references to each donated array that only the objects hold.
     """
 
     compiled: CompiledFunction
     jitted: Any
     has_objects: bool
     seen: list[Any]
+    references: list[int]
 
 
 @dataclass(eq=False)
@@ -97,7 +100,7 @@ class ShardedFunction:
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _structures: dict[Any, int] = field(default_factory=dict, repr=False)
     _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
-    _prepared: tuple[Program, Plan] | None = field(default=None, repr=False)
+    _latest: CompiledFunction | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function: updates its objects in place and returns its results.
@@ -105,7 +108,7 @@ class ShardedFunction:
         Raises:
           SpanaxError: the arguments cannot be sharded as requested; the objects are unchanged then.
         """
-        with WithoutSpanax():
+        with WithoutSpanax(), self.placement.turns:
             form, nodes, arrays = self._split(args, kwargs)
             objects, structure = self._structure_of(nodes)
             if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -131,10 +134,10 @@ class ShardedFunction:
           >>> str(predict.prepare(model, jax.ShapeDtypeStruct((8, 4), "float32")).mesh)
           'data=8'
         """
-        with WithoutSpanax():
+        with WithoutSpanax(), self.placement.turns:
             form, nodes, arrays = self._split(args, kwargs)
-            self._prepared = self._planned(form, nodes, arrays)
-            return self._prepared[1]
+            self._latest = self._planned(form, Objects.of(nodes), arrays)
+            return self._latest.plan
 
     @property
     def num_compilations(self) -> int:
@@ -143,23 +146,19 @@ class ShardedFunction:
 
     @property
     def program(self) -> Program:
-        """The traced function, as of its last compilation."""
-        return self._latest[0]
+        """The traced function, as of the last call or `prepare`."""
+        return self._described.program
 
     @property
     def plan(self) -> Plan:
-        """The sharding of every array, as of the last compilation."""
-        return self._latest[1]
+        """The sharding of every array, as of the last call or `prepare`."""
+        return self._described.plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the lowered function as JAX does: for these arguments, or without any for those of the last call."""
         if args or kwargs:
             self.prepare(*args, **kwargs)
-        program, plan = self._latest
-        mesh = self.placement.mesh
-        assert mesh is not None
-        state = tuple(leaf.sharding(mesh) for leaf in plan.leaves)
-        compiled = CompiledFunction(program, plan, mesh, state, self.donate)
+        compiled = self._described
         return outside_meshes(compiled.jitted.lower)(*compiled.arguments())
 
     def check(self, on: Cluster | str | None = None, **options: Any) -> Report:
@@ -169,7 +168,7 @@ class ShardedFunction:
           on: the devices to plan and check for; by default, those that the function was planned for.
           **options: as in `spanax.check`.
         """
-        program, plan = self._latest
+        program, plan = self.program, self.plan
         placement = self.placement if on is None else SharedPlacement(self.placement.request, on)
         return check(
             program,
@@ -184,19 +183,19 @@ class ShardedFunction:
         Args:
           path: an array; returns its sharding, the reason for it, and the collectives that move it.
         """
-        program, plan = self._latest
+        program, plan = self.program, self.plan
         if path is None:
             return "\n".join([axes_text(program), "", str(plan)])
         leaf, evaluation = plan[path], evaluate(program, plan, self.placement.cluster())
         return "\n".join(array_lines(leaf, evaluation.collectives_of(path) if leaf.kind != "batch" else {}))
 
     @property
-    def _latest(self) -> tuple[Program, Plan]:
-        if self._prepared is None:
+    def _described(self) -> CompiledFunction:
+        if self._latest is None:
             raise ObjectsError(
                 f"`{self._name}` has no plan before it is called.", fix=f"{self._name}.prepare(...) with its arguments"
             )
-        return self._prepared
+        return self._latest
 
     @property
     def _name(self) -> str:
@@ -221,8 +220,8 @@ class ShardedFunction:
         self._objects = [entry, *(old for old in self._objects if not old[0].has_nodes(nodes))][:NUM_OBJECTS]
         return entry
 
-    def _planned(self, form: CallForm, nodes: tuple[Any, ...], arrays: Sequence[Any]) -> tuple[Program, Plan]:
-        """Returns the traced function and its plan."""
+    def _planned(self, form: CallForm, objects: Objects, arrays: Sequence[Any]) -> CompiledFunction:
+        """Returns the traced function and its plan, to be compiled."""
         object_names, array_names = form.names(self._parameters)
 
         def function(nodes: tuple[Any, ...], arrays: list[Any]) -> Any:
@@ -231,32 +230,30 @@ class ShardedFunction:
             return returned(self.function(*args, **kwargs), nodes, before)
 
         shapes = [_shape(array) for array in arrays]
-        if not nodes and not shapes:
+        if not objects.nodes and not shapes:
             raise ObjectsError(
                 f"`{self._name}` has no objects and no arrays to shard.",
                 fix="spanax.init(make_objects, like=train_step) to create sharded objects",
             )
         program = trace_function(
-            function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant,
+            function, owners(objects.nodes, object_names), shapes, short_names(array_names), self.losses.variant,
             form.example_dims(self.batch_axes, self._parameters, shapes),
         )  # fmt: skip
-        plan = self.placement.plan_for(program, self.losses, is_like=self.is_like)
-        return as_planned(program, plan), plan
-
-    def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
-        program, plan = self._planned(key[0], objects.nodes, arrays)
-        self._check_structure(key, program)
-        self._prepared = program, plan
-        self._report(key, program)
+        plan = self.placement.plan_for(program, self.losses, objects.arrays(), is_like=self.is_like)
         mesh = self.placement.mesh
         assert mesh is not None
-        shardings = state_shardings(plan, mesh, objects.arrays())
-        compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
+        return CompiledFunction(as_planned(program, plan), plan, mesh, self.donate)
+
+    def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
+        compiled = self._planned(key[0], objects, arrays)
+        self._check_structure(key, compiled.program)
+        self._report(key, compiled.program)
         jitted = outside_meshes(compiled_with_barrier)(
-            compiled.jitted, compiled.arguments(), platform_of(mesh), self._name, program.batch
+            compiled.jitted, compiled.arguments(), platform_of(compiled.mesh), self._name, compiled.program.batch
         )
-        leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
-        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
+        step = compiled.program.step
+        leaves = jax.tree.unflatten(step.result, [0] * step.num_results)
+        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(compiled.state), [])
 
     def _check_structure(self, key: Key, program: Program) -> None:
         """Checks that the objects have the arrays of the first call with the same arguments; they may have more.
@@ -292,24 +289,41 @@ class ShardedFunction:
         warnings.warn(f"`{self._name}` is compiled for the {count}th time: {reason}", stacklevel=4)
 
     def _run(self, executable: Executable, objects: Objects, arrays: Sequence[Any]) -> Any:
-        compiled, state = executable.compiled, objects.arrays()
-        moved = self._placed(executable, state, arrays)
-        before, read = [state[index] for index in compiled.updated], [state[index] for index in compiled.constant]
+        self._latest = compiled = executable.compiled
+        state, leaves = objects.arrays(), compiled.program.leaves
+        check_state(leaves, state, compiled.donated[0] if compiled.donated else 0)
+        moved = self._placed(executable, state)
+        donated, read = [state[index] for index in compiled.donated], [state[index] for index in compiled.read]
+        donated = unshared(donated, executable.references or [REFERENCES] * len(donated))
         if jax.process_count() > 1:
-            leaves = compiled.program.batch
-            arrays = [_for_group(*each) for each in zip(arrays, leaves, compiled.batch, strict=True)]
-            arrays = global_batch(arrays, compiled.batch, [leaf.path for leaf in leaves])
+            batch_leaves = compiled.program.batch
+            arrays = [_for_group(*each) for each in zip(arrays, batch_leaves, compiled.batch, strict=True)]
+            arrays = global_batch(arrays, compiled.batch, [leaf.path for leaf in batch_leaves])
         batch = [place_argument(array, sharding) for array, sharding in zip(arrays, compiled.batch, strict=True)]
-        after, results = executable.jitted(before, read, batch)
+        try:
+            after, results = executable.jitted(donated, read, batch)
+            if compiled.is_simulated or (compiled.has_callbacks and not self.donate):
+                jax.block_until_ready(results or after)
+                raise_deferred()
+        except Exception as error:
+            note_failure(error)
+            _raise_if_lost(compiled, state, donated, error)
+            raise
+        if compiled.updated and isinstance(after[0], jax.core.Tracer):
+            raise ObjectsError(
+                f"`{self._name}` updates objects while another function is traced that does not take them.",
+                fix="pass its objects as arguments of the other function, too",
+            )
         if moved:
             objects.update(moved, [state[index] for index in moved])
         objects.update(compiled.updated, after)
-        if compiled.is_simulated:
-            jax.block_until_ready(results or after)
+        if not executable.references:
+            counts = dict(zip(compiled.updated, expected_references(after, results), strict=True))
+            executable.references.extend(counts[index] for index in compiled.donated)
         call = jax.tree.unflatten(compiled.program.step.result, results)
         return with_objects(call, objects.by_path) if executable.has_objects else call.results
 
-    def _placed(self, executable: Executable, state: list[Any], arrays: Sequence[Any]) -> list[int]:
+    def _placed(self, executable: Executable, state: list[Any]) -> list[int]:
         """Places the arrays that are not sharded as compiled, in `state`, and returns their indices."""
         compiled, seen, moved = executable.compiled, executable.seen, list[int]()
         shardings = [getattr(array, "sharding", None) for array in state]
@@ -320,10 +334,19 @@ class ShardedFunction:
                 seen[index] = state[index].sharding
                 if state[index] is not array:
                     moved.append(index)
-        distinct = {*map(id, state)}
-        if self.donate and (len(distinct) < len(state) or not distinct.isdisjoint(map(id, arrays))):
-            moved += _copy_shared(state, arrays)
         return moved
+
+
+def _raise_if_lost(compiled: CompiledFunction, state: Sequence[Any], donated: Sequence[Any], error: Exception) -> None:
+    """Raises if arrays did not exist before a call that failed; one that fails on the devices deletes all it donates.
+
+    Raises:
+      SpanaxError: an array did not exist.
+    """
+    deleted_now = {*map(id, donated)} if all(array.is_deleted() for array in donated) else set[int]()
+    for leaf, array in zip(compiled.program.leaves, state, strict=True):
+        if array.is_deleted() and id(array) not in deleted_now:
+            raise lost(leaf.path) from error
 
 
 def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
@@ -347,17 +370,6 @@ def short_names(names: Sequence[str]) -> list[str]:
     if len(heads) != 1 or any(not tail or tail[0].isdecimal() for tail in tails):
         return list(names)
     return [name.partition(".")[2] for name in names]
-
-
-def _copy_shared(state: list[Any], arrays: Sequence[Any]) -> list[int]:
-    """Replaces arrays that are in several places by copies, and returns their indices: a buffer is donated once."""
-    copied, seen = [], {id(array) for array in arrays if isinstance(array, jax.Array)}
-    for index, array in enumerate(state):
-        if id(array) in seen:
-            state[index] = jnp.copy(array)
-            copied.append(index)
-        seen.add(id(array))
-    return copied
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:

@@ -331,7 +331,7 @@ def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | Non
 def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
     """Returns the plan of a requested layout or mesh, or of the default layout on a chip of unknown speed."""
     schedule = request.schedule
-    why, layout, shape = _choose(program, cluster, request)
+    why, layout, shape = requested_layout(program, cluster, request)
     num_stages = schedule.num_stages if schedule else 1
     num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
     if num_devices != cluster.num_devices:
@@ -359,7 +359,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     return plan
 
 
-def _choose(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
+def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
     """Returns the layout and the mesh of a request, and why."""
     layout, mesh = request.layout, request.mesh
     if isinstance(layout, Layout):

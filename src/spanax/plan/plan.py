@@ -76,6 +76,7 @@ class Plan:
       why: the rule that chose the layout.
       schedule: the execution of a step.
       xla_flags: options of XLA's compiler, each `name=value`.
+      anchors: the paths of leaves that keep the sharding which they had before the plan.
       allow: findings that a check does not report: `SPX001 embed`, or `SPX001` for all of that code.
       price: the predicted cost, if requested; ignored by sharding and equality.
 
@@ -104,6 +105,7 @@ class Plan:
     why: str
     schedule: Schedule = Schedule()
     xla_flags: tuple[str, ...] = ()
+    anchors: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     version: int = VERSION
     price: Prediction | None = field(default=None, compare=False, repr=False)
@@ -146,7 +148,7 @@ class Plan:
     def to_json(self) -> str:
         """Returns the plan as JSON text; `Plan.from_json` returns an equal plan."""
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
-        for key in ("allow", "xla_flags"):
+        for key in ("allow", "anchors", "xla_flags"):
             if not data[key]:
                 del data[key]  # older versions read plans without these fields
         if self.price is None:
@@ -181,6 +183,7 @@ class Plan:
             data["allow"] = _texts("allow", data.get("allow", []), "SPX001 embed")
             flags = _texts("xla_flags", data.get("xla_flags", []), "xla_gpu_triton_gemm_any=True")
             data["xla_flags"] = tuple(map(checked, flags))
+            data["anchors"] = _texts("anchors", data.get("anchors", []), "kernel")
             return _possible(parsed(Plan, data))
         except DataError:
             raise
@@ -236,7 +239,7 @@ class Plan:
         lines = []
         for each in fields(self):
             left, right = getattr(self, each.name), getattr(other, each.name)
-            if each.name not in ("leaves", "batch", "layout", "why", "schedule", "price") and left != right:
+            if each.name not in ("leaves", "batch", "layout", "why", "schedule", "anchors", "price") and left != right:
                 lines.append(f"{each.name}: {left} -> {right}")
         for each in fields(Schedule):
             before, after = getattr(self.schedule, each.name), getattr(other.schedule, each.name)

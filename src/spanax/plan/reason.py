@@ -17,6 +17,7 @@ class Code(Enum):
     STORED = "stored over {axis}"
     REPLICATED = "stored replicated: no dim of {name} is divisible by {axis}={num_shards}"
     ANNOTATED = "as the model's author annotated it"
+    ANCHORED = "as it was sharded before"
     ANNOTATED_SIZE_1 = "annotated over {axis}, and replicated because the dim has size 1"
 
     BATCH_NOT_DIVISIBLE = "the batch is not divisible by the mesh axes that shard it"

@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
+from spanax.run.step.donation import check_state, note_failure
 from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.host_memory import to_device, to_host
@@ -27,6 +28,7 @@ from spanax.run.step.multi_step import multi_step
 from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.platform import platform_of
+from spanax.run.step.replay.callbacks import raise_deferred
 from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.run.step.validate_batch import validate_batch
 from spanax.run.store import checkpoint
@@ -246,12 +248,14 @@ class Run:
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
 
     def _validated(self, batch: Any) -> list[Any]:
-        """Returns the leaves of a batch, as the compiled functions accept them."""
+        """Returns the leaves of a batch, as the compiled functions accept them; the state must not be lost."""
+        check_state(self.program.leaves, self.state)
         leaves = validate_batch(self.program, self._batch_shardings, batch)
         return global_batch(leaves, self._batch_shardings, [leaf.path for leaf in self.program.batch])
 
     def _in_order(self) -> list[Any]:
         """Returns the state with stacked layers in model order; a pipeline may store them in another order."""
+        check_state(self.program.leaves, self.state)
         return self.state if self._rows is None else self._rows.to_layers(self.state)
 
     @cached_property
@@ -279,7 +283,13 @@ class Run:
         first, num_steps = self.num_steps + 1, several or 1
         self.state, metrics = self._stepping(several)(self.state, leaves, *self._limits(num_steps))
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
-        self._settle(metrics)
+        try:
+            self._settle(metrics)
+        except Exception as error:
+            note_failure(error)
+            for array in self.state:  # computed without the result of a callback
+                array.delete()
+            raise
         num_results = self.program.step.num_results
         named: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
         if len(metrics) > num_results:
@@ -306,6 +316,7 @@ class Run:
         # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up: `CPU_COLLECTIVES`.
         if self.is_simulated:
             jax.block_until_ready(metrics)
+            raise_deferred()
 
     @cached_property
     def _batch_shardings(self) -> list[jax.sharding.NamedSharding]:
@@ -349,6 +360,7 @@ class Run:
         replay = sharded_function(
             self.program, self.plan, self.mesh, rows, traced, padded, is_step=is_step, inputs_only=inputs_only
         )
+        replay = replace(replay, defers_errors=self.is_simulated)
         function = partial(replay.body, replay.graph.body)
         dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
         guarded = self._guarded if is_step else None

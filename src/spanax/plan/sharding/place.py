@@ -1,7 +1,7 @@
 """Resolves a layout on a mesh into a Plan: the sharding of every array of a program, with reasons."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from spanax.plan.presets import as_ring
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padding_text
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
-from spanax.plan.sharding.resolve import Resolver, axes_of, resolve
+from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING, known_offload
 from spanax.trace.variables import Leaf, itemsize
@@ -46,11 +46,7 @@ def placed(
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
-    values = program.step.graph.body.inputs
-    everything = [*program.leaves, *program.batch]
-    placements = [
-        _place(resolver, leaf, value, schedule.offload) for leaf, value in zip(everything, values, strict=True)
-    ]
+    placements = _placements(resolver, schedule.offload)
     _check_stored(resolver, placements)
     if schedule.offload and all(place.memory_kind == DEVICE for place in placements):
         raise VariantError(
@@ -77,7 +73,28 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
     check_made_for(program, plan)
     pins = {name: to or None for name, to in plan.pins}
     program = program.variant(replace(program.form, padded=plan.schedule.padded))
-    return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks)
+    specs = {leaf.path: leaf.spec for leaf in plan.leaves} if plan.anchors else {}
+    anchors = {path: specs[path] for path in plan.anchors}
+    return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks, anchors)
+
+
+def anchored(program: Program, plan: Plan, specs: Mapping[str, Spec]) -> Plan:
+    """Returns a plan with the specs of leaves that are sharded already; leaves joined with them are sharded alike.
+
+    Args:
+      program: the program of the plan.
+      plan: the plan.
+      specs: by path.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    leaves = tuple(replace(leaf, spec=specs.get(leaf.path, leaf.spec)) for leaf in plan.leaves)
+    if leaves == plan.leaves:
+        return plan
+    plan = replace(plan, leaves=leaves, anchors=tuple(specs))
+    placements = tuple(_placements(resolver_of(as_planned(program, plan), plan), plan.schedule.offload))
+    return replace(plan, leaves=placements[: len(leaves)], batch=placements[len(leaves) :])
 
 
 def check_made_for(program: Program, plan: Plan) -> None:
@@ -127,6 +144,12 @@ def in_forms(program: Program, plan: Plan, **form: Any) -> Program:
 
 def _forms(schedule: Schedule) -> dict[str, Any]:
     return {"context": schedule.context, "loss_chunks": schedule.loss_chunks, "padded": schedule.padded}
+
+
+def _placements(resolver: Resolver, offload: Sequence[str]) -> list[Placement]:
+    program = resolver.program
+    leaves, values = (*program.leaves, *program.batch), program.step.graph.body.inputs
+    return [_place(resolver, leaf, value, offload) for leaf, value in zip(leaves, values, strict=True)]
 
 
 def _place(resolver: Resolver, leaf: Leaf, value: int, offload: Sequence[str]) -> Placement:

@@ -3,9 +3,11 @@
 Placements in the plan, sharding constraints in the step and costs all come from this resolver.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, overload
 
 from spanax.errors import ModelMeshError
@@ -13,7 +15,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
-from spanax.trace.analysis.labels import label_key
+from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.provenance import Origin
@@ -22,8 +24,6 @@ from spanax.trace.variables import Leaf
 
 Spec = tuple[tuple[str, ...], ...]
 """The mesh axes that shard each dim, outermost first; `()` for a replicated dim."""
-
-Labels = tuple[int | None, ...]
 
 
 def axes_of(spec: Sequence[Sequence[str]]) -> set[str]:
@@ -51,7 +51,11 @@ class Constraint:
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """A layout applied to one program on one mesh; `layout` has the pins."""
+    """A layout applied to one program on one mesh.
+
+    `layout` has the pins. `anchors` are the specs of leaves that are sharded already, by path: leaves and values that
+    the program joins with them are sharded alike.
+    """
 
     program: Program
     layout: Layout
@@ -59,12 +63,14 @@ class Resolver:
     pins: Pins
     num_chunks: int
     assignment: Assignment
+    anchors: Mapping[str, Spec] = field(default_factory=dict)
 
     def of(self, program: Program) -> "Resolver":
         """Returns the resolver of the same layout for another trace of the program, whose classes are assigned anew."""
         if program is self.program:
             return self
         assignment = assign(program, self.layout, self.mesh, self.pins, self.num_chunks)
+        assignment = with_anchors(assignment, program, self.layout, self.anchors)
         return replace(self, program=program, assignment=assignment)
 
     def computed(
@@ -107,7 +113,7 @@ class Resolver:
         reduce-scatter. The choice follows the classes, not the positions, so that a transposed gradient is sharded
         equally.
         """
-        axes = self._stored_axes(used, kind)
+        used, axes = self._before_storage(used, labels, shape, kind)
         if not axes:
             return used
         ways, padded = self.mesh.ways(axes), self.padded_shape(labels, shape)
@@ -129,6 +135,31 @@ class Resolver:
         taken = axes_of(used)
         return tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in taken)
 
+    def _before_storage(
+        self, used: Spec, labels: Labels, shape: Sequence[int], kind: str
+    ) -> tuple[Spec, tuple[str, ...]]:
+        """Returns the spec of an array before its storage is sharded further, and the mesh axes that shard it then.
+
+        An array that the program joins with anchors starts from the spec of one of its kind, or else of a parameter,
+        and only the axes over which parameters are not stored shard it further.
+        """
+        for other in (kind, "param"):
+            anchor = self._anchored.get((other, label_key(labels)))
+            spec = () if anchor is None else _permuted(*anchor, labels)
+            if spec and all(size % self.mesh.ways(by) == 0 for size, by in zip(shape, spec, strict=True)):
+                axes = () if other == kind else self._stored_axes(spec, kind)
+                return spec, tuple(axis for axis in axes if axis not in self.layout.stored(other))
+        return used, self._stored_axes(used, kind)
+
+    @cached_property
+    def _anchored(self) -> dict[tuple[str, Key], tuple[Labels, Spec]]:
+        """The labels and the spec of the first anchor of each kind with some classes."""
+        result: dict[tuple[str, Key], tuple[Labels, Spec]] = {}
+        for leaf, labels in _labeled(self.program):
+            if leaf.path in self.anchors:
+                result.setdefault((self.kind(leaf, labels), label_key(labels)), (labels, self.anchors[leaf.path]))
+        return result
+
     def reluctance(self, label: int | None) -> tuple[bool, bool]:
         """Returns a sort key of classes for storage; scanned dims and looked-up dims are last."""
         step = self.program.step
@@ -144,6 +175,8 @@ class Resolver:
         Raises:
           SpanaxError: the spec that its author wrote does not divide it.
         """
+        if leaf.path in self.anchors:
+            return self.anchors[leaf.path], [Reason(Code.ANCHORED)]
         used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
         written = annotated(leaf, self.mesh)
         if written is not None:
@@ -195,7 +228,7 @@ class Resolver:
 
     def not_sharded(self, leaf: Leaf, labels: Labels) -> list[Reason]:
         """Returns why dims of a leaf that a mesh axis could shard are not sharded; empty for annotated leaves."""
-        if annotated(leaf, self.mesh) is not None or leaf.kind == "batch":
+        if annotated(leaf, self.mesh) is not None or leaf.kind == "batch" or leaf.path in self.anchors:
             return []
         used = self.used(labels, leaf.shape)
         kind = self.kind(leaf, labels)
@@ -275,11 +308,54 @@ class Constraints(Sequence[Constraint | None]):
         return self._known[key.number]
 
 
-def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Resolver:
+def resolve(
+    program: Program,
+    layout: Layout,
+    mesh: MeshShape,
+    pins: Pins,
+    num_chunks: int = 1,
+    anchors: Mapping[str, Spec] = MappingProxyType({}),
+) -> Resolver:
     """Returns the resolver of one program, layout and mesh; each pipeline stage has `num_chunks` chunks of the layers.
 
     Raises:
       SpanaxError: the layout does not apply to this program on this mesh.
     """
     layout = pinned(layout, pins, program, mesh)
-    return Resolver(program, layout, mesh, pins, num_chunks, assign(program, layout, mesh, pins, num_chunks))
+    assignment = with_anchors(assign(program, layout, mesh, pins, num_chunks), program, layout, anchors)
+    return Resolver(program, layout, mesh, pins, num_chunks, assignment, anchors)
+
+
+def with_anchors(assignment: Assignment, program: Program, layout: Layout, anchors: Mapping[str, Spec]) -> Assignment:
+    """Returns an assignment whose mesh axes shard the classes that they shard in the anchors, where they are computed.
+
+    The names of classes may differ between programs: one without matmuls does not tell `embed` from `mlp`.
+    """
+    sharded, beside = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
+    stored = {axis for kind in ("param", "gradient", "optimizer") for axis in layout.stored(kind)}
+    for leaf, labels in _labeled(program):
+        spec = anchors.get(leaf.path, ())
+        for axis in axes_of(spec) - stored:
+            for label, by in zip(labels, spec, strict=True):
+                if label is not None:
+                    (sharded if axis in by else beside)[axis].add(label)
+    ranks = dict(assignment.ranks)
+    for axis, classes in sharded.items():
+        known = ranks.get(axis, {})
+        others = {label: rank for label, rank in known.items() if label not in beside[axis]}
+        ranks[axis] = others | {label: known.get(label, 0) for label in classes}
+    return replace(assignment, ranks=ranks) if sharded else assignment
+
+
+def _labeled(program: Program) -> Iterable[tuple[Leaf, Labels]]:
+    """Returns the leaves of the state with the classes of their dims."""
+    classes = program.step.axes.classes
+    return ((leaf, classes[value]) for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False))
+
+
+def _permuted(labels: Labels, spec: Spec, others: Labels) -> Spec:
+    """Returns a spec of dims with some classes for dims with the same classes in another order."""
+    if labels == others:
+        return spec
+    by_label = dict(zip(labels, spec, strict=True))
+    return tuple(() if label is None else by_label[label] for label in others)

@@ -14,17 +14,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from spanax.errors import ObjectsError
+from spanax.run.step.donation import check_alive
 
 
 def as_saved(values: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns values by path as arrays to save; in a group of processes, an array of each process is saved once.
 
     Raises:
-      SpanaxError: a value is abstract, or an array of each process differs between them.
+      SpanaxError: a value is abstract or lost, or an array of each process differs between them.
     """
     for path, value in values.items():
         if isinstance(value, jax.ShapeDtypeStruct):
             raise ObjectsError(f"`{path}` has no values to save: its object is abstract.", fix="restore it first")
+        check_alive(path, value)
     arrays = {path: value if isinstance(value, jax.Array) else jnp.asarray(value) for path, value in values.items()}
     of_process = {path: array for path, array in arrays.items() if _is_of_process(array)}
     _check_equal(of_process)

@@ -1,7 +1,7 @@
 """A function of NNX objects and arrays, compiled under a plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.run.step.platform import platform_of
+from spanax.run.step.replay.callbacks import is_callback
 from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.trace.program import Program
 
@@ -22,15 +23,18 @@ class CompiledFunction:
       program: the traced function.
       plan: its plan; without a pipeline.
       mesh: the devices.
-      state: the sharding of every leaf of the state, which may differ from the plan's.
       donate: whether the buffers of the leaves that the function updates are reused.
     """
 
     program: Program
     plan: Plan
     mesh: jax.sharding.Mesh
-    state: tuple[jax.sharding.Sharding, ...]
     donate: bool
+
+    @cached_property
+    def state(self) -> list[jax.sharding.NamedSharding]:
+        """The sharding of every leaf of the state."""
+        return [placement.sharding(self.mesh) for placement in self.plan.leaves]
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
@@ -43,9 +47,20 @@ class CompiledFunction:
         )
 
     @cached_property
-    def constant(self) -> tuple[int, ...]:
-        """The indices of the leaves that the function only reads."""
-        return tuple(sorted({*range(len(self.state))}.difference(self.updated)))
+    def donated(self) -> tuple[int, ...]:
+        """The indices of the leaves whose buffers are reused; those of random keys may be those of their data."""
+        keys = {index for index, placement in enumerate(self.plan.leaves) if placement.is_key}
+        return tuple(index for index in self.updated if self.donate and index not in keys)
+
+    @cached_property
+    def read(self) -> tuple[int, ...]:
+        """The indices of the other leaves."""
+        return tuple(sorted({*range(len(self.state))}.difference(self.donated)))
+
+    @cached_property
+    def has_callbacks(self) -> bool:
+        """Whether the function calls Python functions while it runs, which may raise."""
+        return any(map(is_callback, self.program.step.graph.ops()))
 
     @cached_property
     def batch(self) -> list[jax.sharding.NamedSharding]:
@@ -57,31 +72,32 @@ class CompiledFunction:
         """Whether the mesh has several devices on CPUs, whose collectives require that calls do not overlap."""
         return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
 
-    def outputs(self, inputs: Sequence[Any]) -> list[Any]:
+    def outputs(self, inputs: Sequence[Any], *, defers_errors: bool = False) -> list[Any]:
         """Returns the new state and the results, under the plan's constraints, given state and batch."""
         program = self.program
         replay = sharded_function(
             program, self.plan, self.mesh, None, program.step, None, is_step=True, inputs_only=False
         )
-        return replay.body(replay.graph.body, inputs)
+        return replace(replay, defers_errors=defers_errors).body(replay.graph.body, inputs)
 
     @cached_property
     def jitted(self) -> Any:
-        """The jitted function from (updated leaves, constant leaves, batch) to (updated leaves, results)."""
-        updated, constant, num_leaves = self.updated, self.constant, len(self.state)
+        """The jitted function from (donated leaves, other leaves, batch) to (updated leaves, results)."""
+        indices, num_leaves = (*self.donated, *self.read), len(self.state)
 
         def function(before: Sequence[Any], read: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            state = dict(zip(updated, before, strict=True)) | dict(zip(constant, read, strict=True))
-            outputs = self.outputs([*(state[index] for index in range(num_leaves)), *batch])
-            return [outputs[index] for index in updated], outputs[num_leaves:]
+            state = dict(zip(indices, [*before, *read], strict=True))
+            inputs = [*(state[index] for index in range(num_leaves)), *batch]
+            outputs = self.outputs(inputs, defers_errors=self.is_simulated)
+            return [outputs[index] for index in self.updated], outputs[num_leaves:]
 
         platform = platform_of(self.mesh)
-        before, read = ([self.state[index] for index in indices] for indices in (updated, constant))
+        before, read, after = ([self.state[i] for i in each] for each in (self.donated, self.read, self.updated))
         return jax.jit(
             function,
             in_shardings=(before, read, self.batch),
-            out_shardings=(before, None),
-            donate_argnums=0 if self.donate else (),
+            out_shardings=(after, None),
+            donate_argnums=0,
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
         )
 
@@ -95,4 +111,4 @@ class CompiledFunction:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.program.batch, self.batch, strict=True)
         ]
-        return [state[index] for index in self.updated], [state[index] for index in self.constant], batch
+        return [state[index] for index in self.donated], [state[index] for index in self.read], batch

@@ -21,6 +21,7 @@ from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
 from spanax.run.step.attention.ring import per_device_attention
 from spanax.run.step.platform import platform_of
+from spanax.run.step.replay.callbacks import is_callback, with_deferred_errors
 from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.partial_sums import (
     add_partial_sum_dims,
@@ -56,6 +57,7 @@ class Replay:
       unreduced: the deferred reductions.
       instead: functions that replace operations.
       manual: the mesh axes that are manual in the surrounding `shard_map`.
+      defers_errors: whether errors of callbacks are raised by `raise_deferred`, after the program.
     """
 
     graph: Graph
@@ -65,6 +67,7 @@ class Replay:
     unreduced: DeferredReductions = DeferredReductions()
     instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
+    defers_errors: bool = False
 
     def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a body, given its inputs."""
@@ -122,6 +125,8 @@ class Replay:
                 ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
         if op.name in DROPPED:
             outs = list(ins[:1])
+        elif self.defers_errors and is_callback(op):
+            outs = with_deferred_errors(self.graph, op, ins)
         elif deferred:
             outs = evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
