@@ -130,6 +130,25 @@ def test_a_saved_plan_is_the_one_that_trains(devices: list[jax.Device], tmp_path
     assert Plan.load(run / "plan.json") == Plan.load(file)
 
 
+@pytest.mark.parametrize("on", ["h100:8", "v5e:2x4"])
+@pytest.mark.parametrize("layout", [None, "data"])
+def test_a_loss_that_cannot_be_traced_in_bfloat16_is_planned_in_float32(on: str, layout: str | None) -> None:
+    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        cache = jnp.zeros((x.shape[0], 32, 16))
+        return jax.lax.dynamic_update_slice(cache, model(x), (0, 0, 0)).sum()
+
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(16, 16, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(16, 8, 16), loss=loss
+    )
+    plan = spanax.plan(program, on, layout=layout)
+    search = searched(program, spanax.cluster(on), Request(layout=layout))
+    why = "computed in float32: the loss cannot be computed in bfloat16: TypeError: lax.dynamic_update_slice"
+    assert plan.setting.dtypes == ("float32",) and why in plan.why and why in search_text(summarize(search), 1)
+    assert spanax.check(program, plan, on, level=0).fits
+    with pytest.raises(SpanaxError, match="cannot be computed in bfloat16"):
+        spanax.plan(program, on, layout=layout, schedule=Schedule(compute_dtype="bfloat16"))
+
+
 def test_accelerators_compute_in_bfloat16_and_keep_parameters() -> None:
     plan = spanax.plan(linear(), "h100:8")
     assert plan.schedule.compute_dtype == "bfloat16" and plan["kernel"].dtype == "float32"

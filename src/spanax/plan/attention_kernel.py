@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from spanax.errors import VariantError
 from spanax.hardware.cluster import Cluster
+from spanax.plan.candidates.request import Request
+from spanax.plan.defaults import defaults
 from spanax.plan.sharding.attention import attention_kernels, attention_sharding
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.program import Program
@@ -65,6 +67,12 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None, fo
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
     return replace(program.variant(form), attention=attention)
+
+
+def in_attention(program: Program, cluster: Cluster, request: Request, form: Variant) -> Program:
+    """Returns the program in a form, with the attention of a request; the layout handles ring attention."""
+    attention = request.attention or defaults(cluster).attention
+    return program.variant(form) if request.is_ring else with_attention(program, cluster, attention, form)
 
 
 def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:

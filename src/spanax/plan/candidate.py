@@ -150,6 +150,7 @@ class Search:
       alternative: why axes are padded, or state is offloaded, without a request; None otherwise.
       offload: the kinds of state in host memory, for every candidate.
       partial_remat: why only the first layers are recomputed without a request; None where all or none are.
+      dtype_reason: why the loss is not computed in the default dtype of the cluster; None if it is, or on request.
 
     Example:
       >>> import jax, optax, spanax
@@ -185,6 +186,7 @@ class Search:
     alternative: Reason | None = None
     offload: tuple[str, ...] = ()
     partial_remat: Reason | None = None
+    dtype_reason: Reason | None = None
 
     def _repr_html_(self) -> str | None:
         return display(self)

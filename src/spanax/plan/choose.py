@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError
+from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError, VariantError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.attention_kernel import can_ring, with_attention
+from spanax.plan.attention_kernel import can_ring, in_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.forms import REMAT
@@ -26,12 +26,14 @@ from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
     STAGE_MARGIN,
+    array_dtype,
     computed_in,
     default_chunks,
     default_dtype,
     defaults,
     form_in,
     prices_stages,
+    untraceable_in,
 )
 from spanax.plan.layout import Layout
 from spanax.plan.loss_chunks import in_chunks, search_in_chunks
@@ -47,7 +49,6 @@ from spanax.plan.space import AXES, is_standard
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
-from spanax.trace.variant import Variant
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
@@ -101,7 +102,7 @@ def plan(
         Default: in an open search, if a step is at least 10 % faster (`ASSIGNMENT_MARGIN`).
 
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
-    `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.
+    `compute_dtype`, chooses a dtype for its layers, has a custom `train_step`, or cannot be traced in bfloat16.
 
     Raises:
       SpanaxError: the program cannot be sharded as requested on this cluster.
@@ -148,20 +149,31 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
         priced = priced or searched(program, cluster, request)
         if priced.best is not None:
             return chosen(priced)
-    program = computed_in(program, dtype or default_dtype(program, cluster))
+    dtype, reason = _dtype(program, cluster, request)
+    program = computed_in(program, dtype)
     count = default_chunks(program, cluster, request.chunks)
 
     def make(program: Program) -> Plan:
-        return _placed(in_attention(program, cluster, request, program.form), cluster, request, program.loss_chunks)
+        plan = _placed(in_attention(program, cluster, request, program.form), cluster, request, program.loss_chunks)
+        return plan if reason is None else replace(plan, why=f"{plan.why}; {reason}")
 
     program = program.variant(replace(program.form, loss_chunks=count or 1))
     return make(program) if count else in_chunks(program, cluster, make)
 
 
-def in_attention(program: Program, cluster: Cluster, request: Request, form: Variant) -> Program:
-    """Returns the program in a form, with the attention of a request; the layout handles ring attention."""
-    attention = request.attention or defaults(cluster).attention
-    return program.variant(form) if request.is_ring else with_attention(program, cluster, attention, form)
+def _dtype(program: Program, cluster: Cluster, request: Request) -> tuple[str | None, Reason | None]:
+    """Returns the compute dtype of a plan, and why the program keeps its own instead of the default."""
+    if request.schedule is not None and request.schedule.compute_dtype is not None:
+        return request.schedule.compute_dtype, None
+    dtype = default_dtype(program, cluster)
+    try:  # the form that a search traces first
+        in_attention(program, cluster, request, form_in(program, dtype))
+    except VariantError:
+        reason = untraceable_in(program, dtype)
+        if reason is None:
+            raise
+        return array_dtype(program), reason
+    return dtype, None
 
 
 def searched(
@@ -190,8 +202,6 @@ def searched(
       SpanaxError: as `search`.
     """
     schedule, usual = request.schedule, defaults(cluster)
-    dtype = None if schedule is None else schedule.compute_dtype
-    dtype = dtype or default_dtype(program, cluster)
     reason, layout, mesh = _named(cluster, request)
     as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
@@ -210,10 +220,10 @@ def searched(
         distinct=True, stage_margin=stage_margin,
     )  # fmt: skip
 
-    fastest = partial(_fastest, find=unplaced, cluster=cluster, request=request, dtype=dtype, policy=remat)
-
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
+    dtype, dtype_reason = _dtype(program, cluster, request)
+    fastest = partial(_fastest, find=unplaced, cluster=cluster, request=request, dtype=dtype, policy=remat)
 
     def padded(program: Program, **options: Any) -> Search:
         return search_in_padding(partial(fastest, **options), program, cluster, request.padded, mesh)
@@ -235,7 +245,8 @@ def searched(
         result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
     is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not count and (request.chunks is not None or is_chunked)
-    return replace(result, requested=reason, logits=result.logits if is_reported else None)
+    logits = result.logits if is_reported else None
+    return replace(result, requested=reason, logits=logits, dtype_reason=dtype_reason)
 
 
 def _fastest(
@@ -279,6 +290,7 @@ def chosen(result: Search) -> Plan:
         result.assignment,
         result.alternative,
         result.partial_remat,
+        result.dtype_reason,
         rule(result, result.best, plan),
         padding,
         *attention,

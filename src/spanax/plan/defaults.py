@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from spanax.errors import PlanMismatchError
+import jax.numpy as jnp
+
+from spanax.errors import PlanMismatchError, VariantError, first_line
 from spanax.hardware.cluster import Cluster
+from spanax.plan.reason import Code, Reason
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import known_chunks
@@ -129,6 +132,23 @@ def default_dtype(program: Program, cluster: Cluster) -> str | None:
     if program.compute_dtype is not None or program.evaluation is None or not is_float32:
         return program.compute_dtype
     return defaults(cluster).compute_dtype
+
+
+def untraceable_in(program: Program, compute_dtype: str | None) -> Reason | None:
+    """Returns why the loss of a program cannot be traced in a compute dtype; None if it can."""
+    try:
+        computed_in(program, compute_dtype)
+    except VariantError as error:
+        what = first_line(error).rstrip(".")
+        return Reason(Code.WRITTEN_DTYPE, array_dtype(program) or "dtypes of the model", detail=what)
+    return None
+
+
+def array_dtype(program: Program) -> str | None:
+    """Returns the dtype in which a program computes as written; None if its arrays have several."""
+    dtypes = [leaf.dtype for leaf in (*program.leaves, *program.batch)]
+    floating = {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+    return "float32" if floating == {"float32"} else None
 
 
 def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | None) -> int:

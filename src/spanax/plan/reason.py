@@ -47,6 +47,7 @@ class Code(Enum):
     PARTIAL_REMAT = "remat {name}: a step takes {detail} less than with the fastest policy of all layers"
     NOT_PARTIAL = "recomputation in the first layers only is slower, or does not fit"
     NOT_COMPARED = "priced, not compared"
+    WRITTEN_DTYPE = "computed in {name}: {detail}"
 
     LAYOUT_REQUESTED = "as requested"
     MESH_NAMES = "implied by the names of the mesh axes"

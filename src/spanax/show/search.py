@@ -203,8 +203,9 @@ def _forms(search: Search, candidate: Candidate) -> list[str]:
 
 
 def _reasons(search: Search) -> list[Reason]:
-    """Returns the reasons for the forms of the best layout that a search chooses without a request."""
-    return [reason for reason in (search.assignment, search.alternative, search.partial_remat) if reason is not None]
+    """Returns the reasons for the dtype and the forms of the best layout that a search chooses without a request."""
+    reasons = search.dtype_reason, search.assignment, search.alternative, search.partial_remat
+    return [reason for reason in reasons if reason is not None]
 
 
 def rate_text(rates: Rates) -> str:
