@@ -238,6 +238,16 @@ def test_deleted_objects_are_freed(make: Callable[[], Any]) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+def test_a_cached_partial_updates_the_objects_that_it_was_made_of() -> None:
+    net, plain = Net(), Net()
+    optimizers = [nnx.Optimizer(each, optax.sgd(1e-3), wrt=nnx.Param) for each in (net, plain)]
+    step = nnx.cached_partial(spanax.jit(update, mesh="fsdp=2"), net, optimizers[0])
+    actual = [float(step(X)) for _ in range(2)]
+    expected = [float(update(plain, optimizers[1], X)) for _ in range(2)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    np.testing.assert_allclose(net.bias[...], plain.bias[...], rtol=1e-5)
+
+
 def test_attributes_that_a_trace_mutates_do_not_recompile() -> None:
     class Counting(nnx.Module):
         def __init__(self) -> None:

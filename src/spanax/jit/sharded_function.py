@@ -99,6 +99,8 @@ class ShardedFunction:
           SpanaxError: the arguments cannot be sharded as requested; the objects are unchanged then.
         """
         with WithoutSpanax():
+            with nnx.update_context("spanax.jit"):
+                pass  # `nnx.cached_partial` requires that a function takes its cache, which is not needed here
             form, nodes, arrays = self._split(args, kwargs)
             objects, structure = self._seen.of(nodes)
             if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
