@@ -103,7 +103,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "set_value": lambda net: net.bias.set_value(jnp.ones(4)),
     "broadcast": lambda net: net.bias.set_value(jnp.ones((1, 4))),
     "to NumPy": lambda net: net.bias.set_value(np.ones((1, 4), np.float32)),
-    "to a number": lambda net: net.bias.set_value(0.25),
+    "to a scalar": lambda net: net.bias.set_value(jnp.asarray(0.25)),
     "cast": cast,
     "weak type": lambda net: net.bias.set_value(jnp.full((4,), 0.25)),
     "grow": lambda net: net.memory.set_value(jnp.concatenate([net.memory[...], 2 * net.memory[...]])),
