@@ -74,16 +74,15 @@ def test_a_bad_call_is_one_error(name: str) -> None:
     assert all(old.get_raw_value() is new.get_raw_value() for old, new in zip(before, after, strict=True))
 
 
-def test_other_objects_in_a_later_call_leave_both_unchanged() -> None:
+def test_a_call_that_raises_leaves_the_objects_unchanged() -> None:
     step, first, second = spanax.jit(update, mesh="fsdp=8"), model(), nnx.Linear(16, 64, rngs=nnx.Rngs(0))
     step(first, X)
-    with pytest.raises(SpanaxError, match=r"another structure than in its first call(.|\n)*`bias` was float32\[32\]"):
-        step(second, X)
+    step(second, X)
     with pytest.raises(SpanaxError, match="not divisible by 8"):
         step(first, X[:6])
-    assert float(second.bias[0]) == 0 and float(first.bias[0]) == 1
+    assert float(first.bias[0]) == float(second.bias[0]) == 1
     first.kernel.set_raw_value(np.ones((16, 64), np.float32))
-    with pytest.raises(SpanaxError, match=r"`kernel` is float32\[16, 64\], but the function was traced with"):
+    with pytest.raises((TypeError, ValueError)):  # as under nnx.jit: the bias has 32 elements
         step(first, X)
     assert float(first.bias[0]) == 1
 

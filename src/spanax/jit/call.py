@@ -1,7 +1,7 @@
 """The arguments of a call: NNX objects, arrays and static values."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.tree_util import keystr
 
 from spanax.batch_dims import ExampleDims
 from spanax.errors import ArgumentError, ObjectsError
+from spanax.jit.content import content
 from spanax.trace.batch import AUTO, checked_axes, spread
 from spanax.trace.variables import Leaf
 
@@ -23,11 +24,13 @@ class CallForm:
       treedef: the structure of `(args, kwargs)`; each NNX object is a leaf, and each static argument is None.
       is_object: whether each leaf is an NNX object.
       statics: the static arguments, by position or name.
+      contents: what forms are compared by instead of `statics`, whose equality ignores types: 2 is equal to 2.0.
     """
 
     treedef: Any
     is_object: tuple[bool, ...]
-    statics: tuple[tuple[int | str, Any], ...]
+    statics: tuple[tuple[int | str, Any], ...] = field(compare=False)
+    contents: Hashable
 
     def arguments(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns `args` and `kwargs` with these objects and arrays."""
@@ -139,7 +142,7 @@ def split_call(
     kinds = tuple(map(is_object, leaves))
     nodes = tuple(leaf for leaf, is_node in zip(leaves, kinds, strict=True) if is_node)
     arrays = [as_array(leaf) for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node]
-    return CallForm(treedef, kinds, statics), nodes, arrays
+    return CallForm(treedef, kinds, statics, content(statics)), nodes, arrays
 
 
 def is_object(value: Any) -> bool:

@@ -18,7 +18,7 @@ from spanax.check.report import Report
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, check_static, split_call
-from spanax.jit.objects import Objects
+from spanax.jit.objects import Objects, SeenObjects
 from spanax.jit.placement import LossOptions, SharedPlacement, place
 from spanax.jit.results import attributes, has_objects, returned, with_objects
 from spanax.jit.tracebacks import WithoutSpanax
@@ -43,9 +43,6 @@ from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 
 MANY = 5
 """The number of compilations of one function from which each is reported."""
-
-NUM_OBJECTS = 2
-"""The number of tuples of objects whose structure is cached, such as a model and its moving average."""
 
 LIKE = "like=train_step, where train_step = spanax.jit(...)"
 """The fix of an argument that is not a function of `spanax.jit`."""
@@ -98,8 +95,7 @@ class ShardedFunction:
     is_like: bool = False
     batch_axes: Any = AUTO
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
-    _structures: dict[Any, int] = field(default_factory=dict, repr=False)
-    _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
+    _seen: SeenObjects = field(default_factory=SeenObjects, repr=False)
     _latest: CompiledFunction | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,18 +105,29 @@ class ShardedFunction:
           SpanaxError: the arguments cannot be sharded as requested; the objects are unchanged then.
         """
         with WithoutSpanax(), self.placement.turns:
+            with nnx.update_context("spanax.jit"):
+                pass  # `nnx.cached_partial` requires that a function takes its cache, which is not needed here
             form, nodes, arrays = self._split(args, kwargs)
-            objects, structure = self._structure_of(nodes)
+            objects, structure = self._seen.of(nodes)
             if objects.is_traced or any(isinstance(array, jax.core.Tracer) for array in arrays):
                 return self.function(*args, **kwargs)  # another transformation traces it
             key = form, structure, tuple(map(_type, arrays))
             if key not in self._executables:
                 self._executables[key] = self._compiled(key, objects, arrays)
+                self._seen.accept(nodes, structure)
             return self._run(self._executables[key], objects, arrays)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the function as a method of an object."""
         return self if instance is None else MethodType(self, instance)
+
+    def __deepcopy__(self, memo: Any) -> "ShardedFunction":
+        """Returns the function itself, as for any function."""
+        return self
+
+    def __reduce__(self) -> str:
+        """Returns the name by which pickle finds the function in its module, as for any function."""
+        return str(getattr(self, "__qualname__", self._name))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Traces and plans the function for these arguments without running it; shapes may stand for arrays.
@@ -211,15 +218,6 @@ class ShardedFunction:
             check_static(form, self._parameters)
         return form, nodes, arrays
 
-    def _structure_of(self, nodes: tuple[Any, ...]) -> tuple[Objects, int]:
-        for entry in self._objects:
-            if entry[0].is_of(nodes):
-                return entry
-        objects = Objects.of(nodes)
-        entry = objects, self._structures.setdefault(objects.graphdef, len(self._structures))
-        self._objects = [entry, *(old for old in self._objects if not old[0].has_nodes(nodes))][:NUM_OBJECTS]
-        return entry
-
     def _planned(self, form: CallForm, objects: Objects, arrays: Sequence[Any]) -> CompiledFunction:
         """Returns the traced function and its plan, to be compiled."""
         object_names, array_names = form.names(self._parameters)
@@ -246,7 +244,6 @@ class ShardedFunction:
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         compiled = self._planned(key[0], objects, arrays)
-        self._check_structure(key, compiled.program)
         self._report(key, compiled.program)
         jitted = outside_meshes(compiled_with_barrier)(
             compiled.jitted, compiled.arguments(), platform_of(compiled.mesh), self._name, compiled.program.batch
@@ -254,24 +251,6 @@ class ShardedFunction:
         step = compiled.program.step
         leaves = jax.tree.unflatten(step.result, [0] * step.num_results)
         return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(compiled.state), [])
-
-    def _check_structure(self, key: Key, program: Program) -> None:
-        """Checks that the objects have the arrays of the first call with the same arguments; they may have more.
-
-        Raises:
-          SpanaxError: an array is missing, or has another shape or dtype.
-        """
-        arrays = {leaf.path: (leaf.shape, leaf.dtype) for leaf in program.leaves}
-        first = next((executable for (form, *_), executable in self._executables.items() if form == key[0]), None)
-        for leaf in () if first is None else first.compiled.program.leaves:
-            if arrays.get(leaf.path) != (leaf.shape, leaf.dtype):
-                shape, dtype = arrays.get(leaf.path, (None, None))
-                raise ObjectsError(
-                    f"the objects passed to `{self._name}` have another structure than in its first call.",
-                    where=f"`{leaf.path}` was {leaf.dtype}{list(leaf.shape)} and is "
-                    + ("missing" if shape is None else f"{dtype}{list(shape)}"),
-                    fix="a function of its own for them: spanax.jit(function, like=...)",
-                )
 
     def _report(self, key: Key, program: Program) -> None:
         """Warns if the function was compiled many times."""

@@ -60,7 +60,12 @@ def trace_function(
     """
     shapes = list(arrays)
     mesh = UserMesh.of(shapes)
-    variables, _ = take_apart(owners)
+    variables, values = take_apart(owners)
+    weak = [
+        replace(leaf, weak_type=getattr(jax.typeof(value), "weak_type", False))
+        for leaf, value in zip(variables.leaves, values, strict=True)
+    ]
+    variables = replace(variables, leaves=tuple(weak))
     state = State(variables, None, mesh.with_state(variables.leaves))
     leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
     return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves, batch_axes), variant)

@@ -40,7 +40,7 @@ class Leaf:
 
     `path` is as NNX prints it (an optimizer's arrays begin with `optimizer.`), `kind` is `param`, `optimizer`,
     `other` or `batch`, `axes` names each dim (None: no name), `annotation` is the sharding annotation of the model, if
-    any: names by dim.
+    any: names by dim. `weak_type` is JAX's: operations with other arrays have the dtype of the others.
 
     Example:
       >>> import numpy as np
@@ -54,6 +54,7 @@ class Leaf:
     kind: str
     axes: tuple[str | None, ...] = ()
     annotation: tuple[Any, ...] | None = None
+    weak_type: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +77,7 @@ class Variables:
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of every leaf."""
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type) for leaf in self.leaves]
 
     def of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> "Variables":
         """Returns a copy with other leaf shapes."""

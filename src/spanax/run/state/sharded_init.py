@@ -121,7 +121,7 @@ def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
         key_data = placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
         return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(value))
     # `device_put(may_alias=False)` of an array still aliases its buffer on one of several devices (jax 0.10 to 0.12).
-    array = np.array(value)
+    array = jnp.copy(value) if getattr(value, "weak_type", False) else np.array(value)  # NumPy has no weak types
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

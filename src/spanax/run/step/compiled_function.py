@@ -104,7 +104,7 @@ class CompiledFunction:
     def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the abstract arguments of `jitted`."""
         state = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
             for leaf, sharding in zip(self.program.leaves, self.state, strict=True)
         ]
         batch = [
