@@ -29,6 +29,7 @@ from spanax.plan.sharding.place import as_planned
 from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.state.sharded_init import placed
+from spanax.run.step.compile_notice import compile_notice
 from spanax.run.step.compiled_function import CompiledFunction
 from spanax.run.step.platform import platform_of
 from spanax.run.step.validate_batch import place_argument
@@ -248,7 +249,8 @@ class ShardedFunction:
         assert mesh is not None
         shardings = state_shardings(plan, mesh, objects.arrays())
         compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
-        jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
+        with compile_notice(f"`{self._name}`", plan):
+            jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
         return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
 

@@ -21,6 +21,7 @@ from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evalu
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
 from spanax.run.state.weights import Loaded
+from spanax.run.step.compile_notice import compile_notice
 from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.host_memory import to_device, to_host
@@ -179,7 +180,7 @@ class Run:
                 if evaluation is not None and not is_users
                 else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
             )
-            self._compiled["evaluation"] = compiled_with_barrier(jitted, self._arguments()[:2], platform_of(self.mesh))
+            self._compiled["evaluation"] = self._compiling("the evaluation", jitted, self._arguments()[:2])
         metrics = self._compiled["evaluation"](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
@@ -199,13 +200,12 @@ class Run:
 
     def compile(self) -> Any:
         """Compiles the step that `step` will call, and returns the compiled program."""
-        self._compiled["step"] = compiled = self.lower().compile()
-        return compiled
+        return self._stepping()
 
     def prepare(self, num_steps: int = 1) -> None:
         """Compiles the function that takes `num_steps` steps in one call; works before the state is initialized."""
         several = num_steps if num_steps > 1 else 0
-        self._stepping(several).lower(*self._arguments(several)).compile()
+        self._stepping(several)
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -310,13 +310,17 @@ class Run:
     def _stepping(self, several: int = 0) -> Any:
         """Returns the jitted function for one step, or for `several` steps on a list of batches.
 
-        In a group of processes it is compiled here, after a barrier.
+        It is compiled here; in a group of processes, after a barrier.
         """
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = compiled_with_barrier(jitted, self._arguments(several), platform_of(self.mesh))
+            self._compiled[name] = self._compiling(f"the {name}", jitted, self._arguments(several))
         return self._compiled[name]
+
+    def _compiling(self, name: str, jitted: Any, arguments: Sequence[Any]) -> Any:
+        with compile_notice(name, self.plan):
+            return compiled_with_barrier(jitted, arguments, platform_of(self.mesh))
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
         """Returns the abstract arguments of the function that `_stepping` returns."""

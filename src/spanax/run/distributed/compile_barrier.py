@@ -13,7 +13,7 @@ BARRIER_SECONDS = 3600
 
 
 def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str | None) -> Any:
-    """Returns the jitted function, compiled after a barrier if several processes run on CPUs.
+    """Returns the jitted function compiled, after a barrier if several processes run on CPUs.
 
     Gloo connects the devices of a collective on first use and gives up after 30 s, so all processes must compile first.
     Every process calls this for the same programs in the same order.
@@ -27,10 +27,10 @@ def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str
       >>> compiled_with_barrier(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()
       2.0
     """
+    compiled = function.lower(*arguments).compile()
     if jax.process_count() == 1 or platform != "cpu":
-        return function
+        return compiled
     from jax._src import distributed  # the public barrier is a collective itself
 
-    compiled = function.lower(*arguments).compile()
     distributed.global_state.client.wait_at_barrier(f"spanax:compiled {next(_NUMBERS)}", BARRIER_SECONDS * 1000)
     return compiled
