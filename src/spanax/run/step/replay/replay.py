@@ -225,7 +225,10 @@ def _shard_by_shard(
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
-    context: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
+    automatic = set(mesh.axis_names) - manual
+    if not automatic:
+        return list((instead or part)(*ins))
+    context: dict[str, Any] = {"axis_names": automatic} if manual else {"mesh": mesh}
     return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
 
 
