@@ -250,7 +250,9 @@ class ShardedFunction:
         shardings = state_shardings(plan, mesh, objects.arrays())
         compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
         with compile_notice(f"`{self._name}`", plan):
-            jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
+            jitted = outside_meshes(compiled_with_barrier)(
+                compiled.jitted, compiled.arguments(), platform_of(mesh), is_eager=True
+            )
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
         return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
 

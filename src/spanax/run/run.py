@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -200,12 +201,17 @@ class Run:
 
     def compile(self) -> Any:
         """Compiles the step that `step` will call, and returns the compiled program."""
-        return self._stepping()
+        with compile_notice("the step", self.plan):
+            self._compiled["step"] = compiled = self.lower().compile()
+        return compiled
 
     def prepare(self, num_steps: int = 1) -> None:
         """Compiles the function that takes `num_steps` steps in one call; works before the state is initialized."""
         several = num_steps if num_steps > 1 else 0
-        self._stepping(several)
+        stepping = self._stepping(several)
+        if jax.process_count() == 1:
+            with compile_notice("the step", self.plan):
+                stepping.lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -273,7 +279,9 @@ class Run:
     def _take(self, leaves: list[Any], several: int = 0) -> dict[str, Any]:
         """Takes one step, or `several` on a list of batches, and returns the metrics by name."""
         first, num_steps = self.num_steps + 1, several or 1
-        self.state, metrics = self._stepping(several)(self.state, leaves, *self._limits(num_steps))
+        limits = self._limits(num_steps)
+        with nullcontext() if self._compiled else compile_notice("the step", self.plan):
+            self.state, metrics = self._stepping(several)(self.state, leaves, *limits)
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         self._settle(metrics)
         num_results = self.program.step.num_results
@@ -310,7 +318,7 @@ class Run:
     def _stepping(self, several: int = 0) -> Any:
         """Returns the jitted function for one step, or for `several` steps on a list of batches.
 
-        It is compiled here; in a group of processes, after a barrier.
+        In a group of processes it is compiled here, after a barrier.
         """
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:

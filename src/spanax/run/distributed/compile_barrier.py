@@ -12,8 +12,10 @@ BARRIER_SECONDS = 3600
 """How long processes wait for others to compile; the coordinator reports a process that died much earlier."""
 
 
-def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str | None) -> Any:
-    """Returns the jitted function compiled, after a barrier if several processes run on CPUs.
+def compiled_with_barrier(
+    function: Any, arguments: Sequence[Any], platform: str | None, *, is_eager: bool = False
+) -> Any:
+    """Returns the jitted function, compiled after a barrier if several processes run on CPUs.
 
     Gloo connects the devices of a collective on first use and gives up after 30 s, so all processes must compile first.
     Every process calls this for the same programs in the same order.
@@ -22,13 +24,17 @@ def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str
       function: the result of `jax.jit`.
       arguments: its abstract arguments.
       platform: the platform it runs on.
+      is_eager: whether to compile in a single process, too.
 
     Example:
       >>> compiled_with_barrier(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()
       2.0
     """
+    is_alone = jax.process_count() == 1 or platform != "cpu"
+    if is_alone and not is_eager:
+        return function  # compiles in its first call, and again for other shardings
     compiled = function.lower(*arguments).compile()
-    if jax.process_count() == 1 or platform != "cpu":
+    if is_alone:
         return compiled
     from jax._src import distributed  # the public barrier is a collective itself
 
