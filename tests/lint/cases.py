@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.experimental import pallas
 
 import programs
 import spanax
@@ -98,6 +99,16 @@ def mean_square(y_BD: jax.Array) -> jax.Array:
     return jnp.square(y_BD).mean()
 
 
+def doubled(x: jax.Array) -> jax.Array:
+    """2 x as a Pallas kernel, which has no gradient."""
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = 2 * x_ref[...]
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(kernel, out_shape=out, interpret=True)(jax.lax.stop_gradient(x))
+
+
 LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
     "ordinary": lambda model, x: (mean_square(model(x)), {"accuracy": (model(x).argmax(-1) == 0).mean()}),
     "accuracy": lambda model, x: (model(x).argmax(-1) == 0).mean(),
@@ -109,6 +120,8 @@ LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
     "fixed features": lambda model, x: mean_square(model(x) @ jax.random.normal(jax.random.key(0), (64, 8))),
     "unused head": lambda model, x: mean_square(model.up(x)),
     "frozen head": lambda model, x: mean_square(model.up(x)),
+    "kernel": lambda model, x: mean_square(model(doubled(x))),
+    "kernel on weights": lambda model, x: mean_square(model(x) * doubled(model.head.bias[...])),
 }
 
 

@@ -75,6 +75,8 @@ MISTAKES: dict[str, Mistake] = {
     "a loss of fixed inputs": Mistake("SPX023", "batch", learner("fixed inputs", on="a100:8")),
     "nnx.Rngs(0) in the loss": Mistake("SPX024", "same random numbers", learner("fixed mask", on="a100:8")),
     "a head that the loss does not use": Mistake("SPX025", "head.bias", learner("unused head", on="a100:8")),
+    # Kernels that no compiler can partition
+    "a Pallas kernel on the batch": Mistake("SPX026", "8 devices gather its operands", learner("kernel", on="a100:8")),
     # Optimizer state that is not sharded
     "moments replicated by jit(tx.init)": Mistake(
         "SPX004", "mu.embed", planned(model, "gpt2", on="h100:8", mesh="x=8", layout=own_layout(optimizer=()))

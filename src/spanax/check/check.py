@@ -29,6 +29,8 @@ from spanax.plan.cost.memory.tiles import padded_bytes
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import check_made_for
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
+from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
+from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
 
 MAX_SIMULATED = 1024
@@ -99,6 +101,15 @@ def check(
     if not timeout > 0:
         raise RangeError(f"--timeout is {timeout}; expected a number > 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
     chosen = highest_level(cluster) if level is None else level
+    kernel = _kernel(program, cluster)
+    if kernel is not None and chosen == 2:
+        if level is not None:
+            raise UnsupportedError(
+                f"level 2 simulates {cluster} on CPUs, for which `{kernel.name}` does not compile.",
+                where=kernel.where,
+                fix="level 1 or 3",
+            )
+        chosen = 1
     start = time.perf_counter()
     report = _static(program, plan, cluster, chosen)
     report = replace(report, flags=dict(flags or {}), is_whole=codegen, inputs_only=inputs_only)
@@ -119,6 +130,13 @@ def highest_level(cluster: Cluster) -> int:
     if cluster.num_devices <= MAX_SIMULATED:
         return 2
     return 1 if is_available() else 0
+
+
+def _kernel(program: Program, cluster: Cluster) -> Op | None:
+    """Returns a kernel of the step that compiles only for the platform of the cluster, if there is one."""
+    ops = program.step.graph.ops() if platform_of(cluster) != "cpu" else ()
+    kernels = (op for op in ops if op.name in OPAQUE_KERNELS and not op.params.get("interpret"))
+    return next(kernels, None)
 
 
 def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
@@ -159,7 +177,8 @@ def _by_passes(program: Program, plan: Plan, cluster: Cluster, report: Report) -
         raise NotInstalledError(
             "this jaxlib does not provide the partitioner's passes.", where="level 1", fix="level 2 or 3"
         )
-    lowered = lower(program, plan, "cpu", devices=cluster.platform, inputs_only=report.inputs_only)
+    platform = "cpu" if _kernel(program, cluster) is None else platform_of(cluster)
+    lowered = lower(program, plan, platform, devices=cluster.platform, inputs_only=report.inputs_only)
     moves = with_arrays(abstract_collectives(lowered.module, plan.mesh), plan)
     figures = replace(report.compiled, collectives=totals(moves))
     return replace(report, program_hash=lowered.digest, compiled=figures, collectives=moves)

@@ -28,6 +28,7 @@ from spanax.plan.sharding.place import as_planned
 from spanax.run.data.process_batches import global_batch
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.state.sharded_init import placed
+from spanax.run.step.compile_notice import compile_notice
 from spanax.run.step.compiled_function import CompiledFunction
 from spanax.run.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
 from spanax.run.step.platform import platform_of
@@ -245,9 +246,11 @@ class ShardedFunction:
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         compiled = self._planned(key[0], objects, arrays)
         self._report(key, compiled.program)
-        jitted = outside_meshes(compiled_with_barrier)(
-            compiled.jitted, compiled.arguments(), platform_of(compiled.mesh), self._name, compiled.program.batch
-        )
+        platform = platform_of(compiled.mesh)
+        with compile_notice(f"`{self._name}`", compiled.plan):
+            jitted = outside_meshes(compiled_with_barrier)(
+                compiled.jitted, compiled.arguments(), platform, self._name, compiled.program.batch, is_eager=True
+            )
         step = compiled.program.step
         leaves = jax.tree.unflatten(step.result, [0] * step.num_results)
         return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(compiled.state), [])

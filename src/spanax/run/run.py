@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +21,7 @@ from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
+from spanax.run.step.compile_notice import compile_notice
 from spanax.run.step.donation import check_state, note_failure
 from spanax.run.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
@@ -181,9 +183,7 @@ class Run:
                 if evaluation is not None and not is_users
                 else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
             )
-            self._compiled["evaluation"] = compiled_with_barrier(
-                jitted, self._arguments()[:2], platform_of(self.mesh), "evaluate", self.program.batch
-            )
+            self._compiled["evaluation"] = self._compiling("evaluate", jitted, self._arguments()[:2])
         metrics = self._compiled["evaluation"](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
@@ -203,7 +203,8 @@ class Run:
 
     def compile(self) -> Any:
         """Compiles the step that `step` will call, and returns the compiled program."""
-        self._compiled["step"] = compiled = self.lower().compile()
+        with compile_notice("the step", self.plan):
+            self._compiled["step"] = compiled = self.lower().compile()
         return compiled
 
     def prepare(self, num_steps: int = 1) -> None:
@@ -211,7 +212,8 @@ class Run:
         several = num_steps if num_steps > 1 else 0
         stepping = self._stepping(several)
         if jax.process_count() == 1:  # several processes compile together: `compiled_with_barrier`
-            stepping.lower(*self._arguments(several)).compile()
+            with compile_notice("the step", self.plan):
+                stepping.lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -281,7 +283,9 @@ class Run:
     def _take(self, leaves: list[Any], several: int = 0) -> dict[str, Any]:
         """Takes one step, or `several` on a list of batches, and returns the metrics by name."""
         first, num_steps = self.num_steps + 1, several or 1
-        self.state, metrics = self._stepping(several)(self.state, leaves, *self._limits(num_steps))
+        limits = self._limits(num_steps)
+        with nullcontext() if self._compiled else compile_notice("the step", self.plan):
+            self.state, metrics = self._stepping(several)(self.state, leaves, *limits)
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         try:
             self._settle(metrics)
@@ -330,10 +334,12 @@ class Run:
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = compiled_with_barrier(
-                jitted, self._arguments(several), platform_of(self.mesh), name, self.program.batch
-            )
+            self._compiled[name] = self._compiling(name, jitted, self._arguments(several))
         return self._compiled[name]
+
+    def _compiling(self, name: str, jitted: Any, arguments: Sequence[Any]) -> Any:
+        with compile_notice(f"`{name}`", self.plan):
+            return compiled_with_barrier(jitted, arguments, platform_of(self.mesh), name, self.program.batch)
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
         """Returns the abstract arguments of the function that `_stepping` returns."""

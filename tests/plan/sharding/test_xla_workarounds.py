@@ -16,7 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spanax
 from spanax.plan.sharding import operands, xla_workarounds
+from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.sharding.xla_workarounds import CPU_COLLECTIVES, WORKAROUNDS, XlaWorkaround
+from spanax.run.step.replay.replay import Replay
+from spanax.trace.jaxpr.graph import from_jaxpr
 
 VECTOR = np.linspace(-1, 2, 16, dtype=np.float32)
 MATRIX = np.linspace(-1, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
@@ -123,13 +126,40 @@ mapped = jax.shard_map(
 jax.jit(mapped).lower(jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((8, 4), "int32")).compile()
 """
 
+EXTENDED = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+
+def on(x, *spec):
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+def gradients(x, y):
+    x = on(x, P.UNCONSTRAINED, "model")
+    hidden = x * x
+    bias = on(hidden.sum(0), ("model", "fsdp"))
+    return bias, on(lax.dot_general(hidden, on(y, None, "fsdp"), (((0,), (0,)), ((), ()))), "model", "fsdp")
+
+jax.jit(gradients).lower(jax.ShapeDtypeStruct((8, 32), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")).compile()
+"""
+
+
+def aborts(code: str, message: str) -> bool:
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0 or message in ended.stderr, ended.stderr
+    return ended.returncode != 0
+
 
 def manual_lookups() -> bool:
-    ended = subprocess.run(
-        [sys.executable, "-c", LOOKUP], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0 or "Check failed: partition_group_list" in ended.stderr, ended.stderr
-    return ended.returncode != 0
+    return aborts(LOOKUP, "Check failed: partition_group_list")
+
+
+def extended_operands() -> bool:
+    return aborts(EXTENDED, "ReplicateOnLastTileDim should not be called")
 
 
 DEFECTS: dict[str, Callable[[], bool]] = {
@@ -139,6 +169,7 @@ DEFECTS: dict[str, Callable[[], bool]] = {
     "padded-dims": padded_dims,
     "cpu-transposes": cpu_transposes,
     "manual-lookups": manual_lookups,
+    "extended-operands": extended_operands,
 }
 RACES = {CPU_COLLECTIVES.name}
 """Defects that only some runs show; no test can tell that they are gone."""
@@ -149,6 +180,16 @@ RACES = {CPU_COLLECTIVES.name}
 def test_jax_has_the_defect_in_the_stated_versions(workaround: XlaWorkaround) -> None:
     if workaround.name not in RACES:
         assert DEFECTS[workaround.name]() == workaround.is_needed(jax.__version__)
+
+
+@pytest.mark.parametrize("sum_spec", [("model", "data"), ("model",)])
+def test_a_value_whose_sum_is_sharded_further_keeps_its_constraint(sum_spec: tuple[str, ...]) -> None:
+    graph = from_jaxpr(jax.make_jaxpr(lambda x: (x * x).sum(0))(MATRIX))
+    shared = Constraint(((), ("model",)), is_open=True)
+    constraints = [shared, shared, Constraint((sum_spec,))]
+    replay = Replay(graph, constraints, {}, mesh())
+    text = str(jax.make_jaxpr(lambda x: replay.body(graph.body, [x]))(MATRIX))
+    assert text.count("sharding_constraint[") == (3 if len(sum_spec) > 1 else 2)
 
 
 def test_every_record_is_listed() -> None:

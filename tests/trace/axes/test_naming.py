@@ -54,6 +54,21 @@ def routed(router: Any, experts: Any, x: Any) -> Any:
     return jnp.einsum("ebd,edf->ebf", jnp.broadcast_to(x, (4, *x.shape)), experts) * gates.sum()
 
 
+def by_one_hot(router: Any, experts: Any, x: Any) -> Any:
+    """Every expert computes every token; the chosen ones are weighted."""
+    weights, chosen = jax.lax.top_k(x @ router, 2)
+    return combined((jax.nn.one_hot(chosen, 4) * weights[..., None]).sum(1), experts, x)
+
+
+def by_scatter(router: Any, experts: Any, x: Any) -> Any:
+    weights, chosen = jax.lax.top_k(x @ router, 2)
+    return combined(jnp.zeros((3, 4)).at[jnp.arange(3)[:, None], chosen].set(weights), experts, x)
+
+
+def combined(weights: Any, experts: Any, x: Any) -> Any:
+    return jnp.einsum("be,bef,efd->bd", weights, jnp.tanh(jnp.einsum("bd,edf->bef", x, experts)), experts.mT)
+
+
 def in_slots(router: Any, experts: Any, x: Any) -> Any:
     """Writes tokens into slots by index; returns the slots and the gates, so that their names are those of results."""
     gates_BTK, chosen_BTK = jax.lax.top_k(x @ router, 2)
@@ -68,6 +83,10 @@ def by_all(experts: Any, x: Any) -> Any:
     return jnp.einsum("ebtd,edf->ebtf", jnp.broadcast_to(x, (4, *x.shape)), experts)
 
 
+CHOSEN = (
+    [array(7, 4), array(4, 7, 5)], array(3, 7),
+    [("features", "experts"), ("experts", "features", "features"), ("batch", "features")],
+)  # fmt: skip
 FOUR = [array(7, 11), array(11, 7)] * 2
 CASES: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, list[Names]]] = {
     "a table indexed by the batch": (
@@ -98,6 +117,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], jax.Shape
         routed, [array(7, 4), array(4, 7, 5)], array(3, 7),
         [("features", "experts"), ("experts", "features", "features"), ("batch", "features")],
     ),
+    "experts weighted by one-hot choices": (by_one_hot, *CHOSEN),
+    "experts weighted by a scatter": (by_scatter, *CHOSEN),
 }  # fmt: skip
 
 

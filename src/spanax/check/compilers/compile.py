@@ -23,6 +23,9 @@ TIMEOUT_SECONDS = 900.0
 OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
 """Source: error E1000, CompileTimeHbmOom, of libtpu 0.0.51."""
 
+FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ")
+"""The start of a line of XLA's log that ends the process."""
+
 POWERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -115,12 +118,14 @@ def _run(folder: Path, target: Target, timeout: float) -> str:
                 fix=f"--timeout {2 * timeout:g}, or a lower level",
             ) from None
     if code or not (folder / "answer.json").exists():
-        last_line = log.read_text(errors="replace").strip().splitlines()[-1:]
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        # Of a fatal error, the last lines are addresses.
+        fatal = next((line.partition("] ")[2] for line in lines if FATAL.match(line)), "".join(lines[-1:]))
         status = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise CompilerError(
-            f"the compiler for {target.topology} crashed ({status}): {''.join(last_line)[:200]}",
+            f"the compiler for {target.topology} crashed ({status}) while compiling: {fatal[:200]}",
             where=f"compiler log: {log}",
-            fix="a lower level, or another version of the compiler",
+            fix="JAX_USE_SHARDY_PARTITIONER=0, another layout, a lower level, or another version of the compiler",
         )
     return log.read_text(errors="replace")
 

@@ -78,6 +78,7 @@ RULES: tuple[Rule[LintSubject], ...] = (
     Rule("SPX024", Severity.WARNING, training.constant_random_key, "Dropout drops the same activations in every step."),
     Rule("SPX025", Severity.INFO, training.unused_parameters,
          "Their optimizer state takes memory, and weight decay shrinks them."),
+    Rule("SPX026", Severity.WARNING, programs.replicated_kernels, "Every device gathers its operands and computes it."),
 )  # fmt: skip
 """The rules on a plan, sorted by code."""
 

@@ -1,4 +1,4 @@
-"""Lint rules on the program itself, on any mesh: unrolled layers, and matmuls in float32."""
+"""Lint rules on the program itself: unrolled layers, kernels that run replicated, and matmuls in float32."""
 
 import re
 from collections import defaultdict
@@ -8,8 +8,10 @@ from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.plan.defaults import NARROWER, SAME_DTYPE
 from spanax.plan.sharding.place import resolver_of
+from spanax.plan.sharding.resolve import Constraints, axes_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 
 MANY_LAYERS = 8
 """Unrolled equal layers are reported from this number; compilation may then take minutes."""
@@ -28,6 +30,29 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
         path = layers[0].partition("*")[0].rstrip(".")
         yield Message(path, f"`{path}` has {len(layers[1])} equal layers that are compiled one by one.",
                    "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model")  # fmt: skip
+
+
+def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
+    """A kernel that no compiler can partition (Pallas, Mosaic, FFI) runs on operands that the plan shards."""
+    step, mesh = subject.program.step, subject.plan.mesh
+    constraints = Constraints(resolver_of(subject.program, subject.plan), step)
+    for op in step.graph.ops():
+        if op.name not in OPAQUE_KERNELS:
+            continue
+        axes, gathered = set[str](), 0.0
+        for value in op.inputs:
+            constraint = constraints[value]
+            sharded = set[str]() if constraint is None else axes_of(constraint.spec)
+            axes |= sharded
+            gathered += step.graph.num_bytes(value) * (1 - 1 / mesh.ways(sorted(sharded)))
+        if axes:
+            yield Message(
+                "",
+                f"`{op.name}` at {op.where} runs replicated: {mesh.ways(sorted(axes))} devices gather its operands "
+                "and repeat its work at every call.",
+                f"jax.shard_map of the kernel over {', '.join(sorted(axes))}, if its examples are independent",
+                int(gathered),
+            )
 
 
 def float32_matmuls(subject: LintSubject) -> Iterator[Message]:

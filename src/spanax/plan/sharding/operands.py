@@ -14,6 +14,7 @@ from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writ
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 
 REDUCING = frozenset({"conv_general_dilated"})
@@ -216,10 +217,12 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
 def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Shards independent dims as the result has them and replicates all other dims.
 
-    XLA runs these operations as kernels that it cannot partition.
+    XLA runs these operations as kernels that it cannot partition. It rejects Mosaic kernels even where all operands are
+    replicated, unless they run device by device.
     """
     known = [constraints[value] for value in (*op.inputs, *op.outputs)]
-    if op.family is not Family.KERNEL or not any(c and any(c.spec) for c in known):
+    is_opaque = op.name in OPAQUE_KERNELS
+    if op.family is not Family.KERNEL or not (is_opaque or any(c and any(c.spec) for c in known)):
         return None
     classes, axes = traced.axes.classes, dict[int | None, tuple[str, ...]]()
     values = op.inputs + op.outputs
@@ -236,7 +239,9 @@ def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None
         by = [axes.get(label, ()) if (value, dim) in free else () for dim, label in enumerate(classes[value])]
         return Constraint(tuple(by))
 
-    return OperandSharding(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=any(axes.values()))
+    return OperandSharding(
+        tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=is_opaque or any(axes.values())
+    )
 
 
 def _padded(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:

@@ -72,6 +72,12 @@ MANUAL_LOOKUPS = XlaWorkaround(
     "run/step/replay/sharded_lookup",
 )  # fmt: skip
 
+EXTENDED_OPERANDS = XlaWorkaround(
+    "extended-operands", "", SpecifierSet(">=0.12"),
+    "a matmul of an operand whose sharding the compiler extended from that of its sum aborts the process",
+    "plan/sharding/xla_workarounds",
+)  # fmt: skip
+
 CPU_TRANSPOSES = XlaWorkaround(
     "cpu-transposes", "cpu", SpecifierSet(">=0.10.2"),
     "a contraction over two dims writes a transposed copy of an operand",
@@ -85,7 +91,8 @@ CPU_COLLECTIVES = XlaWorkaround(
 )  # fmt: skip
 
 WORKAROUNDS = (
-    RESIZED_DIMS, PADDED_DIMS, SHARD_SCATTERS, GROUPED_CONVOLUTIONS, MANUAL_LOOKUPS, CPU_TRANSPOSES, CPU_COLLECTIVES,
+    RESIZED_DIMS, PADDED_DIMS, SHARD_SCATTERS, GROUPED_CONVOLUTIONS, MANUAL_LOOKUPS, EXTENDED_OPERANDS, CPU_TRANSPOSES,
+    CPU_COLLECTIVES,
 )  # fmt: skip
 
 RESIZES = frozenset({Family.RESIZE, Family.DYNAMIC_SLICE})
@@ -148,6 +155,21 @@ def writes_shards(op: Op, operand: Constraint | None) -> bool:
     """
     dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
     return operand is not None and any(operand.spec[dim] for dim in dims)
+
+
+def is_extended(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> bool:
+    """Returns whether a sum of a value is sharded over further mesh axes than the value (`EXTENDED_OPERANDS`).
+
+    Without a constraint of its own, the value would be sharded over these axes, too, such as the gradient of an
+    activation over those of the bias. XLA aborts on some matmuls that read it.
+    """
+    axes = _axes(constraints[value])
+    sums = (op.outputs[0] for op in graph.readers.get(value, ()) if op.family is Family.REDUCTION)
+    return any(not _axes(constraints[result]) <= axes for result in sums)
+
+
+def _axes(constraint: Constraint | None) -> frozenset[str]:
+    return frozenset() if constraint is None else frozenset().union(*constraint.spec)
 
 
 def _replicated(constraint: Constraint, dims: Collection[int]) -> Constraint:

@@ -15,7 +15,13 @@ BARRIER_SECONDS = 3600
 
 
 def compiled_with_barrier(
-    function: Any, arguments: Sequence[Any], platform: str | None, name: str = "step", batch: Sequence[Any] = ()
+    function: Any,
+    arguments: Sequence[Any],
+    platform: str | None,
+    name: str = "step",
+    batch: Sequence[Any] = (),
+    *,
+    is_eager: bool = False,
 ) -> Any:
     """Returns the jitted function, compiled after a barrier if several processes run on CPUs.
 
@@ -28,19 +34,22 @@ def compiled_with_barrier(
       platform: the platform it runs on.
       name: the name of the function, for errors between processes.
       batch: its arguments besides the state, for these errors.
+      is_eager: whether to compile in a single process, too.
 
     Example:
       >>> compiled_with_barrier(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()
       2.0
     """
-    if jax.process_count() == 1:
-        return function
+    is_alone = jax.process_count() == 1
+    compiles = is_eager or (platform == "cpu" and not is_alone)  # else in the first call, and again for other shardings
+    compiled = function.lower(*arguments).compile() if compiles else function
+    if is_alone:
+        return compiled
     shapes = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in batch)
     described = f"`{name}` of {shapes}"[:200] if shapes else f"`{name}`"
     if platform == "cpu":
         from jax._src import distributed  # the public barrier is a collective itself
 
-        function = function.lower(*arguments).compile()
         with operation(f"the compilation of {described}"):
             distributed.global_state.client.wait_at_barrier(f"spanax:compiled {next(_NUMBERS)}", BARRIER_SECONDS * 1000)
-    return in_lockstep(function, described)
+    return in_lockstep(compiled, described)

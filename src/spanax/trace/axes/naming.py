@@ -13,6 +13,8 @@ import numpy as np
 
 from spanax.batch_dims import ExampleDims
 from spanax.trace.axes.discover import Dims
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.variables import Leaf
@@ -48,6 +50,9 @@ ANNOTATED = 99
 MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
 """Annotations that name a mesh axis: they determine how a dim is sharded, not what it is."""
 
+SCATTERS = names(Family.SCATTER) | names(Family.SCATTER_ADD)
+"""Operations that write elements at indices."""
+
 Claims = dict[int, Counter[str]]
 
 InParams = dict[int, set[frozenset[int]]]
@@ -79,6 +84,7 @@ def name_classes(
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
             _EVIDENCE[op.name](op, dims, origins, claims, in_params)
+    _claim_selected(dims, claims, in_params)
     _claim_slots(dims, origins, claims)
     _claim_attention(dims, origins, claims)
     _claim_by_kernels(dims, claims, leaves)
@@ -163,6 +169,28 @@ def _ragged_dot(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_p
     labels = dims.classes(weight)
     for dim in op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions if origins[weight] & Origin.PARAM else ():
         _claim(claims, labels[dim], "experts")
+
+
+def _claim_selected(dims: Dims, claims: Claims, in_params: InParams) -> None:
+    """Claims dims of weights that the choices of a router select, by comparison with an index or by a scatter.
+
+    Weights of a token for all experts, such as the sum of its one-hot choices, are no function of the router's scores.
+    """
+    num_experts: dict[int, int] = {}
+    for op in dims.graph.ops():
+        if op.name == "top_k" and _is_named(claims, dims.classes(op.inputs[0])[-1], "experts"):
+            num_experts[op.outputs[1]] = dims.shape(op.inputs[0])[-1]
+        sizes = {num_experts[value] for value in op.inputs if value in num_experts}
+        if not sizes:
+            continue
+        for value in op.outputs if op.name == "eq" or op.name in SCATTERS else ():
+            for label, size in zip(dims.classes(value), dims.shape(value), strict=True):
+                if size in sizes and label in in_params:
+                    _claim(claims, label, "experts")
+        if not op.bodies and all(
+            jax.dtypes.issubdtype(dims.graph.avals[value].dtype, np.integer) for value in op.outputs
+        ):
+            num_experts |= dict.fromkeys(op.outputs, max(sizes))
 
 
 def _claim_slots(dims: Dims, origins: Sequence[int], claims: Claims) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.resolve import Constraint
+from spanax.plan.sharding.xla_workarounds import is_extended
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
 from spanax.run.step.attention.ring import per_device_attention
@@ -147,6 +148,7 @@ class Replay:
         for value, out, previous in zip(op.outputs, outs, current, strict=True):
             target = constraints[value]
             known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
+            known = known and not is_extended(graph, value, constraints)
             # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
             known = known or (previous is not None and (target is None or previous.spec == target.spec))
             results.append(out if known else self.constrained(out, target, deferred))
@@ -228,7 +230,10 @@ def _shard_by_shard(
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
-    context: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
+    automatic = set(mesh.axis_names) - manual
+    if not automatic:
+        return list((instead or part)(*ins))
+    context: dict[str, Any] = {"axis_names": automatic} if manual else {"mesh": mesh}
     return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
 
 

@@ -71,13 +71,18 @@ def _iota(equation: Equation) -> Iterator[Relation]:
         yield Relation(Kind.NEW if dim == equation.params["dimension"] else Kind.REPEATED, ((out, dim),))
 
 
+OPAQUE_KERNELS = ("ffi_call", "mosaic_gpu", "pallas_call", "tpu_custom_call", "triton_kernel_call")
+"""The primitives of kernels that no compiler can partition: every device computes all of their results."""
+
+
 @row(
     Family.OTHER,
     """
-buffer_callback call_exported custom_call custom_lin custom_partitioning debug_callback debug_print ffi_call
-io_callback mosaic_gpu pallas_call pure_callback shard_map tpu_custom_call triton_kernel_call xla_pmap
+buffer_callback call_exported custom_call custom_lin custom_partitioning debug_callback debug_print io_callback
+pure_callback shard_map xla_pmap
 """,
 )
+@row(Family.KERNEL, " ".join(OPAQUE_KERNELS))
 def _opaque(equation: Equation) -> Iterator[Relation]:
     yield Relation(Kind.OPAQUE)
 
