@@ -9,18 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spanax.errors import IdleAxisError, IndivisibleError, ObjectsError, PipelineError, VariantError, first_line
+from spanax.errors import (
+    IdleAxisError,
+    IndivisibleError,
+    MeshError,
+    ObjectsError,
+    PipelineError,
+    VariantError,
+    first_line,
+)
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import decided
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
+from spanax.plan.presets import layout_for, layout_named
 from spanax.plan.sharding.place import check_made_for
 from spanax.run.distributed.processes import join_group
 from spanax.run.state.placement import build_mesh
 from spanax.run.state.sharded_init import placed
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import is_explicit, is_typed, sharding_on, user_mesh
 from spanax.trace.variant import Variant
 
 
@@ -48,14 +58,16 @@ class SharedPlacement:
       on: the devices to plan for; those of this process group by default.
       plan: the plan of the first function.
       mesh: the devices.
+      user_mesh: the user's Explicit mesh of the same devices, if any; see `CompiledFunction`.
     """
 
     request: Request
     on: Cluster | str | None = None
     plan: Plan | None = None
     mesh: jax.sharding.Mesh | None = None
+    user_mesh: jax.sharding.Mesh | None = None
 
-    def plan_for(self, program: Program, losses: LossOptions, *, is_like: bool) -> Plan:
+    def plan_for(self, program: Program, losses: LossOptions, *, is_like: bool, values: Sequence[Any] = ()) -> Plan:
         """Returns the plan of a program, with its losses in a form, on the shared mesh.
 
         Args:
@@ -63,10 +75,14 @@ class SharedPlacement:
           losses: the form of its losses.
           is_like: whether mesh axes that do not divide the batch compute it replicated, as for the last batch of an
             evaluation; otherwise they raise.
+          values: the arrays of the call. Without a request for a mesh, an Explicit one that they are on is used.
 
         Raises:
           SpanaxError: the program cannot be sharded as requested, or there are too few devices.
         """
+        users = None if self.mesh is not None else user_mesh(values)
+        if self.plan is None and self.on is None:
+            self.request = _on_mesh_of(users, self.request)
         if self.plan is None:
             request = replace(self.request, attention=losses.attention, loss_chunks=losses.loss_chunks)
             plan = decided(program, self.cluster(), request)
@@ -84,6 +100,7 @@ class SharedPlacement:
             )
         if self.mesh is None:
             self.mesh = build_mesh(plan, None)
+            self.user_mesh = _of_same_devices(users, self.mesh)
         self.plan = self.plan or plan
         return plan
 
@@ -97,6 +114,35 @@ class SharedPlacement:
         if mesh is not None and MeshShape.of(mesh).size <= len(devices):
             devices = devices[: MeshShape.of(mesh).size]
         return local(devices)
+
+
+def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:
+    """Returns a request without a mesh for the user's, if its layout is one of that mesh."""
+    if mesh is None or request.mesh is not None:
+        return request
+    try:
+        shape = MeshShape.of(mesh)
+        if request.layout is None:
+            layout_for(shape)
+        elif isinstance(request.layout, str):
+            layout_named(request.layout, shape)
+    except MeshError:
+        return request
+    return replace(request, mesh=shape)
+
+
+def _of_same_devices(users: jax.sharding.Mesh | None, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
+    """Returns the user's mesh if it is Explicit and has the devices of the plan's, and warns if its axes are others."""
+    if users is None or not is_explicit(users):
+        return None
+    if dict(users.shape) != dict(mesh.shape):
+        sizes = [",".join(f"{name}={size}" for name, size in each.shape.items()) for each in (users, mesh)]
+        warnings.warn(
+            f"the arrays move from the Explicit mesh {sizes[0]} to {sizes[1]}: under jax.set_mesh, JAX accepts them "
+            "outside of spanax.jit only if both meshes have the same axes.",
+            stacklevel=6,
+        )
+    return users if [*users.devices.flat] == [*mesh.devices.flat] else None
 
 
 def _planned_like(program: Program, cluster: Cluster, plan: Plan, losses: LossOptions, *, is_like: bool) -> Plan:
@@ -145,6 +191,8 @@ def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, arrays: Sequence[Any]) 
     shardings = []
     for leaf, array in zip(plan.leaves, arrays, strict=True):
         sharding = getattr(array, "sharding", None)
+        if isinstance(array, jax.Array) and is_typed(array) and not array.is_fully_replicated:
+            sharding = sharding_on(array.sharding, mesh)  # under an Explicit mesh, JAX replicates new arrays unasked
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh and isinstance(array, jax.Array):
             shardings.append(sharding)
         else:
@@ -154,12 +202,14 @@ def state_shardings(plan: Plan, mesh: jax.sharding.Mesh, arrays: Sequence[Any]) 
 
 
 def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
-    """Checks that an array is on one device, on the host, or on the mesh.
+    """Checks that an array is on one device, on the host, on the mesh, or on an Explicit mesh, which is the user's.
 
     Raises:
       SpanaxError: it is sharded over another mesh.
     """
-    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not _is_on(array.sharding, mesh):
+    if not isinstance(array, jax.Array) or is_typed(array):
+        return
+    if len(array.sharding.device_set) > 1 and not _is_on(array.sharding, mesh):
         raise ObjectsError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
@@ -183,9 +233,11 @@ def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mes
             fix="another function of spanax.jit for objects of another structure",
         )
     check_mesh(path, array, mesh)
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
+    is_between_types = is_typed(array) and array.sharding.mesh != sharding.mesh
+    if array.sharding.is_equivalent_to(sharding, array.ndim) and not is_between_types:
         return array
-    return jax.device_put(array, sharding) if _is_on(array.sharding, mesh) else placed(array, sharding)
+    is_on = array.sharding.device_set == sharding.device_set and len(array.sharding.device_set) > 1
+    return jax.device_put(array, sharding) if is_on else placed(array, sharding)
 
 
 def _is_on(sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> bool:

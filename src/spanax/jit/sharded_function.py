@@ -36,7 +36,7 @@ from spanax.show.axes import axes_text
 from spanax.show.search import array_lines
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
-from spanax.trace.user_mesh import outside_meshes
+from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 
 MANY = 5
@@ -110,7 +110,7 @@ class ShardedFunction:
             key = form, structure, tuple(map(_type, arrays))
             if key not in self._executables:
                 self._executables[key] = self._compiled(key, objects, arrays)
-            return self._run(self._executables[key], objects, arrays)
+            return outside_meshes(self._run)(self._executables[key], objects, arrays)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the function as a method of an object."""
@@ -236,7 +236,8 @@ class ShardedFunction:
         program = trace_function(
             function, owners(nodes, object_names), shapes, short_names(array_names), self.losses.variant
         )
-        plan = self.placement.plan_for(program, self.losses, is_like=self.is_like)
+        values = [*jax.tree.leaves(nnx.state(nodes)), *arrays]
+        plan = self.placement.plan_for(program, self.losses, is_like=self.is_like, values=values)
         return as_planned(program, plan), plan
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
@@ -247,10 +248,10 @@ class ShardedFunction:
         mesh = self.placement.mesh
         assert mesh is not None
         shardings = state_shardings(plan, mesh, objects.arrays())
-        compiled = CompiledFunction(program, plan, mesh, shardings, self.donate)
-        jitted = outside_meshes(compiled_with_barrier)(compiled.jitted, compiled.arguments(), platform_of(mesh))
+        compiled = CompiledFunction(program, plan, mesh, shardings, self.donate, self.placement.user_mesh)
+        jitted = outside_meshes(_callable)(compiled, mesh)
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
-        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(shardings))
+        return Executable(compiled, jitted, has_objects(leaves), [_UNSEEN] * len(shardings))
 
     def _check_structure(self, key: Key, program: Program) -> None:
         """Checks that the objects have the arrays of the first call with the same arguments; they may have more.
@@ -300,6 +301,8 @@ class ShardedFunction:
         objects.update(compiled.updated, after)
         if compiled.is_simulated:
             jax.block_until_ready(results or after)
+        if compiled.user_mesh is not None:
+            results = [on_mesh(result, compiled.user_mesh) for result in results]
         call = jax.tree.unflatten(compiled.program.step.result, results)
         return with_objects(call, objects.by_path) if executable.has_objects else call.results
 
@@ -310,7 +313,7 @@ class ShardedFunction:
         for index in () if all(map(is_, shardings, seen)) else range(len(state)):
             if shardings[index] is not seen[index]:
                 leaf, array = compiled.program.leaves[index], state[index]
-                state[index] = place(leaf.path, array, leaf, compiled.state[index], compiled.mesh)
+                state[index] = place(leaf.path, array, leaf, compiled.stored[index], compiled.mesh)
                 seen[index] = state[index].sharding
                 if state[index] is not array:
                     moved.append(index)
@@ -318,6 +321,14 @@ class ShardedFunction:
         if self.donate and (len(distinct) < len(state) or not distinct.isdisjoint(map(id, arrays))):
             moved += _copy_shared(state, arrays)
         return moved
+
+
+def _callable(compiled: CompiledFunction, mesh: jax.sharding.Mesh) -> Any:
+    """Returns what runs a compiled function."""
+    arguments = compiled.arguments()
+    if compiled.user_mesh is not None:  # only a compiled program accepts arrays on another mesh of the same devices
+        return compiled.jitted.lower(*arguments).compile()
+    return compiled_with_barrier(compiled.jitted, arguments, platform_of(mesh))
 
 
 def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
@@ -358,7 +369,8 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
     aval = jax.typeof(array)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    sharding = array.sharding if isinstance(array, jax.Array) and is_typed(array) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
 
 
 def _for_group(array: Any, leaf: Leaf, sharding: jax.sharding.NamedSharding) -> Any:

@@ -57,8 +57,8 @@ def trace_function(
       [('bias', ('...',)), ('kernel', ('...', '...')), ('x', ('batch', '...'))]
     """
     shapes = list(arrays)
-    mesh = UserMesh.of(shapes)
-    variables, _ = take_apart(owners)
+    variables, values = take_apart(owners)
+    mesh = UserMesh.of(shapes, values)
     state = State(variables, None, mesh.with_state(variables.leaves))
     leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
     return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves), variant)

@@ -12,6 +12,7 @@ from spanax.plan.plan import Plan
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import sharding_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,8 @@ class CompiledFunction:
       mesh: the devices.
       state: the sharding of every leaf of the state, which may differ from the plan's.
       donate: whether the buffers of the leaves that the function updates are reused.
+      user_mesh: the user's Explicit mesh of the same devices, if any. Between calls, arrays are on it where possible:
+        under `jax.set_mesh`, JAX accepts arrays on no other mesh.
     """
 
     program: Program
@@ -31,6 +34,7 @@ class CompiledFunction:
     mesh: jax.sharding.Mesh
     state: tuple[jax.sharding.Sharding, ...]
     donate: bool
+    user_mesh: jax.sharding.Mesh | None = None
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
@@ -46,6 +50,11 @@ class CompiledFunction:
     def constant(self) -> tuple[int, ...]:
         """The indices of the leaves that the function only reads."""
         return tuple(sorted({*range(len(self.state))}.difference(self.updated)))
+
+    @cached_property
+    def stored(self) -> tuple[jax.sharding.Sharding, ...]:
+        """The sharding of every leaf of the state between calls."""
+        return tuple(sharding_on(sharding, self.user_mesh) for sharding in self.state)
 
     @cached_property
     def batch(self) -> list[jax.sharding.NamedSharding]:
@@ -80,7 +89,7 @@ class CompiledFunction:
         return jax.jit(
             function,
             in_shardings=(before, read, self.batch),
-            out_shardings=(before, None),
+            out_shardings=([self.stored[index] for index in updated], None),
             donate_argnums=0 if self.donate else (),
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
         )
