@@ -77,7 +77,11 @@ def check_static(form: CallForm, parameters: Sequence[str]) -> None:
 
 
 def split_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Collection[int], static_argnames: Collection[str]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: Collection[int],
+    static_argnames: Collection[str],
+    parameters: Sequence[str] = (),
 ) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
     """Returns the form of a call, its NNX objects, and its arrays.
 
@@ -86,6 +90,7 @@ def split_call(
       kwargs: the keyword arguments.
       static_argnums: the positions of static arguments.
       static_argnames: the names of static arguments.
+      parameters: the names of the function's parameters, for errors.
 
     Raises:
       SpanaxError: an argument is neither an object, nor an array, nor a number.
@@ -105,7 +110,24 @@ def split_call(
     kinds = tuple(map(is_object, leaves))
     nodes = tuple(leaf for leaf, is_node in zip(leaves, kinds, strict=True) if is_node)
     arrays = [as_array(leaf) for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node]
-    return CallForm(treedef, kinds, statics), nodes, arrays
+    form = CallForm(treedef, kinds, statics)
+    if any(array is None for array in arrays):
+        raise _not_an_array(
+            form, [leaf for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node], parameters
+        )
+    return form, nodes, arrays
+
+
+def _not_an_array(form: CallForm, leaves: Sequence[Any], parameters: Sequence[str]) -> ObjectsError:
+    """Returns the error for the first leaf of the arguments that is not an array."""
+    names = form.names(parameters)[1]
+    name, value = next(pair for pair in zip(names, leaves, strict=True) if as_array(pair[1]) is None)
+    argument, _, inside = name.partition(".")
+    fix = f"remove it from `{argument}`, or pass it as an argument of its own and in static_argnames"
+    return ObjectsError(
+        f"`{name}` is a {type(value).__name__}, neither an NNX object nor an array.",
+        fix=fix if inside else f'static_argnames=("{argument}",)',
+    )
 
 
 def is_object(value: Any) -> bool:
@@ -116,8 +138,7 @@ def is_object(value: Any) -> bool:
 def as_array(value: Any) -> Any:
     """Returns an argument as JAX accepts it: arrays of other libraries, such as PyTorch, as NumPy arrays.
 
-    Raises:
-      SpanaxError: the argument is not an array or a number.
+    None stands for an argument that is neither an array nor a number.
     """
     if isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex | jax.ShapeDtypeStruct):
         return value
@@ -125,7 +146,4 @@ def as_array(value: Any) -> Any:
         return value.__jax_array__()
     if hasattr(value, "__array__"):
         return np.asarray(value)
-    raise ObjectsError(
-        f"an argument is a {type(value).__name__}, neither an NNX object nor an array.",
-        fix="static_argnums or static_argnames for values that are not arrays",
-    )
+    return None

@@ -132,16 +132,9 @@ def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:
 
 
 def _of_same_devices(users: jax.sharding.Mesh | None, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
-    """Returns the user's mesh if it is Explicit and has the devices of the plan's, and warns if its axes are others."""
+    """Returns the user's mesh if it is Explicit and has the devices of the plan's."""
     if users is None or not is_explicit(users):
         return None
-    if dict(users.shape) != dict(mesh.shape):
-        sizes = [",".join(f"{name}={size}" for name, size in each.shape.items()) for each in (users, mesh)]
-        warnings.warn(
-            f"the arrays move from the Explicit mesh {sizes[0]} to {sizes[1]}: under jax.set_mesh, JAX accepts them "
-            "outside of spanax.jit only if both meshes have the same axes.",
-            stacklevel=6,
-        )
     return users if [*users.devices.flat] == [*mesh.devices.flat] else None
 
 

@@ -82,6 +82,7 @@ class ShardedFunction:
       static_argnames: the names of static arguments.
       losses: the form of the function's losses.
       is_like: whether another function decides the placement.
+      compiler_options: as in `jax.jit`.
     """
 
     function: Callable[..., Any]
@@ -91,6 +92,7 @@ class ShardedFunction:
     static_argnames: frozenset[str] = frozenset()
     losses: LossOptions = LossOptions()
     is_like: bool = False
+    compiler_options: dict[str, Any] = field(default_factory=dict)
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _structures: dict[Any, int] = field(default_factory=dict, repr=False)
     _objects: list[tuple[Objects, int]] = field(default_factory=list, repr=False)
@@ -156,7 +158,7 @@ class ShardedFunction:
         mesh = self.placement.mesh
         assert mesh is not None
         state = tuple(leaf.sharding(mesh) for leaf in plan.leaves)
-        compiled = CompiledFunction(program, plan, mesh, state, self.donate)
+        compiled = CompiledFunction(program, plan, mesh, state, self.donate, options=self.compiler_options)
         return outside_meshes(compiled.jitted.lower)(*compiled.arguments())
 
     def check(self, on: Cluster | str | None = None, **options: Any) -> Report:
@@ -204,7 +206,7 @@ class ShardedFunction:
         return tuple(inspect.signature(self.function).parameters)
 
     def _split(self, args: Any, kwargs: Any) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
-        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames, self._parameters)
         if form.statics:
             check_static(form, self._parameters)
         return form, nodes, arrays
@@ -248,7 +250,9 @@ class ShardedFunction:
         mesh = self.placement.mesh
         assert mesh is not None
         shardings = state_shardings(plan, mesh, objects.arrays())
-        compiled = CompiledFunction(program, plan, mesh, shardings, self.donate, self.placement.user_mesh)
+        compiled = CompiledFunction(
+            program, plan, mesh, shardings, self.donate, self.placement.user_mesh, self.compiler_options
+        )
         jitted = outside_meshes(_callable)(compiled, mesh)
         leaves = jax.tree.unflatten(program.step.result, [0] * program.step.num_results)
         return Executable(compiled, jitted, has_objects(leaves), [_UNSEEN] * len(shardings))

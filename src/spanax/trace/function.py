@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spanax.errors import PipelineError, SpanaxError, VariantError
+from spanax.errors import PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
 from spanax.trace.axes.naming import num_examples
@@ -104,7 +104,16 @@ class FunctionDefinition:
         elif variant not in self._memo:
             run = partial(_run, self.values.variables, self.function)
             with loss_form(variant) as form:
-                step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+                try:
+                    step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+                except NameError as error:
+                    if error.name is not None:  # Python's own, for an undefined variable
+                        raise
+                    raise StepError(
+                        "the function uses the name of a mapped axis, such as in jax.lax.pmean, and has none.",
+                        fix="delete the line: a gradient is already that of the whole batch; only jax.shard_map and "
+                        "jax.vmap(axis_name=...) have axis names",
+                    ) from error
             if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
                 raise VariantError(
                     "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",

@@ -1,7 +1,7 @@
 """A function of NNX objects and arrays, compiled under a plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ class CompiledFunction:
       donate: whether the buffers of the leaves that the function updates are reused.
       user_mesh: the user's Explicit mesh of the same devices, if any. Between calls, arrays are on it where possible:
         under `jax.set_mesh`, JAX accepts arrays on no other mesh.
+      options: the user's options of the compiler, which take precedence over the plan's.
     """
 
     program: Program
@@ -35,6 +36,7 @@ class CompiledFunction:
     state: tuple[jax.sharding.Sharding, ...]
     donate: bool
     user_mesh: jax.sharding.Mesh | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
@@ -85,13 +87,14 @@ class CompiledFunction:
             return [outputs[index] for index in updated], outputs[num_leaves:]
 
         platform = platform_of(self.mesh)
+        planned = for_platform(self.plan.xla_flags, platform) if platform else {}
         before, read = ([self.state[index] for index in indices] for indices in (updated, constant))
         return jax.jit(
             function,
             in_shardings=(before, read, self.batch),
             out_shardings=([self.stored[index] for index in updated], None),
             donate_argnums=0 if self.donate else (),
-            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
+            compiler_options={**planned, **self.options} or None,
         )
 
     def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
