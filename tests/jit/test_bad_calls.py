@@ -73,8 +73,10 @@ def test_a_bad_call_is_one_error(name: str) -> None:
     function, mesh, make, arguments, kind, message = CASES[name]
     objects = make()
     before = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         spanax.jit(function, mesh=mesh)(objects, *arguments)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("pass it as an argument" in notes) == (function is captured)
     after = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
     assert all(old.get_raw_value() is new.get_raw_value() for old, new in zip(before, after, strict=True))
 
@@ -91,6 +93,21 @@ def test_other_objects_in_a_later_call_leave_both_unchanged() -> None:
     with pytest.raises(SpanaxError, match=r"`kernel` is float32\[16, 64\], but the function was traced with"):
         step(first, X)
     assert float(first.bias[0]) == 1
+
+
+def test_the_fix_of_a_function_without_a_batch_works() -> None:
+    target = model()
+    step = spanax.jit(update, mesh="fsdp=8")
+    step(target, X)
+
+    def halve(model: Any) -> None:
+        model.kernel[...] *= 0.5
+
+    with pytest.raises(SpanaxError, match=r"'fsdp' \(8\) has nothing to shard(.|\n)*fix: like=train_step"):
+        spanax.jit(halve, mesh="fsdp=8")(target)
+    before = float(target.kernel[0, 0])
+    spanax.jit(halve, like=step)(target)
+    assert float(target.kernel[0, 0]) == before / 2
 
 
 def test_names_of_layouts_and_keywords_are_checked_before_any_call() -> None:

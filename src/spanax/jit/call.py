@@ -57,6 +57,20 @@ class CallForm:
         return names
 
 
+def changed_statics(before: CallForm, after: CallForm, parameters: Sequence[str]) -> list[str]:
+    """Returns the names of the static arguments that differ between two calls, with their values.
+
+    Example:
+      >>> forms = [split_call((), {"steps": steps}, (), ("steps",))[0] for steps in (2, 3)]
+      >>> changed_statics(*forms, ())
+      ['steps 2 -> 3']
+    """
+    old = dict(before.statics)
+    changed = [(key, old.get(key), value) for key, value in after.statics if key not in old or old[key] != value]
+    names = [parameters[key] if isinstance(key, int) and key < len(parameters) else str(key) for key, *_ in changed]
+    return [f"{name} {was!r:.40} -> {value!r:.40}" for name, (_, was, value) in zip(names, changed, strict=True)]
+
+
 def check_static(form: CallForm, parameters: Sequence[str]) -> None:
     """Checks that the static arguments of a call are hashable, as a key of a compiled program must be.
 

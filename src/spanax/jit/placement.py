@@ -85,7 +85,15 @@ class SharedPlacement:
             self.request = _on_mesh_of(users, self.request)
         if self.plan is None:
             request = replace(self.request, attention=losses.attention, loss_chunks=losses.loss_chunks)
-            plan = decided(program, self.cluster(), request)
+            try:
+                plan = decided(program, self.cluster(), request)
+            except IdleAxisError as error:
+                if not any(isinstance(value, jax.Array) and _num_devices(value) > 1 for value in values):
+                    raise
+                raise IdleAxisError(  # another mesh would move the arrays
+                    first_line(error), axis=error.axis, in_storage=error.in_storage,
+                    fix="like=train_step, the function that placed these objects, instead of mesh and layout",
+                ) from error  # fmt: skip
         elif self.plan.fingerprint == program.fingerprint:
             check_made_for(program, self.plan)
             plan = self.plan
@@ -114,6 +122,10 @@ class SharedPlacement:
         if mesh is not None and MeshShape.of(mesh).size <= len(devices):
             devices = devices[: MeshShape.of(mesh).size]
         return local(devices)
+
+
+def _num_devices(array: jax.Array) -> int:
+    return len(array.sharding.device_set)
 
 
 def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:

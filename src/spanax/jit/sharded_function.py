@@ -18,7 +18,7 @@ from spanax.check.check import check
 from spanax.check.report import Report
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
-from spanax.jit.call import CallForm, check_static, split_call
+from spanax.jit.call import CallForm, changed_statics, check_static, split_call
 from spanax.jit.objects import Objects
 from spanax.jit.placement import LossOptions, SharedPlacement, place, state_shardings
 from spanax.jit.results import attributes, has_objects, returned, with_objects
@@ -287,7 +287,8 @@ class ShardedFunction:
             for name, old, new in zip(names, last[2], key[2], strict=False)
             if old != new
         ]
-        reason = ", ".join(changed[:3]) or "static arguments or the structure of the objects changed"
+        changed += changed_statics(last[0], key[0], self._parameters)
+        reason = ", ".join(changed[:3]) or "the structure of the objects changed"
         warnings.warn(f"`{self._name}` is compiled for the {count}th time: {reason}", stacklevel=4)
 
     def _run(self, executable: Executable, objects: Objects, arrays: Sequence[Any]) -> Any:

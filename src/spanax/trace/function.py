@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
 from spanax.errors import PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
@@ -106,6 +107,9 @@ class FunctionDefinition:
             with loss_form(variant) as form:
                 try:
                     step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves)
+                except TraceContextError as error:
+                    error.add_note("The function updates an object that it captures: pass it as an argument.")
+                    raise
                 except NameError as error:
                     if error.name is not None:  # Python's own, for an undefined variable
                         raise
