@@ -95,8 +95,9 @@ def under_explicit_axes(loss: Callable[..., Any]) -> Any:
 
 
 def constrained(model: Any, x: Any) -> Any:
-    """A loss that asserts a sharding that its batch does not have."""
-    return (model(jax.lax.with_sharding_constraint(x, P("data"))) ** 2).mean()
+    """A loss that asserts a sharding that its batch does not have, and requires Explicit axes."""
+    x = jax.lax.with_sharding_constraint(x, P("data"))
+    return (model(jax.sharding.reshard(x, P("data"))) ** 2).mean()
 
 
 def mapped(model: Any, x: Any) -> Any:

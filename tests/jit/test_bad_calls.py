@@ -23,6 +23,10 @@ def as_float(model: Any, x: Any) -> float:
     return float(update(model, x))
 
 
+def averaged(model: Any, x: Any) -> Any:
+    return jax.lax.pmean(update(model, x), "data")
+
+
 def captured(model: Any, x: Any) -> Any:
     CAPTURED.bias[...] += 1
     return update(model, x)
@@ -52,12 +56,13 @@ def planned() -> spanax.Plan:
 
 CASES = {
     "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, "float"),
+    "a mapped axis": (averaged, "data=8", model, (X,), SpanaxError, "name of a mapped axis(.|\n)*delete the line"),
     "a captured object": (captured, "data=8", model, (X,), errors.TraceContextError, "different trace level"),
     "an odd batch": (update, "data=8", model, (X[:6],), SpanaxError, "'batch' of size 6 is not divisible by 8"),
     "another mesh": (update, "data=8", elsewhere, (X,), SpanaxError, "`kernel` is already sharded over another mesh"),
     "too few devices": (update, "data=16", model, (np.ones((16, 16)),), SpanaxError, "data=16 needs 16 devices"),
     "an unknown axis": (update, "bogus=8", model, (X,), SpanaxError, "mesh axis 'bogus' has no default meaning"),
-    "a string": (update, "data=8", model, ("x",), SpanaxError, "a str, neither an NNX object nor an array"),
+    "a string": (update, "data=8", model, ("x",), SpanaxError, "`x` is a str, neither an NNX object nor an array"),
     "hijax": (update, "data=8", hijax, (X,), SpanaxError, "`bias` is a HijaxVariable, which spanax.jit does not"),
     "shapes": (update, "data=8", lambda: nnx.eval_shape(model), (X,), SpanaxError, "is a shape without a value"),
 }  # fmt: skip
@@ -68,8 +73,10 @@ def test_a_bad_call_is_one_error(name: str) -> None:
     function, mesh, make, arguments, kind, message = CASES[name]
     objects = make()
     before = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         spanax.jit(function, mesh=mesh)(objects, *arguments)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert ("pass it as an argument" in notes) == (function is captured)
     after = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
     assert all(old.get_raw_value() is new.get_raw_value() for old, new in zip(before, after, strict=True))
 
@@ -87,6 +94,36 @@ def test_a_call_that_raises_leaves_the_objects_unchanged() -> None:
     assert float(first.bias[0]) == 1
 
 
+def test_the_fix_of_a_function_without_a_batch_works() -> None:
+    target = model()
+    step = spanax.jit(update, mesh="fsdp=8")
+    step(target, X)
+
+    def halve(model: Any) -> None:
+        model.kernel[...] *= 0.5
+
+    with pytest.raises(
+        SpanaxError, match=r"'fsdp' \(8\) has nothing to shard(.|\n)*fix: spanax.jit\(function, like=train_step\)"
+    ):
+        spanax.jit(halve, mesh="fsdp=8")(target)
+    before = float(target.kernel[0, 0])
+    spanax.jit(halve, like=step)(target)
+    assert float(target.kernel[0, 0]) == before / 2
+
+
+def test_names_of_layouts_and_keywords_are_checked_before_any_call() -> None:
+    with pytest.raises(SpanaxError, match="unknown layout 'fspd'(.|\n)*did you mean 'fsdp'"):
+        spanax.jit(update, layout="fspd")
+    with pytest.raises(SpanaxError, match="mesh axis 'fspd' has no default meaning"):
+        spanax.jit(update, mesh="fspd=8")
+    assert spanax.jit(update, donate_argnums=0, keep_unused=False).donate
+    assert not spanax.jit(update, donate_argnames=()).donate
+    options = {"xla_backend_optimization_level": 1}
+    assert spanax.jit(update, mesh="data=8", compiler_options=options)(model(), X).shape == ()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_none_such"):
+        spanax.jit(update, mesh="data=8", compiler_options={"xla_none_such": 1})(model(), X)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -98,6 +135,9 @@ def test_a_call_that_raises_leaves_the_objects_unchanged() -> None:
         ({"microbatches": 2}, "the function has none"),
         ({"loss_chunks": 2}, "the function has none"),
         ({"mesh": "pipe=2,data=4"}, "no repeated blocks"),
+        ({"donate_argnums": 0, "donate": False}, "contradicts donate_argnums"),
+        ({"out_shardings": jax.P("data")}, "`out_shardings` of nnx.jit does not apply"),
+        ({"donate_argnum": 0}, "no argument `donate_argnum`(.|\\n)*did you mean"),
     ],
 )
 def test_bad_options_are_one_error(options: dict[str, Any], message: str) -> None:

@@ -190,11 +190,74 @@ def test_variants_are_traced_under_the_same_mesh(tmp_path: Any) -> None:
         assert run.steps([batch, batch])["loss"].shape == (2,)
 
 
+class Asserting(Constrained):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(jax.sharding.reshard(jax.lax.with_sharding_constraint(x, ROWS), ROWS))
+
+
 def test_a_program_that_jax_refuses_under_the_mesh_raises_with_a_fix() -> None:
     with jax.set_mesh(user_mesh(AxisType.Explicit)):
         with pytest.raises(spanax.SpanaxError, match="under the Explicit mesh data=4,model=2") as caught:
-            spanax.trace(build=Constrained, optimizer=optax.sgd(0.1), batch=BATCH, loss=loss)
-    assert "jax.device_put(batch" in str(caught.value)
+            spanax.trace(build=Asserting, optimizer=optax.sgd(0.1), batch=BATCH, loss=loss)
+        assert "jax.device_put(batch" in str(caught.value)
+        batch = jax.device_put(BATCH, P("data"))
+        spanax.trace(build=Asserting, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+
+
+class Untyped(nnx.Module):
+    """Layers that JAX refuses for a typed batch: the output of an embedding, and the mask of a dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.dropout = nnx.Embed(32, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.up = nnx.Linear(16, 32, kernel_metadata={"out_sharding": (None, "model")}, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.up(self.dropout(self.embed(x)))
+
+
+def tokens_step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+    value, gradients = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+@pytest.mark.parametrize("request_mesh", ["none", "mesh", "text"])
+def test_objects_of_an_explicit_mesh_train_in_place_and_stay_on_it(request_mesh: str, is_typed: bool) -> None:
+    tokens = np.arange(64, dtype="int32").reshape(16, 4) % 32
+
+    def objects() -> tuple[Any, Any]:
+        model = Untyped(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2, eps=0.1), wrt=nnx.Param)
+
+    mesh = user_mesh(AxisType.Explicit)
+    options = {"none": {}, "mesh": {"mesh": mesh}, "text": {"mesh": "data=4,model=2"}}[request_mesh]
+    with jax.set_mesh(user_mesh(AxisType.Auto)):
+        reference, plain = objects(), nnx.jit(tokens_step)
+        expected = [float(plain(*reference, tokens)) for _ in range(3)]
+    with jax.set_mesh(mesh):
+        model, optimizer = objects()
+        step = spanax.jit(tokens_step, **options)
+        batch = jax.device_put(tokens, P("data")) if is_typed else tokens
+        losses = [step(model, optimizer, batch) for _ in range(2)]
+        total = losses[0] + losses[1]  # on the user's mesh, as are the arrays of the objects
+        moment = optimizer.opt_state[0].mu["up"]["kernel"][...]
+        assert (model.up.kernel[...] * moment).sharding.mesh == mesh
+        assert nnx.jit(lambda model: model.up(np.ones((16, 16), "float32")))(model).shape == (16, 32)
+        assert model.up.kernel[...].sharding.spec == P(None, "model")
+        evaluated = spanax.jit(lambda model, x: model(x).sum(), like=step)(model, batch)
+        assert (evaluated + total).shape == ()
+    losses.append(step(model, optimizer, tokens))  # outside of the mesh
+    # The evaluation drew a mask of the dropout, too.
+    np.testing.assert_allclose([*map(float, losses[:2])], expected[:2], rtol=1e-5)
+    assert np.isfinite(float(losses[2]))
+
+
+def test_results_on_other_axes_than_those_of_the_explicit_mesh_can_be_used() -> None:
+    with jax.set_mesh(user_mesh(AxisType.Explicit)):
+        model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        total = spanax.jit(lambda model, x: model(x).sum(), mesh="fsdp=8")(model, BATCH)
+        assert (total + 1).shape == ()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])

@@ -94,6 +94,20 @@ class CallForm:
         return checked_axes([entries[number] for number, is_node in enumerate(self.is_object) if not is_node], arrays)
 
 
+def changed_statics(before: CallForm, after: CallForm, parameters: Sequence[str]) -> list[str]:
+    """Returns the names of the static arguments that differ between two calls, with their values.
+
+    Example:
+      >>> forms = [split_call((), {"steps": steps}, (), ("steps",))[0] for steps in (2, 3)]
+      >>> changed_statics(*forms, ())
+      ['steps 2 -> 3']
+    """
+    old = dict(before.statics)
+    changed = [(key, old.get(key), value) for key, value in after.statics if key not in old or old[key] != value]
+    names = [parameters[key] if isinstance(key, int) and key < len(parameters) else str(key) for key, *_ in changed]
+    return [f"{name} {was!r:.40} -> {value!r:.40}" for name, (_, was, value) in zip(names, changed, strict=True)]
+
+
 def check_static(form: CallForm, parameters: Sequence[str]) -> None:
     """Checks that the static arguments of a call are hashable, as a key of a compiled program must be.
 
@@ -114,7 +128,11 @@ def check_static(form: CallForm, parameters: Sequence[str]) -> None:
 
 
 def split_call(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static_argnums: Collection[int], static_argnames: Collection[str]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: Collection[int],
+    static_argnames: Collection[str],
+    parameters: Sequence[str] = (),
 ) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
     """Returns the form of a call, its NNX objects, and its arrays.
 
@@ -123,6 +141,7 @@ def split_call(
       kwargs: the keyword arguments.
       static_argnums: the positions of static arguments.
       static_argnames: the names of static arguments.
+      parameters: the names of the function's parameters, for errors.
 
     Raises:
       SpanaxError: an argument is neither an object, nor an array, nor a number.
@@ -142,7 +161,24 @@ def split_call(
     kinds = tuple(map(is_object, leaves))
     nodes = tuple(leaf for leaf, is_node in zip(leaves, kinds, strict=True) if is_node)
     arrays = [as_array(leaf) for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node]
-    return CallForm(treedef, kinds, statics, content(statics)), nodes, arrays
+    form = CallForm(treedef, kinds, statics, content(statics))
+    if any(array is None for array in arrays):
+        raise _not_an_array(
+            form, [leaf for leaf, is_node in zip(leaves, kinds, strict=True) if not is_node], parameters
+        )
+    return form, nodes, arrays
+
+
+def _not_an_array(form: CallForm, leaves: Sequence[Any], parameters: Sequence[str]) -> ObjectsError:
+    """Returns the error for the first leaf of the arguments that is not an array."""
+    names = form.names(parameters)[1]
+    name, value = next(pair for pair in zip(names, leaves, strict=True) if as_array(pair[1]) is None)
+    argument, _, inside = name.partition(".")
+    fix = f"remove it from `{argument}`, or pass it as an argument of its own and in static_argnames"
+    return ObjectsError(
+        f"`{name}` is a {type(value).__name__}, neither an NNX object nor an array.",
+        fix=fix if inside else f'static_argnames=("{argument}",)',
+    )
 
 
 def is_object(value: Any) -> bool:
@@ -153,8 +189,7 @@ def is_object(value: Any) -> bool:
 def as_array(value: Any) -> Any:
     """Returns an argument as JAX accepts it: arrays of other libraries, such as PyTorch, as NumPy arrays.
 
-    Raises:
-      SpanaxError: the argument is not an array or a number.
+    None stands for an argument that is neither an array nor a number.
     """
     if isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex | jax.ShapeDtypeStruct):
         return value
@@ -162,7 +197,4 @@ def as_array(value: Any) -> Any:
         return value.__jax_array__()
     if hasattr(value, "__array__"):
         return np.asarray(value)
-    raise ObjectsError(
-        f"an argument is a {type(value).__name__}, neither an NNX object nor an array.",
-        fix="static_argnums or static_argnames for values that are not arrays",
-    )
+    return None

@@ -74,7 +74,7 @@ def _check_context(mesh: jax.sharding.Mesh, arrays: Sequence[Any]) -> None:
         raise PlanMismatchError(
             "the surrounding mesh is not the plan's, or has Explicit axes.",
             where=f"{current or 'the mesh of an array'}; the plan's mesh is {dict(mesh.shape)}",
-            fix="jax.set_mesh(plan.mesh.build()), or no jax.set_mesh",
+            fix="spanax.jit(function, plan=plan), or objects created without jax.set_mesh",
         )
 
 

@@ -10,7 +10,7 @@ from spanax.jit.call import is_object
 from spanax.jit.sharded_function import LIKE, ShardedFunction, owners
 from spanax.run.state.sharded_init import init_sharded
 from spanax.trace.initial_state import created
-from spanax.trace.user_mesh import outside_meshes
+from spanax.trace.user_mesh import on_mesh, outside_meshes
 from spanax.trace.variables import Owner, with_sharding_default
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -71,6 +71,8 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
     assert mesh is not None
     shardings = [plan[leaf.path].sharding(mesh) for leaf in variables.leaves]
     arrays = outside_meshes(init_sharded)(jaxpr, [], shardings)
+    if like.placement.user_mesh is not None:
+        arrays = [on_mesh(array, like.placement.user_mesh) for array in arrays]
     objects = with_sharding_default(variables.merge(arrays))
     return objects if is_tuple[0] else objects[0]
 

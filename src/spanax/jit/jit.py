@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spanax.errors import ArgumentError, ConflictError, check_type
+from spanax.errors import ArgumentError, ConflictError, UnknownNameError, check_type, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.placement import LossOptions, SharedPlacement
@@ -16,6 +16,7 @@ from spanax.jit.sharded_function import LIKE, ShardedFunction
 from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
+from spanax.plan.presets import check_names
 from spanax.plan.sharding.assign import Pins
 from spanax.trace.batch import AUTO
 from spanax.trace.rewrites.remat_policies import known_policy
@@ -40,6 +41,8 @@ def jit(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     batch_axes: Any = AUTO,
+    compiler_options: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Any:
     """Compiles a function of NNX objects and arrays, as `nnx.jit` does, with the objects sharded over a mesh.
 
@@ -68,6 +71,9 @@ def jit(
       batch_axes: the dim with the examples of each array, as `in_axes` of `jax.vmap`: an int, None for none, or a
         sequence of these or of pytree prefixes, one for each parameter; those of objects are ignored. By default the
         function decides: dim 0, or the next one after the steps of a loop, as in `[steps, batch, ...]`.
+      compiler_options: as in `jax.jit`, in addition to those of the plan.
+      **keywords: those of `nnx.jit`. `donate_argnums` and `donate_argnames` mean `donate=True`, or False if empty; any
+        other raises an error that names its replacement.
 
     Raises:
       SpanaxError: the arguments contradict each other. A call raises it if the function cannot be sharded as requested;
@@ -92,27 +98,69 @@ def jit(
             jit, layout=layout, mesh=mesh, on=on, pin=pin, plan=plan, remat=remat, microbatches=microbatches,
             attention=attention, loss_chunks=loss_chunks, pad=pad, like=like, donate=donate,
             static_argnums=static_argnums, static_argnames=static_argnames, batch_axes=batch_axes,
+            compiler_options=compiler_options, **keywords,
         )  # fmt: skip
+    donate = _donates(donate, keywords)
+    check_type("compiler_options", compiler_options, Mapping, 'compiler_options={"xla_embed_ir_in_executable": True}')
     request = Request(
         layout=layout, mesh=mesh, pins=pins_of(pin), pad=pad, offload=(), attention=attention, loss_chunks=loss_chunks
     )
+    check_names(layout, None if mesh is None else MeshShape.of(mesh))
     _check_types(plan, like, donate, microbatches)
     on = None if on is None else cluster_of(on, "on")
     others = {
         "layout": layout, "mesh": mesh, "on": on, "pin": pin, "pad": pad, "plan": plan if like is not None else None,
     }  # fmt: skip
     if (plan is not None or like is not None) and (
-        names := [name for name, value in others.items() if value is not None]
+        unused := [name for name, value in others.items() if value is not None]
     ):
         source = "plan" if like is None else "like"
         raise ConflictError(
-            f"`{names[0]}` does not apply: `{source}` decides the placement.", fix=f"leave {names[0]} out"
+            f"`{unused[0]}` does not apply: `{source}` decides the placement.", fix=f"leave {unused[0]} out"
         )
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
-    numbers, keywords = _static(function, static_argnums, static_argnames)
+    numbers, names = _static(function, static_argnums, static_argnames)
     losses = LossOptions(Variant(remat=known_policy(remat), microbatches=microbatches), attention, loss_chunks)
-    sharded = ShardedFunction(function, placement, donate, numbers, keywords, losses, like is not None, batch_axes)
+    sharded = ShardedFunction(
+        function, placement, donate, numbers, names, losses, like is not None, batch_axes,
+        compiler_options=dict(compiler_options or {}),
+    )  # fmt: skip
     return update_wrapper(sharded, function)
+
+
+REPLACEMENTS = {
+    "in_shardings": "leave it out: the plan shards arguments; pin= and layout= change it",
+    "out_shardings": "leave it out: the plan shards results; pin= and layout= change it",
+    "device": 'mesh="data=1"',
+    "backend": "JAX_PLATFORMS, or leave it out",
+    "keep_unused": "leave it out: objects keep arrays that the function does not use",
+    "inline": "leave it out: within another jit, the function is traced as written",
+    "abstracted_axes": "leave it out: each shape is compiled once",
+    "graph": "leave it out: objects are traced as graphs",
+    "graph_updates": "leave it out: objects are updated in place",
+}
+"""What replaces the keywords of `nnx.jit` that do not apply."""
+
+DONATED = ("donate_argnums", "donate_argnames")
+
+
+def _donates(donate: bool, keywords: Mapping[str, Any]) -> bool:
+    """Returns whether buffers are donated, given the remaining keywords of `nnx.jit`.
+
+    Raises:
+      SpanaxError: a keyword is unknown or does not apply.
+    """
+    for name, value in keywords.items():
+        if name not in (*REPLACEMENTS, *DONATED):
+            known = [*inspect.signature(jit).parameters][1:-1]
+            raise UnknownNameError(f"spanax.jit has no argument `{name}`.", fix=nearest(name, [*known, *DONATED]))
+        if name in REPLACEMENTS and value is not None and value is not False:
+            raise ConflictError(f"`{name}` of nnx.jit does not apply: the plan decides.", fix=REPLACEMENTS[name])
+    listed = [keywords[name] for name in DONATED if keywords.get(name) is not None]
+    is_donated = any(isinstance(value, int | str) or len([*value]) > 0 for value in listed)
+    if is_donated and donate is False:
+        raise ConflictError("`donate=False` contradicts donate_argnums or donate_argnames.", fix="leave them out")
+    return donate if is_donated or not listed else False
 
 
 def _check_types(plan: Any, like: Any, donate: Any, microbatches: Any) -> None:

@@ -72,7 +72,8 @@ class Objects:
             if isinstance(node, nnx.Variable) and nnx.Variable not in type(node).__mro__:
                 raise ObjectsError(
                     f"`{'.'.join(map(str, path[1:]))}` is a {type(node).__name__}, which spanax.jit does not support.",
-                    fix="nnx.var_defaults(hijax=False)",
+                    fix="nnx.with_vars((model, optimizer), hijax=False), or `with nnx.var_defaults(hijax=False):` "
+                    "around their creation",
                 )
             if not isinstance(node, nnx.Variable):
                 slots.append(Attribute.of(by_path[path[:-1]], path[-1]))

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from spanax.errors import IdleAxisError, IndivisibleError, ObjectsError, PipelineError, VariantError, first_line
+from spanax.errors import (
+    IdleAxisError,
+    IndivisibleError,
+    MeshError,
+    ObjectsError,
+    PipelineError,
+    VariantError,
+    first_line,
+)
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.turns import Turns
@@ -17,6 +25,7 @@ from spanax.plan.candidates.request import Request
 from spanax.plan.choose import decided, requested_layout
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
+from spanax.plan.presets import layout_for, layout_named
 from spanax.plan.sharding.place import anchored, check_made_for
 from spanax.plan.sharding.resolve import Spec
 from spanax.run.distributed.processes import join_group
@@ -24,6 +33,7 @@ from spanax.run.state.placement import build_mesh
 from spanax.run.state.sharded_init import placed
 from spanax.run.step.donation import check_alive, private_copy
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import is_explicit, is_typed, sharding_on, user_mesh
 from spanax.trace.variables import Leaf
 from spanax.trace.variant import Variant
 
@@ -52,6 +62,7 @@ class SharedPlacement:
       on: the devices to plan for; those of this process group by default.
       plan: the plan of the first function.
       mesh: the devices.
+      user_mesh: the user's Explicit mesh of the same devices, if any; see `CompiledFunction`.
       turns: the lock of the functions that share the placement.
       is_requested: whether the plan is the user's, which arrays must follow that are sharded otherwise.
     """
@@ -60,13 +71,22 @@ class SharedPlacement:
     on: Cluster | str | None = None
     plan: Plan | None = None
     mesh: jax.sharding.Mesh | None = None
+    user_mesh: jax.sharding.Mesh | None = None
     turns: Turns = field(default_factory=Turns)
     is_requested: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_requested = self.plan is not None
 
-    def plan_for(self, program: Program, losses: LossOptions, arrays: Sequence[Any] = (), *, is_like: bool) -> Plan:
+    def plan_for(
+        self,
+        program: Program,
+        losses: LossOptions,
+        arrays: Sequence[Any] = (),
+        batch: Sequence[Any] = (),
+        *,
+        is_like: bool,
+    ) -> Plan:
         """Returns the plan of a program, with its losses in a form, on the shared mesh.
 
         Arrays that are on the mesh keep their sharding, and those of the plan of the first function have its sharding.
@@ -75,12 +95,16 @@ class SharedPlacement:
           program: the program.
           losses: the form of its losses.
           arrays: the arrays of its leaves, if there are any yet.
+          batch: the other arrays of the call; without a request for a mesh, the one that arrays are on is used.
           is_like: whether mesh axes that do not divide the batch compute it replicated, as for the last batch of an
             evaluation; otherwise they raise.
 
         Raises:
           SpanaxError: the program cannot be sharded as requested, or there are too few devices.
         """
+        users = None if self.mesh is not None else user_mesh([*arrays, *batch])
+        if self.plan is None and self.on is None:
+            self.request = _on_mesh_of(users, self.request)
         is_equal = self.plan is not None and self.plan.fingerprint == program.fingerprint
         decides = self.plan is None and not (is_like and self.request.is_placed)
         if self.plan is not None and is_equal:
@@ -104,6 +128,7 @@ class SharedPlacement:
             )
         if self.mesh is None:
             self.mesh = build_mesh(plan, None)
+            self.user_mesh = _of_same_devices(users, self.mesh)
         if not (is_equal and self.is_requested):
             plan = anchored(program, plan, self._specs(program, arrays, self.mesh))
         if decides:
@@ -125,7 +150,8 @@ class SharedPlacement:
         specs = dict[str, Spec | None]()
         for leaf, array in zip(program.leaves, arrays, strict=False):
             known = planned.get((leaf.path, leaf.shape, str(leaf.dtype)))
-            specs[leaf.path] = _spec(array.sharding, leaf) if is_on(array, mesh) else known
+            sharding = _sharding_in(array, mesh)
+            specs[leaf.path] = known if sharding is None else _spec(sharding, leaf)
         return {path: spec for path, spec in specs.items() if spec is not None}
 
     def cluster(self) -> Cluster:
@@ -138,6 +164,28 @@ class SharedPlacement:
         if mesh is not None and MeshShape.of(mesh).size <= len(devices):
             devices = devices[: MeshShape.of(mesh).size]
         return local(devices)
+
+
+def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:
+    """Returns a request without a mesh for the user's, if its layout is one of that mesh."""
+    if mesh is None or request.mesh is not None:
+        return request
+    try:
+        shape = MeshShape.of(mesh)
+        if request.layout is None:
+            layout_for(shape)
+        elif isinstance(request.layout, str):
+            layout_named(request.layout, shape)
+    except MeshError:
+        return request
+    return replace(request, mesh=shape)
+
+
+def _of_same_devices(users: jax.sharding.Mesh | None, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
+    """Returns the user's mesh if it is Explicit and has the devices of the plan's."""
+    if users is None or not is_explicit(users):
+        return None
+    return users if [*users.devices.flat] == [*mesh.devices.flat] else None
 
 
 def _planned_like(program: Program, cluster: Cluster, request: Request, losses: LossOptions, *, is_like: bool) -> Plan:
@@ -183,12 +231,13 @@ def _with_like(error: IdleAxisError, arrays: Sequence[Any]) -> IdleAxisError:
 
 
 def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
-    """Checks that an array is on one device, on the host, or on the mesh.
+    """Checks that an array is on one device, on the host, on the mesh, or on an Explicit mesh, which is the user's.
 
     Raises:
       SpanaxError: it is sharded over another mesh.
     """
-    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not is_on(array, mesh):
+    is_placed = isinstance(array, jax.Array) and (is_typed(array) or is_on(array, mesh))
+    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not is_placed:
         raise ObjectsError(
             f"`{path}` is already sharded over another mesh.",
             where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
@@ -213,20 +262,31 @@ def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mes
             fix="another function of spanax.jit for objects of another structure",
         )
     check_mesh(path, array, mesh)
-    if not is_on(array, mesh):
+    is_users = is_typed(array) and array.sharding.device_set == sharding.device_set
+    if not is_users and not is_on(array, mesh):
         return placed(array, sharding)
+    is_between_types = is_users and array.sharding.mesh != sharding.mesh
+    if array.sharding.is_equivalent_to(sharding, array.ndim) and not is_between_types:
+        return array
     # `device_put` reuses the buffers of devices whose shard does not change.
-    return (
-        array
-        if array.sharding.is_equivalent_to(sharding, array.ndim)
-        else private_copy(jax.device_put(array, sharding))
-    )
+    return private_copy(jax.device_put(array, sharding))
 
 
 def is_on(array: Any, mesh: jax.sharding.Mesh) -> bool:
     """Returns whether an array, or a shape with a sharding, is sharded over a mesh."""
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+
+
+def _sharding_in(array: Any, mesh: jax.sharding.Mesh) -> NamedSharding | None:
+    """Returns the sharding over the mesh of an array that is on it, or on the user's Explicit mesh of its devices."""
+    if is_on(array, mesh):
+        return array.sharding
+    # Under an Explicit mesh, JAX replicates new arrays unasked.
+    if not isinstance(array, jax.Array) or not is_typed(array) or array.is_fully_replicated:
+        return None
+    sharding = sharding_on(array.sharding, mesh)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else None
 
 
 def _spec(sharding: NamedSharding, leaf: Leaf) -> Spec:

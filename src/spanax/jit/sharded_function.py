@@ -17,7 +17,7 @@ from spanax.check.check import check
 from spanax.check.report import Report
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
-from spanax.jit.call import CallForm, check_static, split_call
+from spanax.jit.call import CallForm, changed_statics, check_static, split_call
 from spanax.jit.objects import Objects, SeenObjects
 from spanax.jit.placement import LossOptions, SharedPlacement, place
 from spanax.jit.results import attributes, has_objects, returned, with_objects
@@ -39,7 +39,7 @@ from spanax.show.search import array_lines
 from spanax.trace.batch import AUTO
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
-from spanax.trace.user_mesh import outside_meshes
+from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 
 MANY = 5
@@ -85,6 +85,7 @@ class ShardedFunction:
       losses: the form of the function's losses.
       is_like: whether another function decides the placement.
       batch_axes: the dims of the arrays with the examples, as in `spanax.jit`.
+      compiler_options: as in `jax.jit`.
     """
 
     function: Callable[..., Any]
@@ -95,6 +96,7 @@ class ShardedFunction:
     losses: LossOptions = LossOptions()
     is_like: bool = False
     batch_axes: Any = AUTO
+    compiler_options: dict[str, Any] = field(default_factory=dict)
     _executables: dict[Key, Executable] = field(default_factory=dict, repr=False)
     _seen: SeenObjects = field(default_factory=SeenObjects, repr=False)
     _latest: CompiledFunction | None = field(default=None, repr=False)
@@ -116,7 +118,7 @@ class ShardedFunction:
             if key not in self._executables:
                 self._executables[key] = self._compiled(key, objects, arrays)
                 self._seen.accept(nodes, structure)
-            return self._run(self._executables[key], objects, arrays)
+            return outside_meshes(self._run)(self._executables[key], objects, arrays)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Returns the function as a method of an object."""
@@ -214,7 +216,7 @@ class ShardedFunction:
         return tuple(inspect.signature(self.function).parameters)
 
     def _split(self, args: Any, kwargs: Any) -> tuple[CallForm, tuple[Any, ...], list[Any]]:
-        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames)
+        form, nodes, arrays = split_call(args, kwargs, self.static_argnums, self.static_argnames, self._parameters)
         if form.statics:
             check_static(form, self._parameters)
         return form, nodes, arrays
@@ -238,10 +240,12 @@ class ShardedFunction:
             function, owners(objects.nodes, object_names), shapes, short_names(array_names), self.losses.variant,
             form.example_dims(self.batch_axes, self._parameters, shapes),
         )  # fmt: skip
-        plan = self.placement.plan_for(program, self.losses, objects.arrays(), is_like=self.is_like)
-        mesh = self.placement.mesh
-        assert mesh is not None
-        return CompiledFunction(as_planned(program, plan), plan, mesh, self.donate)
+        placement = self.placement
+        plan = placement.plan_for(program, self.losses, objects.arrays(), arrays, is_like=self.is_like)
+        assert placement.mesh is not None
+        return CompiledFunction(
+            as_planned(program, plan), plan, placement.mesh, self.donate, placement.user_mesh, self.compiler_options
+        )
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         compiled = self._planned(key[0], objects, arrays)
@@ -253,7 +257,7 @@ class ShardedFunction:
             )
         step = compiled.program.step
         leaves = jax.tree.unflatten(step.result, [0] * step.num_results)
-        return Executable(compiled, outside_meshes(jitted), has_objects(leaves), [_UNSEEN] * len(compiled.state), [])
+        return Executable(compiled, jitted, has_objects(leaves), [_UNSEEN] * len(compiled.state), [])
 
     def _report(self, key: Key, program: Program) -> None:
         """Warns if the function was compiled many times."""
@@ -267,7 +271,8 @@ class ShardedFunction:
             for name, old, new in zip(names, last[2], key[2], strict=False)
             if old != new
         ]
-        reason = ", ".join(changed[:3]) or "static arguments or the structure of the objects changed"
+        changed += changed_statics(last[0], key[0], self._parameters)
+        reason = ", ".join(changed[:3]) or "the structure of the objects changed"
         warnings.warn(f"`{self._name}` is compiled for the {count}th time: {reason}", stacklevel=4)
 
     def _run(self, executable: Executable, objects: Objects, arrays: Sequence[Any]) -> Any:
@@ -302,6 +307,8 @@ class ShardedFunction:
         if not executable.references:
             counts = dict(zip(compiled.updated, expected_references(after, results), strict=True))
             executable.references.extend(counts[index] for index in compiled.donated)
+        if compiled.user_mesh is not None:
+            results = [on_mesh(result, compiled.user_mesh) for result in results]
         call = jax.tree.unflatten(compiled.program.step.result, results)
         return with_objects(call, objects.by_path) if executable.has_objects else call.results
 
@@ -312,7 +319,7 @@ class ShardedFunction:
         for index in () if all(map(is_, shardings, seen)) else range(len(state)):
             if shardings[index] is not seen[index]:
                 leaf, array = compiled.program.leaves[index], state[index]
-                state[index] = place(leaf.path, array, leaf, compiled.state[index], compiled.mesh)
+                state[index] = place(leaf.path, array, leaf, compiled.stored[index], compiled.mesh)
                 seen[index] = state[index].sharding
                 if state[index] is not array:
                     moved.append(index)
@@ -358,7 +365,8 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     if isinstance(array, jax.ShapeDtypeStruct):
         return array
     aval = jax.typeof(array)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    sharding = array.sharding if isinstance(array, jax.Array) and is_typed(array) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
 
 
 def _for_group(array: Any, leaf: Leaf, sharding: jax.sharding.NamedSharding) -> Any:

@@ -81,8 +81,8 @@ def plan(
         Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
         `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, `fsdp`
         otherwise.
-      mesh: axis sizes, slowest axis first: `"data=4,model=2"`, a dict, or a `jax.sharding.Mesh` with Auto axes and the
-        devices of `MeshShape.build`. Default: a mesh that suits the layout.
+      mesh: axis sizes, slowest axis first: `"data=4,model=2"`, a dict, or a `jax.sharding.Mesh` of the devices of
+        `MeshShape.build`. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.
       pin: axis name -> mesh axis (or several, or None to replicate the axis); overrides the layout.
       forbid: names of axes that must not be sharded.

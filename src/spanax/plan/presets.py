@@ -74,6 +74,19 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
 
 
+def check_names(layout: str | Layout | None, mesh: MeshShape | None) -> None:
+    """Checks the names of a requested layout or, without one, those of the mesh axes.
+
+    Raises:
+      SpanaxError: no preset has a part of this name, or a mesh axis has no meaning by name.
+    """
+    parts = {"seq", *(part for name in PRESETS for part in name.split("+"))}
+    if isinstance(layout, str) and not parts.issuperset(layout.split("+")):
+        raise UnknownNameError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
+    if layout is None and mesh is not None:
+        layout_for(mesh)
+
+
 def as_ring(name: str) -> str:
     """Returns the name of a layout with ring attention instead of gathered keys.
 

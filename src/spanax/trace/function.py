@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 
 from spanax.batch_dims import ExampleDims, num_examples
-from spanax.errors import PipelineError, SpanaxError, VariantError
+from spanax.errors import PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
 from spanax.trace.definition import State, TracedVariant, traced_function
@@ -59,8 +60,8 @@ def trace_function(
       [('bias', ('...',)), ('kernel', ('...', '...')), ('x', ('batch', '...'))]
     """
     shapes = list(arrays)
-    mesh = UserMesh.of(shapes)
     variables, values = take_apart(owners)
+    mesh = UserMesh.of(shapes, values)
     weak = [
         replace(leaf, weak_type=getattr(jax.typeof(value), "weak_type", False))
         for leaf, value in zip(variables.leaves, values, strict=True)
@@ -113,7 +114,21 @@ class FunctionDefinition:
         elif variant not in self._memo:
             run = partial(_run, self.values.variables, self.function)
             with loss_form(variant) as form:
-                step = outside_meshes(traced_function)(self.values, run, self.batch, self.batch_leaves, self.batch_axes)
+                try:
+                    step = outside_meshes(traced_function)(
+                        self.values, run, self.batch, self.batch_leaves, self.batch_axes
+                    )
+                except TraceContextError as error:
+                    error.add_note("The function updates an object that it captures: pass it as an argument.")
+                    raise
+                except NameError as error:
+                    if error.name is not None:  # Python's own, for an undefined variable
+                        raise
+                    raise StepError(
+                        "the function uses the name of a mapped axis, such as in jax.lax.pmean, and has none.",
+                        fix="delete the line: a gradient is already that of the whole batch; only jax.shard_map and "
+                        "jax.vmap(axis_name=...) have axis names",
+                    ) from error
             if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
                 raise VariantError(
                     "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",

@@ -5,17 +5,18 @@ Under Explicit axes every type carries a sharding, and operations refer to meshe
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spanax.errors import ModelMeshError
 from spanax.trace.jaxpr.graph import HIGH_LEVEL, INLINED, Op, called, from_jaxpr, opened, remat_of
@@ -67,10 +68,11 @@ class UserMesh:
     batch: tuple[NamedSharding | None, ...] = ()
 
     @staticmethod
-    def of(batch: Any) -> "UserMesh":
-        """Returns the mesh of `jax.set_mesh`, or else the Explicit mesh of a batch of shapes."""
+    def of(batch: Any, state: Sequence[Any] = ()) -> "UserMesh":
+        """Returns the mesh of `jax.set_mesh`, or else the Explicit mesh of a batch of shapes, or of arrays."""
         shardings = tuple(_explicit(leaf.sharding) for leaf in jax.tree.leaves(batch))
-        meshes = (sharding.mesh for sharding in shardings if sharding is not None)
+        stored = (_explicit(getattr(array, "sharding", None)) for array in state)
+        meshes = (sharding.mesh for sharding in chain(shardings, stored) if sharding is not None)
         return UserMesh(_current() if not _current().empty else next(meshes, NO_MESH), (), shardings)
 
     def with_state(self, leaves: Sequence[Leaf]) -> "UserMesh":
@@ -88,7 +90,7 @@ class UserMesh:
     def untyped(self, batch: Any) -> Any:
         """Returns the shapes and dtypes of a batch, without shardings."""
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-        return jax.tree.map(plain, batch) if _is_explicit(self.mesh) else batch
+        return jax.tree.map(plain, batch) if is_explicit(self.mesh) else batch
 
     def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
         closed, shapes = self._typed(function, args)
@@ -101,26 +103,30 @@ class UserMesh:
         num_state = len(leaves) - len(self.batch)
         typed, without_state = (part + self.batch for part in (self.state or (None,) * num_state, (None,) * num_state))
         errors: list[Exception] = []
-        # With an unsharded state JAX accepts more programs, and results are the same.
-        for shardings in dict.fromkeys([typed, without_state]):
+        # With unsharded arrays JAX accepts more programs, and under Auto axes those that it cannot type, such as a
+        # dropout of a sharded batch; results are the same.
+        attempts = [(self.mesh, typed), (self.mesh, without_state), (_auto(self.mesh), (None,) * len(leaves))]
+        for mesh, shardings in dict.fromkeys(attempts):
             pairs = zip(map(jax.typeof, leaves), shardings, strict=True)
             avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in pairs]
             try:
-                with jax.sharding.use_abstract_mesh(self.mesh):
+                with jax.sharding.use_abstract_mesh(mesh):
                     return jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(treedef, avals))
             except Exception as error:
-                if not _is_explicit(self.mesh) or not _is_raised_by_jax(error):
+                if not is_explicit(self.mesh) or not _is_raised_by_jax(error):
                     raise
                 errors.append(error)
+        if type(errors[-1]) is type(errors[0]):  # without sharded types, too: an error of the program
+            raise errors[-1]
         sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         raise ModelMeshError(
             f"the program cannot be traced under the Explicit mesh {sizes}.",
             where=(str(errors[0]).splitlines() or [""])[0][:160],
-            fix="shard the batch as in your own loop, jax.device_put(batch, P(...)), or trace without the mesh",
+            fix="shard the batch as in your own loop: jax.device_put(batch, P(...))",
         ) from errors[0]
 
     def _annotated(self, leaf: Leaf) -> NamedSharding | None:
-        if leaf.annotation is None or len(leaf.annotation) > len(leaf.shape) or not _is_explicit(self.mesh):
+        if leaf.annotation is None or len(leaf.annotation) > len(leaf.shape) or not is_explicit(self.mesh):
             return None
         names = set(self.mesh.axis_names)
         spec = [name if set(name if isinstance(name, tuple) else [name]) <= names else None for name in leaf.annotation]
@@ -131,7 +137,24 @@ def _current() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
-def _is_explicit(mesh: AbstractMesh) -> bool:
+def user_mesh(arrays: Iterable[Any]) -> Mesh | None:
+    """Returns the mesh of `jax.set_mesh`, or else that of the first array on several devices, if any."""
+    current = jax.sharding.get_mesh()
+    if not current.empty:
+        return current
+    shardings = [array.sharding for array in arrays if isinstance(array, jax.Array)]
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size > 1), None)
+
+
+def _auto(mesh: AbstractMesh) -> AbstractMesh:
+    """Returns the mesh with Auto axes instead of Explicit ones."""
+    kinds = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    return mesh.update(axis_types=kinds)
+
+
+def is_explicit(mesh: AbstractMesh | Mesh) -> bool:
+    """Returns whether arrays on the mesh have a sharding in their types."""
     return AxisType.Explicit in mesh.axis_types
 
 
@@ -191,9 +214,7 @@ def _moved(array: Any, space: Any) -> Any:
 def _mapped(eqn: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Applies a `shard_map` over the same axes, with Explicit axes as Auto."""
     params = eqn.params
-    mesh = params["mesh"].abstract_mesh
-    types = tuple(AxisType.Auto if axis_type == AxisType.Explicit else axis_type for axis_type in mesh.axis_types)
-    mesh = mesh.update(axis_types=types)
+    mesh = _auto(params["mesh"].abstract_mesh)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
             lambda *args: tuple(_run(params["jaxpr"], *args)),
@@ -220,6 +241,21 @@ def _plain(value: Any) -> Any:
 def is_typed(array: jax.Array) -> bool:
     """Returns whether the type of an array has a sharding, on a mesh with Explicit axes."""
     return _explicit(jax.typeof(array).sharding) is not None
+
+
+def sharding_on(sharding: jax.sharding.Sharding, mesh: Mesh | None) -> jax.sharding.Sharding:
+    """Returns the same sharding on another mesh of the same devices; as it is if that mesh has other axes."""
+    if mesh is None or not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return sharding
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def on_mesh(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """Returns the array, in the same buffers, on another mesh of the same devices where it can be."""
+    is_replicated = array.sharding.is_fully_replicated
+    return jax.device_put(
+        array, NamedSharding(mesh, PartitionSpec()) if is_replicated else sharding_on(array.sharding, mesh)
+    )
 
 
 def off_mesh(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """A function of NNX objects and arrays, compiled under a plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.callbacks import is_callback
 from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import sharding_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +25,17 @@ class CompiledFunction:
       plan: its plan; without a pipeline.
       mesh: the devices.
       donate: whether the buffers of the leaves that the function updates are reused.
+      user_mesh: the user's Explicit mesh of the same devices, if any. Between calls, arrays are on it where possible:
+        under `jax.set_mesh`, JAX accepts arrays on no other mesh.
+      options: the user's options of the compiler, which take precedence over the plan's.
     """
 
     program: Program
     plan: Plan
     mesh: jax.sharding.Mesh
     donate: bool
+    user_mesh: jax.sharding.Mesh | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> list[jax.sharding.NamedSharding]:
@@ -63,6 +69,11 @@ class CompiledFunction:
         return any(map(is_callback, self.program.step.graph.ops()))
 
     @cached_property
+    def stored(self) -> tuple[jax.sharding.Sharding, ...]:
+        """The sharding of every leaf of the state between calls."""
+        return tuple(sharding_on(sharding, self.user_mesh) for sharding in self.state)
+
+    @cached_property
     def batch(self) -> list[jax.sharding.NamedSharding]:
         """The sharding of every leaf of the batch."""
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
@@ -92,13 +103,15 @@ class CompiledFunction:
             return [outputs[index] for index in self.updated], outputs[num_leaves:]
 
         platform = platform_of(self.mesh)
-        before, read, after = ([self.state[i] for i in each] for each in (self.donated, self.read, self.updated))
+        planned = for_platform(self.plan.xla_flags, platform) if platform else {}
+        before, read = ([self.state[index] for index in indices] for indices in (self.donated, self.read))
+        after = [self.stored[index] for index in self.updated]
         return jax.jit(
             function,
             in_shardings=(before, read, self.batch),
             out_shardings=(after, None),
             donate_argnums=0,
-            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
+            compiler_options={**planned, **self.options} or None,
         )
 
     def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
