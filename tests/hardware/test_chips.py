@@ -86,6 +86,7 @@ def test_the_usable_memory_of_a_tpu_is_that_of_its_compiler(name: str, gib: floa
 def test_a_v100_has_no_bf16() -> None:
     with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16"):
         chip_named("v100").flops_per_second("bf16")
+    assert chip_named("v5e").flops_per_second("fp16") == chip_named("v5e").flops_per_second("fp32")
     with pytest.raises(SpanaxError, match="rates are not known"):
         Chip("x").flops_per_second("bf16")
 

@@ -1,9 +1,12 @@
 """Each bad call of a function of `spanax.jit` is one error, and leaves the objects as they were."""
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import errors, nnx
 
@@ -54,8 +57,9 @@ def planned() -> spanax.Plan:
     return plan
 
 
+FLOAT = r"function as_float at .*test_bad_calls.py:\d+ (.|\n)*the arguments model.bias, model.kernel, and x\."
 CASES = {
-    "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, "float"),
+    "a float of a traced value": (as_float, "data=8", model, (X,), jax.errors.ConcretizationTypeError, FLOAT),
     "a mapped axis": (averaged, "data=8", model, (X,), SpanaxError, "name of a mapped axis(.|\n)*delete the line"),
     "a captured object": (captured, "data=8", model, (X,), errors.TraceContextError, "different trace level"),
     "an odd batch": (update, "data=8", model, (X[:6],), SpanaxError, "'batch' of size 6 is not divisible by 8"),
@@ -77,8 +81,47 @@ def test_a_bad_call_is_one_error(name: str) -> None:
         spanax.jit(function, mesh=mesh)(objects, *arguments)
     notes = "".join(getattr(caught.value, "__notes__", ()))
     assert ("pass it as an argument" in notes) == (function is captured)
+    assert ("`as_float` is traced once" in notes) == (function is as_float)
     after = [leaf for _, leaf in nnx.to_flat_state(nnx.state(objects))]
     assert all(old.get_raw_value() is new.get_raw_value() for old, new in zip(before, after, strict=True))
+
+
+def if_large(model: Any, batch: Any) -> Any:
+    return model(batch["x"]).mean() if batch["x"].sum() > 2 else 0.0
+
+
+def step_with(value: Any) -> Any:
+    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
+        return value(model, batch)
+
+    return train_step
+
+
+def mean(model: Any, batch: Any) -> Any:
+    return model(batch["x"]).mean()
+
+
+@pytest.mark.parametrize("mesh", [None, "explicit"])
+def test_errors_of_traced_functions_name_them_and_their_arguments(mesh: str | None) -> None:
+    options = {"build": model, "optimizer": optax.sgd(0.1), "batch": {"x": jax.ShapeDtypeStruct(X.shape, "float32")}}
+    context = nullcontext() if mesh is None else jax.set_mesh(jax.make_mesh((8,), ("data",)))
+    traced = [
+        ("if_large", lambda: spanax.trace(loss=if_large, **options)),
+        ("if_large", lambda: spanax.trace(loss=if_large, compute_dtype="bfloat16", **options)),
+        ("train_step", lambda: spanax.trace(train_step=step_with(if_large), **options)),
+        ("if_large", lambda: spanax.trace(loss=mean, evaluate=if_large, **options)),
+        ("if_large", lambda: spanax.jit(partial(if_large), mesh="data=8")(model(), {"x": X})),
+    ]
+    with context:
+        for name, call in traced:
+            with pytest.raises(
+                jax.errors.TracerBoolConversionError, match=f"function {name} at (.|\n)* argument"
+            ) as error:
+                call()
+            assert "argument batch.x." in str(error.value) and "jnp.where" in error.value.__notes__[-1]
+        for average in ({"loss": averaged}, {"train_step": step_with(averaged)}, {"loss": mean, "evaluate": averaged}):
+            with pytest.raises(SpanaxError, match="name of a mapped axis(.|\n)*delete the line"):
+                spanax.trace(**options | {"batch": options["batch"]["x"]} | average)
 
 
 def test_a_call_that_raises_leaves_the_objects_unchanged() -> None:

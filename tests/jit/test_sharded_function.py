@@ -247,6 +247,35 @@ def test_inside_another_transformation_it_is_traced_inline() -> None:
     assert nnx.grad(lambda model: step(model, X))(model)["kernel"].shape == (16, 32)
 
 
+EDITS: dict[str, Callable[[Any], Any]] = {
+    r"count float32\[\] -> float32\[16\]$": lambda model: setattr(model, "count", nnx.Variable(jnp.zeros(16))),
+    r"count float32\[16\] -> bfloat16\[16\]$": lambda model: model.count.set_raw_value(jnp.zeros(16, "bfloat16")),
+    "extra added$": lambda model: setattr(model, "extra", nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+    "layers.0.rate 0.5 -> 0.25$": lambda model: setattr(model.layers[0], "rate", 0.25),
+    "extra removed$": lambda model: delattr(model, "extra"),
+    "layers.0.deterministic False -> True$": lambda model: model.eval(),
+    "layers.1 Linear -> Dropout$": lambda model: model.layers.__setitem__(1, nnx.Dropout(0.0)),
+    "tied added$": lambda model: setattr(model, "tied", model.layers),
+    "optimizer.tx changed$": lambda model: None,
+}
+
+
+def test_a_recompilation_is_reported_with_what_changed_in_the_objects() -> None:
+    def optimizer(rate: float) -> nnx.Optimizer[Any]:
+        return nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(rate), wrt=nnx.Param)
+
+    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    model.count = nnx.Variable(jnp.zeros(()))
+    step, used = spanax.jit(lambda model, optimizer, x: model(x).sum(), mesh="data=2"), optimizer(0.1)
+    for size in (2, 4, 6, 8):
+        step(model, used, np.ones((size, 16), np.float32))
+    for expected, edit in EDITS.items():
+        edit(model)
+        used = used if "optimizer" not in expected else optimizer(0.2)
+        with pytest.warns(UserWarning, match=f"time: {expected}"):
+            step(model, used, np.ones((8, 16), np.float32))
+
+
 def test_modes_recompile_and_many_compilations_are_reported() -> None:
     model, step = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), spanax.jit(lambda model, x: model(x).sum(), mesh="data=2")
     for _ in range(2):

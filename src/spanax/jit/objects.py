@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from spanax.errors import ObjectsError
-from spanax.jit.snapshot import Snapshot, structure_of
+from spanax.jit.snapshot import Snapshot, changes, structure_of
 
 # The attributes below the API: `set_raw_value` takes 6 us per Variable, `nnx.update` 36 us, and this 1 us.
 _VALUE: Any = nnx.Variable.__dict__["_raw_value"]
@@ -265,6 +265,11 @@ class SeenObjects:
             others = [(objects, number, references), *others]
         self.recent = others[:NUM_OBJECTS]
         return objects, number
+
+    def changes(self, number: int, objects: Objects, prefixes: Sequence[str]) -> list[str]:
+        """Returns what objects differ in from those of an earlier structure; `prefixes` begin their paths."""
+        before = next(structure for structure, each in self.numbers.items() if each == number)
+        return changes(before, objects.structure, prefixes)
 
     def accept(self, nodes: tuple[Any, ...], number: int) -> None:
         """Gives the present structure of objects a number: tracing a function may have mutated static attributes."""

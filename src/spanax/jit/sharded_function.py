@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -225,6 +225,7 @@ class ShardedFunction:
         """Returns the traced function and its plan, to be compiled."""
         object_names, array_names = form.names(self._parameters)
 
+        @wraps(self.function, updated=())
         def function(nodes: tuple[Any, ...], arrays: list[Any]) -> Any:
             args, kwargs = form.arguments(nodes, arrays)
             before = attributes(nodes)
@@ -237,7 +238,7 @@ class ShardedFunction:
                 fix="spanax.init(make_objects, like=train_step) to create sharded objects",
             )
         program = trace_function(
-            function, owners(objects.nodes, object_names), shapes, short_names(array_names), self.losses.variant,
+            function, owners(objects.nodes, object_names), shapes, array_names, self.losses.variant,
             form.example_dims(self.batch_axes, self._parameters, shapes),
         )  # fmt: skip
         placement = self.placement
@@ -249,7 +250,7 @@ class ShardedFunction:
 
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         compiled = self._planned(key[0], objects, arrays)
-        self._report(key, compiled.program)
+        self._report(key, compiled.program, objects)
         platform = platform_of(compiled.mesh)
         with compile_notice(f"`{self._name}`", compiled.plan):
             jitted = outside_meshes(compiled_with_barrier)(
@@ -259,7 +260,7 @@ class ShardedFunction:
         leaves = jax.tree.unflatten(step.result, [0] * step.num_results)
         return Executable(compiled, jitted, has_objects(leaves), [_UNSEEN] * len(compiled.state), [])
 
-    def _report(self, key: Key, program: Program) -> None:
+    def _report(self, key: Key, program: Program, objects: Objects) -> None:
         """Warns if the function was compiled many times."""
         count = len(self._executables) + 1
         if count < MANY:
@@ -272,6 +273,13 @@ class ShardedFunction:
             if old != new
         ]
         changed += changed_statics(last[0], key[0], self._parameters)
+        before, after = map(_leaf_types, (self._executables[last].compiled.program, program))
+        cast = (path for path in after if path in before and before[path] != after[path])
+        changed += [f"{path} {before[path]} -> {after[path]}" for path in cast]
+        names = key[0].names(self._parameters)[0]
+        if last[1] != key[1] and last[0].names(self._parameters)[0] == names:
+            prefixes = [owner.prefix for owner in owners(objects.nodes, names)]
+            changed += self._seen.changes(last[1], objects, prefixes)
         reason = ", ".join(changed[:3]) or "the structure of the objects changed"
         warnings.warn(f"`{self._name}` is compiled for the {count}th time: {reason}", stacklevel=4)
 
@@ -350,15 +358,7 @@ def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
         prefixes.append(name if is_used.get(usual, False) else usual)
         is_used[usual] = True
     kinds = [isinstance(node, nnx.Optimizer) and not isinstance(node, nnx.ModelAndOptimizer) for node in nodes]
-    return [Owner(node, prefix, kind) for node, prefix, kind in zip(nodes, prefixes, kinds, strict=True)]
-
-
-def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the names of arrays without the name of the argument, if they are the items of one dict."""
-    heads, tails = ({part[index] for part in (name.partition(".") for name in names)} for index in (0, 2))
-    if len(heads) != 1 or any(not tail or tail[0].isdecimal() for tail in tails):
-        return list(names)
-    return [name.partition(".")[2] for name in names]
+    return [Owner(*each) for each in zip(nodes, prefixes, kinds, names, strict=True)]
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:
@@ -382,6 +382,10 @@ def _type(array: Any) -> Any:
     if isinstance(array, int | float | complex):
         return type(array)
     return array.shape, array.dtype, getattr(array, "weak_type", False)
+
+
+def _leaf_types(program: Program) -> dict[str, str]:
+    return {leaf.path: _text((leaf.shape, leaf.dtype)) for leaf in program.leaves}
 
 
 def _text(kind: Any) -> str:

@@ -1,6 +1,6 @@
 """What a program may have read from NNX objects besides their arrays, compared by identity before each call."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from spanax.jit.content import content, parts, watched
+from spanax.jit.content import ATOMS, content, parts, watched
 
 # The attribute below the API: `get_metadata` copies.
 _METADATA: Any = nnx.Variable.__dict__["_var_metadata"]
@@ -92,6 +92,62 @@ def structure_of(graphdef: Any, *arrays: Sequence[Hashable]) -> Hashable:
     """Returns what a program depends on: the structure of objects, and what describes their arrays."""
     attributes = tuple((key, content(getattr(kind, "value", None)), type(kind)) for key, kind in graphdef.attributes)
     return tuple(map(_node, graphdef.nodes)), attributes, *map(tuple, arrays)
+
+
+def changes(before: Any, after: Any, prefixes: Sequence[str]) -> list[str]:
+    """Returns the differences between the objects and static attributes of two structures, by path.
+
+    Args:
+      before: a result of `structure_of`.
+      after: another one.
+      prefixes: what the paths of each object begin with.
+    """
+    old, new = ({".".join(path): item for path, item in _items(each, prefixes)} for each in (before, after))
+    texts: dict[str, str] = {}
+    for path in old | new:
+        # A class, or an object that was added or removed, stands for its attributes.
+        if old.get(path) == new.get(path) or any(path.startswith(f"{above}.") for above in texts):
+            continue
+        if path not in old or path not in new:
+            texts[path] = f"{path} added" if path in new else f"{path} removed"
+        elif old[path][0] == new[path][0]:
+            texts[path] = f"{path} changed"
+        else:
+            texts[path] = f"{path} {old[path][0]} -> {new[path][0]}"
+    return [*texts.values()]
+
+
+def _items(structure: Any, prefixes: Sequence[str]) -> Iterator[tuple[tuple[str, ...], tuple[str, Hashable]]]:
+    """Yields the path of each object and static attribute, its text and its content."""
+    nodes, attributes = iter(structure[0]), iter(structure[1])
+    next(nodes)
+    for prefix in prefixes:
+        next(attributes)
+        yield from _parts_of((prefix,) if prefix else (), nodes, attributes)
+
+
+def _parts_of(
+    path: tuple[str, ...], nodes: Iterator[Any], attributes: Iterator[Any]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, Hashable]]]:
+    kind, *node = next(nodes)
+    if kind not in (nnx.graphlib.NodeDef, nnx.graphlib.VariableDef):
+        yield path, ("shared", kind)
+        return
+    yield path, (getattr(node[0], "__name__", str(node[0])), (node[0], node[-1]))
+    for _ in range(node[2]):
+        key, value, attribute = next(attributes)
+        inside = (*path, str(key))
+        if attribute is nnx.graphlib.NodeAttr:
+            yield from _parts_of(inside, nodes, attributes)
+        elif attribute is nnx.graphlib.Static and key != "_pytree__nodes":
+            yield inside, (_text(*value[:2]), value)
+
+
+def _text(kind: type, value: Any) -> str:
+    """Returns a static attribute as text, given its content."""
+    if kind is float:
+        return str(value)
+    return f"{value!r:.40}" if kind in ATOMS else kind.__name__
 
 
 def _node(node: Any) -> Hashable:

@@ -28,6 +28,7 @@ from spanax.trace.rewrites.microbatches.support import Microbatches, microbatche
 from spanax.trace.rewrites.padding.padded_step import padded_graph, padded_step
 from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.trace.traced import Traced
+from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Variables, lowered, plain_variables, wants_hijax
 from spanax.trace.variant import Variant
@@ -253,10 +254,11 @@ class Definition:
         Raises:
           SpanaxError: it does not return a dict of numbers and arrays.
         """
-        run = self.run_evaluate(variant)
-        if run is not None:
+        state = self.state(variant)
+        if self.evaluate is not None:
+            run = partial(_run_evaluate, state.variables, self.evaluate)
             with plain_variables():
-                jax.eval_shape(run, self.state(variant).variables.abstract(), self.batch)
+                self._user(self.evaluate, state).jaxpr(run, state.variables.abstract(), self.batch, state.mesh)
 
     @_once
     def _state(self, records_gradients: bool, seed: int) -> State:
@@ -297,10 +299,16 @@ class Definition:
         return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, shapes, self.batch_axes)
 
     def _traced(self, state: State, function: Callable[..., Results], examples: ExampleDims | None) -> Traced:
-        traced = traced_function(state, function, self.batch, self.batch_leaves, examples)
+        user = self._user(self.loss or self.train_step, state)
+        traced = traced_function(state, function, self.batch, self.batch_leaves, user, examples)
         num_state = len(traced.graph.body.outputs) - traced.result.num_leaves
         graph, result = with_logged(traced.graph, num_state, traced.result)
         return replace(traced, graph=graph, result=result)
+
+    def _user(self, function: Any, state: State) -> UserFunction:
+        prefix = "" if jax.tree_util.all_leaves([self.batch]) else "batch."
+        batch = [prefix + leaf.path for leaf in self.batch_leaves]
+        return UserFunction(function, (*state.variables.names, *batch))
 
 
 def traced_function(
@@ -308,6 +316,7 @@ def traced_function(
     function: Callable[..., Any],
     batch: Any,
     batch_leaves: Sequence[Leaf],
+    user: UserFunction,
     examples: ExampleDims | None = None,
 ) -> Traced:
     """Returns the traced function, with its axes.
@@ -317,14 +326,15 @@ def traced_function(
       function: a function from the values of the state and a batch to the new values and a pytree of results.
       batch: shapes and dtypes of the batch.
       batch_leaves: the same as leaves.
+      user: the function that it calls.
       examples: the dim with the examples of each array of the batch; by default, as the function uses them.
 
     Raises:
       SpanaxError: the function uses a traced array that NNX does not track.
     """
-    function, leaves, values = state.mesh.traced(function), state.variables.leaves, state.variables.abstract()
+    leaves, values = state.variables.leaves, state.variables.abstract()
     with plain_variables():  # Variables created in the step have the same type as those of the model
-        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(values, batch)
+        jaxpr, (_, result) = user.jaxpr(function, values, batch, state.mesh)
     graph = from_jaxpr(jaxpr)
     if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
         raise StepError(
@@ -332,7 +342,7 @@ def traced_function(
             fix="self.name = array in a module, or eager_build=True",
         )
     axes = discover(graph, leaves, batch_leaves, examples=examples)
-    if batch_dims := batch_sized_dims(graph, axes, function, values, batch):
+    if batch_dims := batch_sized_dims(graph, axes, state.mesh.traced(function), values, batch):
         axes = discover(graph, leaves, batch_leaves, batch_dims, axes.examples)
     has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
     return Traced(graph, axes, jax.tree.structure(result), has_remat)

@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import jax
-from flax.errors import TraceContextError
 
 from spanax.batch_dims import ExampleDims, num_examples
-from spanax.errors import PipelineError, SpanaxError, StepError, VariantError
+from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
 from spanax.trace.definition import State, TracedVariant, traced_function
@@ -19,6 +18,7 @@ from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.program import Program, program_of
 from spanax.trace.rewrites.microbatches.support import Microbatches
 from spanax.trace.rewrites.padding.padded_step import padded_step
+from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Owner, Variables, take_apart
 from spanax.trace.variant import Variant
@@ -43,7 +43,7 @@ def trace_function(
       function: the function.
       owners: the objects, with arrays or with shapes as the values of their Variables.
       arrays: shapes and dtypes of the arrays.
-      names: a name for each.
+      names: a name for each, which begins with that of the argument: `batch.image`.
       variant: the form of the losses that the function differentiates by `spanax.value_and_grad`.
       batch_axes: the dim with the examples of each array, None for none; by default, as the function uses them.
 
@@ -68,8 +68,11 @@ def trace_function(
     ]
     variables = replace(variables, leaves=tuple(weak))
     state = State(variables, None, mesh.with_state(variables.leaves))
-    leaves = tuple(Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(names, shapes, strict=True))
-    return program_of(FunctionDefinition(function, state, mesh.untyped(shapes), leaves, batch_axes), variant)
+    leaves = tuple(
+        Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(_short(names), shapes, strict=True)
+    )
+    user = UserFunction(function, (*variables.names, *names))
+    return program_of(FunctionDefinition(user, state, mesh.untyped(shapes), leaves, batch_axes), variant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +80,14 @@ class FunctionDefinition:
     """What `trace_function` traces.
 
     Attributes:
-      function: the function.
+      user: the function.
       values: the structure of the objects.
       batch: shapes and dtypes of the arrays.
       batch_leaves: the same as leaves.
       batch_axes: the dim with the examples of each array, if the user says it.
     """
 
-    function: Function
+    user: UserFunction
     values: State
     batch: list[jax.ShapeDtypeStruct]
     batch_leaves: tuple[Leaf, ...]
@@ -112,23 +115,11 @@ class FunctionDefinition:
             step = padded_step(plain.step, self.values.variables.leaves, self.batch_leaves, variant.padded)
             self._memo[variant] = plain._replace(step=step)
         elif variant not in self._memo:
-            run = partial(_run, self.values.variables, self.function)
+            run = partial(_run, self.values.variables, self.user.function)
             with loss_form(variant) as form:
-                try:
-                    step = outside_meshes(traced_function)(
-                        self.values, run, self.batch, self.batch_leaves, self.batch_axes
-                    )
-                except TraceContextError as error:
-                    error.add_note("The function updates an object that it captures: pass it as an argument.")
-                    raise
-                except NameError as error:
-                    if error.name is not None:  # Python's own, for an undefined variable
-                        raise
-                    raise StepError(
-                        "the function uses the name of a mapped axis, such as in jax.lax.pmean, and has none.",
-                        fix="delete the line: a gradient is already that of the whole batch; only jax.shard_map and "
-                        "jax.vmap(axis_name=...) have axis names",
-                    ) from error
+                step = outside_meshes(traced_function)(
+                    self.values, run, self.batch, self.batch_leaves, self.user, self.batch_axes
+                )
             if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
                 raise VariantError(
                     "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
@@ -179,3 +170,11 @@ def _run(variables: Variables, function: Function, values: list[Any], arrays: li
     nodes = variables.merge(values)
     result = function(nodes, arrays)
     return variables.split(*nodes, by="the function"), result
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Returns the names of arrays without the name of the argument, if they are the items of one dict."""
+    heads, tails = ({part[index] for part in (name.partition(".") for name in names)} for index in (0, 2))
+    if len(heads) != 1 or any(not tail or tail[0].isdecimal() for tail in tails):
+        return list(names)
+    return [name.partition(".")[2] for name in names]

@@ -17,6 +17,7 @@ from jax.extend import core
 
 from spanax.errors import BuildError, SpanaxError
 from spanax.frames import is_library
+from spanax.trace.user_function import READS
 from spanax.trace.user_mesh import UserMesh, off_mesh, outside_meshes
 from spanax.trace.variables import (
     OPTIMIZER,
@@ -28,14 +29,6 @@ from spanax.trace.variables import (
     take_apart,
     traced_as_data,
 )
-
-READS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-"""Exceptions that JAX raises where a program reads the value of a traced array."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,7 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
     def with_optimizer(model: nnx.Module) -> list[Any]:
         with _reading("optimizer", "read it in `build`, with eager_build=True, and store it in the model"):
             variables, values = take_apart(
-                [Owner(model), Owner(optimizer_of(model, optimizer), OPTIMIZER, is_optimizer=True)]
+                [Owner(model), Owner(optimizer_of(model, optimizer), OPTIMIZER, is_optimizer=True, name=OPTIMIZER)]
             )
         structures.append(variables)
         return values

@@ -29,8 +29,6 @@ OPTIMIZER = "optimizer"
 OPTIMIZER_STATE = "opt_state"
 """Flax's attribute for Optax state, also inside a module; its Variables may have the type of their parameters."""
 
-MODEL_AND_OPTIMIZER = ("", OPTIMIZER)
-
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
 
 
@@ -66,14 +64,15 @@ class Leaf:
 class Variables:
     """The structure of a model and its optimizer: NNX's graph definition, the treedef, and the leaves in its order.
 
-    `is_hijax`: whether the model and optimizer that `merge` returns have hijax Variables.
+    `is_hijax`: whether `merge` returns hijax Variables. `names`: a leaf's path from the user's argument.
     """
 
     graphdef: Any
     treedef: Any
     leaves: tuple[Leaf, ...]
     is_hijax: bool = False
-    prefixes: tuple[str, ...] = MODEL_AND_OPTIMIZER
+    prefixes: tuple[str, ...] = ("", OPTIMIZER)
+    names: tuple[str, ...] = ()
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of every leaf."""
@@ -284,12 +283,13 @@ def _plain(build: Callable[..., Any]) -> Callable[..., Any]:
 class Owner:
     """An object whose arrays are part of the state.
 
-    `prefix` begins the path of its arrays, if not empty. All arrays of an optimizer have the kind `optimizer`.
+    `prefix` begins the paths of its arrays; `name` is the user's argument. An optimizer's have the kind `optimizer`.
     """
 
     node: Any
     prefix: str = ""
     is_optimizer: bool = False
+    name: str = "model"
 
 
 def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
@@ -318,7 +318,8 @@ def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
                 fix="a tuple of str, or another static attribute",
             ) from error
         leaves.append(Leaf(path, aval.shape, aval.dtype, kind, (), _annotation(variable)))
-    return Variables(graphdef, treedef, tuple(leaves), prefixes=tuple(prefixes)), values
+    names = tuple(path for path, _, _ in _named_values(state, [owner.name for owner in owners]))
+    return Variables(graphdef, treedef, tuple(leaves), False, tuple(prefixes), names), values
 
 
 def _trained_arrays(owners: Sequence[Owner]) -> set[str]:
