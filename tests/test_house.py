@@ -79,7 +79,7 @@ LAYERS = {
         {"cost"}, {""},
     ],
 }  # fmt: skip
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMENTS_PER_100 = 400, 60, 12
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMENTS_PER_100 = 500, 80, 12
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "manager", "context"}
 EMPTY_ENDINGS = ("Manager", "Helper", "Util", "Utils", "Context", "Base")
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spanax.hardware.mesh import MeshShape as MeshShape
     from spanax.jit.init import init as init
     from spanax.jit.jit import jit as jit
-    from spanax.jit.reshard import reshard as reshard
+    from spanax.jit.shardings import reshard as reshard
     from spanax.jit.shardings import shardings as shardings
     from spanax.plan.candidate import Search as Search
     from spanax.plan.choose import plan as plan
@@ -66,8 +66,7 @@ _NAMES = {
     "hardware.mesh": "MeshShape",
     "jit.init": "init",
     "jit.jit": "jit",
-    "jit.reshard": "reshard",
-    "jit.shardings": "shardings",
+    "jit.shardings": "reshard shardings",
     "plan.candidate": "Search",
     "plan.choose": "plan",
     "plan.layout": "Layout",

@@ -22,13 +22,19 @@ def num_examples(shapes: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
 def dims_by_name(leaves: Iterable[Any]) -> ExampleDims:
     """Returns the dim with the examples of each array of a batch, by the names of its dims if it has any.
 
-    An array without names, and a batch of one example, has them along dim 0.
+    An array whose dim 0 has no name, such as the ids of the examples, has them there if the size is theirs.
     """
     leaves = list(leaves)
+    shapes = [leaf.shape for leaf in leaves]
     names = [getattr(leaf, "axes", ()) for leaf in leaves]
+    named = tuple(axes.index("batch") if "batch" in axes else None for axes in names)
     if not any("batch" in axes for axes in names):
-        return most_common([leaf.shape for leaf in leaves])
-    return tuple(axes.index("batch") if "batch" in axes else None for axes in names)
+        return most_common(shapes)
+    size = num_examples(shapes, named)
+    return tuple(
+        0 if dim is None and axes[:1] == (None,) and shape[0] == size else dim
+        for dim, axes, shape in zip(named, names, shapes, strict=True)
+    )
 
 
 def most_common(shapes: Sequence[tuple[int, ...]]) -> ExampleDims:

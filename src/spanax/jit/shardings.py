@@ -1,4 +1,4 @@
-"""`spanax.shardings`: the shardings of a plan as a pytree, for `jax.jit`, `jax.device_put` and Orbax."""
+"""`spanax.shardings` and `spanax.reshard`: the shardings of a plan as a pytree, or given to objects in place."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,15 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spanax.errors import PlanMismatchError
+from spanax.errors import ArgumentError, ObjectsError, PlanMismatchError
+from spanax.jit.call import is_object
+from spanax.jit.objects import Objects
+from spanax.jit.sharded_function import LIKE, ShardedFunction
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
+from spanax.run.state.sharded_init import placed
+from spanax.run.step.donation import check_alive, private_copy
+from spanax.trace.user_mesh import is_typed, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
 
 
@@ -45,6 +51,47 @@ def shardings(
     on = mesh_of(plan, mesh, devices)
     values = [placement.sharding(on) for placement in placements(nodes, plan)]
     return jax.tree.unflatten(jax.tree.structure(nnx.state(objects)), values)
+
+
+def reshard(objects: Any, *, like: ShardedFunction | Plan) -> None:
+    """Shards the arrays of NNX objects in place, as a function of `spanax.jit` or a plan does.
+
+    Objects that are sharded over another mesh, or created under one, can then be passed to the function. Each array is
+    copied; the previous one is freed unless something else holds it.
+
+    Args:
+      objects: the model, the optimizer, or a tuple of objects in the order of the function's arguments.
+      like: a function that was called or prepared, or a plan, whose mesh then has the first of `jax.devices()`.
+
+    Raises:
+      SpanaxError: the function has no plan yet, or the plan has no sharding for an array.
+
+    Example:
+      >>> import jax, spanax
+      >>> from flax import nnx
+      >>> model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+      >>> on_two = spanax.jit(lambda model, x: model(x), mesh="fsdp=2")
+      >>> on_all = spanax.jit(lambda model, x: model(x), mesh="fsdp=8")
+      >>> for function in (on_two, on_all):
+      ...     plan = function.prepare(model, jax.ShapeDtypeStruct((8, 16), "float32"))
+      ...     reshard(model, like=function)
+      >>> model.kernel.sharding.shard_shape(model.kernel.shape)
+      (16, 4)
+    """
+    nodes = objects if isinstance(objects, tuple) else (objects,)
+    if not isinstance(like, ShardedFunction | Plan):
+        raise ArgumentError.of("like", like, f"{LIKE}, or a plan")
+    if not nodes or not all(map(is_object, nodes)):
+        raise ObjectsError(
+            f"`objects` is a {type(objects).__name__}, not NNX objects.", fix="the model, or (model, optimizer)"
+        )
+    plan, mesh = (like, None) if isinstance(like, Plan) else (like.plan, like.placement.mesh)
+    on, flat = mesh_of(plan, mesh, None), Objects.of(nodes)
+    arrays = []
+    for placement, array in zip(placements(nodes, plan), flat.arrays(), strict=True):
+        check_alive(placement.path, array)
+        arrays.append(outside_meshes(_resharded)(array, placement.sharding(on)))
+    flat.update(range(len(arrays)), arrays)
 
 
 def mesh_of(plan: Plan, mesh: jax.sharding.Mesh | None, devices: Sequence[Any] | None) -> jax.sharding.Mesh:
@@ -112,3 +159,8 @@ def _joined(prefix: str, path: str) -> str:
 
 def _matches(placement: Placement, leaf: Leaf) -> bool:
     return (placement.shape, placement.dtype) == (leaf.shape, str(leaf.dtype))
+
+
+def _resharded(array: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    is_on_devices = isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not is_typed(array)
+    return private_copy(jax.device_put(array, sharding)) if is_on_devices else placed(array, sharding)

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.example_dims import contraction_size, runs_of
+from spanax.trace.axes.example_dims import consumed_dims, contraction_size, runs_of
+from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin
@@ -45,8 +46,8 @@ def worked_labels(graph: Graph, axes: Axes, routed: Collection[Labels]) -> froze
     """Returns the classes of dims of weights and activations that divide work or storage.
 
     Experts in a Python loop have a router whose scores are a separate class: sharding that class would partition
-    neither the weights of the experts nor their compute. A class that no weight and no matmul has, and less than
-    `LEAST_SHARE` of the work, divides none: the steps of a loop, or examples that a loop computes one by one.
+    neither the weights of the experts nor their compute. A class that a loop takes one by one, and that no weight, no
+    matmul, and less than `LEAST_SHARE` of the work have, divides none: steps, or examples that it computes in turn.
     """
     worked = {label for labels in axes.classes if labels not in routed for label in labels if label is not None}
     multiplied, work, total = set[int | None](), Counter[int | None](), 0
@@ -62,7 +63,9 @@ def worked_labels(graph: Graph, axes: Axes, routed: Collection[Labels]) -> froze
         return frozenset(worked)
     state = [value for value in graph.body.inputs if not axes.origins[value] & Origin.BATCH]
     stored = {label for value in state for label in axes.classes[value]}
-    return frozenset(worked & (stored | multiplied | {label for label in work if work[label] > LEAST_SHARE * total}))
+    looped = {axes.classes[value][dim] for value, dim in (*scanned_dims(graph), *consumed_dims(graph))}
+    idle = {label for label in looped - stored - multiplied if work[label] <= LEAST_SHARE * total}
+    return frozenset(worked - idle)
 
 
 def looked_up_labels(graph: Graph, axes: Axes) -> frozenset[int | None]:

@@ -88,7 +88,7 @@ class _Use:
         values = inputs[len(leaves) :]
         params = [value for value, leaf in zip(inputs, leaves, strict=False) if leaf.kind == "param"]
         of_params = frozenset(label for value in params for label in dims.classes(value) if label is not None)
-        consumed = frozenset(dims.with_factors({dims.find(*dim) for dim in _consumed(dims.graph)}))
+        consumed = frozenset(dims.with_factors({dims.find(*dim) for dim in consumed_dims(dims.graph)}))
         use = _Use(dims, values, of_params, consumed, _work(dims), 0)
         most = max((use.divided(value, dim) for value in values for dim in range(len(dims.shape(value)))), default=0)
         return _Use(dims, values, of_params, consumed, use.work, most * LEAST_SHARE)
@@ -162,7 +162,7 @@ def runs_of(body: Body, runs: int) -> Iterator[tuple[Op, int]]:
             yield from runs_of(inner, runs * op.params.get("length", 1) if op.name == "scan" else runs)
 
 
-def _consumed(graph: Graph) -> Iterator[tuple[int, int]]:
+def consumed_dims(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yields the dims along which loops with a carry iterate, or of which a loop selects one element at a time.
 
     A loop of Python selects every element by an index of its own.
