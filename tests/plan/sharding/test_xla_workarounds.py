@@ -182,6 +182,7 @@ def test_jax_has_the_defect_in_the_stated_versions(workaround: XlaWorkaround) ->
         assert DEFECTS[workaround.name]() == workaround.is_needed(jax.__version__)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("sum_spec", [("model", "data"), ("model",)])
 def test_a_value_whose_sum_is_sharded_further_keeps_its_constraint(sum_spec: tuple[str, ...]) -> None:
     graph = from_jaxpr(jax.make_jaxpr(lambda x: (x * x).sum(0))(MATRIX))

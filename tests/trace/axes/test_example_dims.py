@@ -13,6 +13,8 @@ from flax import nnx
 import spanax
 from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError
 
+pytestmark = pytest.mark.usefixtures("devices")  # they run functions of `spanax.jit`
+
 D, H, C, B = 6, 32, 4, 16
 
 
@@ -161,9 +163,9 @@ FORMS: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[int | Non
     "minibatches in a scan": (Net, scanned, PARTS, (1, 1)),
     "minibatches by an index": (Net, indexed_by_loop, PARTS, (1, 1)),
     "minibatches in a Python loop": (Net, unrolled, PARTS, (1, 1)),
-    "shuffled minibatches": (Net, shuffled, (reals(4 * B, D), labels(4 * B), jax.random.key(0)), (0, 0, None)),
+    "shuffled minibatches": (Net, shuffled, (reals(4 * B, D), labels(4 * B), np.zeros(2, np.uint32)), (0, 0, None)),
     "rows of a data set": (Net, looked_up, (reals(999, D), labels(999), labels(B)), (None, None, 0)),
-    "a key and a scalar first": (Net, noisy, (jax.random.PRNGKey(0), np.float32(0.1), reals(B, D)), (None, None, 0)),
+    "a key and a scalar first": (Net, noisy, (np.zeros(2, np.uint32), np.float32(0.1), reals(B, D)), (None, None, 0)),
     "gradients of examples": (Net, per_example, PLAIN, (0, 0)),
     "two views": (Net, of_views(lambda model, views: (model(views[0]), model(views[1]))), VIEWS, (1,)),
     "two views at once": (Net, of_views(lambda model, views: tuple(model(views))), VIEWS, (1,)),
