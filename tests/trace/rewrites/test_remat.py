@@ -396,6 +396,7 @@ def test_a_workload_passes_the_policy_on() -> None:
 # What JAX is about to call it
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an older jax_remat3 keeps no matmuls")
 @pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_the_coming_remat_is_the_same(name: str) -> None:
