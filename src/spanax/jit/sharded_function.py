@@ -288,7 +288,8 @@ class ShardedFunction:
         state, leaves = objects.arrays(), compiled.program.leaves
         check_state(leaves, state, compiled.donated[0] if compiled.donated else 0)
         moved = self._placed(executable, state)
-        donated, read = [state[index] for index in compiled.donated], [state[index] for index in compiled.read]
+        donated = [state[index] for index in compiled.donated]
+        read = [state[index] for index in compiled.read]
         donated = unshared(donated, executable.references or [REFERENCES] * len(donated))
         if jax.process_count() > 1:
             batch_leaves = compiled.program.batch

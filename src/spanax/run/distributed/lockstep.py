@@ -194,8 +194,10 @@ def operation(name: str) -> Iterator[None]:
     if started is None:
         yield
         return
-    started.name, started.number = name, started.number + 1
-    started.depth, started.since = started.depth + 1, time.monotonic()
+    started.name = name
+    started.number += 1
+    started.depth += 1
+    started.since = time.monotonic()
     try:
         yield
     finally:
