@@ -111,8 +111,8 @@ def track(
       WriteError: the folder is in use, or contains a run although this one is new.
 
     Example:
-      >>> import tempfile
-      >>> folder = Path(tempfile.mkdtemp())
+      >>> import pathlib, tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
       >>> with track("", folder) as tracking:
       ...     tracking.log(1, {"loss": 2.5})
       >>> (folder / "metrics.jsonl").read_text()

@@ -39,7 +39,7 @@ class Destination:
 
         Example:
           >>> Destination.of({"x": np.zeros((4, 2), "float32")}, None).leaves
-          [ExampleLeaf(path='x', shape=(4, 2), dtype='float32')]
+          [ExampleLeaf(path='x', shape=(4, 2), dtype='float32', axes=())]
         """
         if not hasattr(plan, "batch"):
             return _of_example(plan, mesh)
