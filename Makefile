@@ -11,7 +11,7 @@ INSTALL = install() { $(BIN)/python -m pip install --disable-pip-version-check "
   { cat $(VENV)/pip.log; exit 1; }; }; install
 PINNED = -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 # The tests up to the Plan: they must pass on a machine where JAX can start no backend. Those of whole searches take minutes.
-SEARCHES := $(addprefix tests/plan/, calibration/ $(addsuffix .py, test_alternatives test_attention_kernel test_family_prices test_local_search \
+SEARCHES := $(addprefix tests/plan/, calibration/ candidates/ $(addsuffix .py, test_alternatives test_family_prices test_local_search \
   test_partial_remat test_plan test_ring_search test_schedule_search test_search))
 PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_api.py tests/test_docs.py tests/test_dist.py \
   tests/trace tests/hardware tests/plan/*/ tests/plan/test_*.py))

@@ -7,21 +7,29 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spanax.errors import CapacityError, ConflictError, DeviceCountError, MissingError, VariantError
+from spanax.errors import (
+    CapacityError,
+    ConflictError,
+    DeviceCountError,
+    MissingError,
+    SpanaxError,
+    VariantError,
+    first_line,
+)
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.attention_kernel import can_ring, in_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
+from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.candidates.local_search import POOL, with_assignments
+from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.refused_stages import refused_stages
 from spanax.plan.candidates.request import Request, pins_of
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.defaults import (
@@ -36,19 +44,20 @@ from spanax.plan.defaults import (
     untraceable_in,
 )
 from spanax.plan.layout import Layout
-from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
-from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
+from spanax.trace.pipeline.order_invariance import check_order_invariant
+from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
@@ -397,3 +406,20 @@ def requested_layout(program: Program, cluster: Cluster, request: Request) -> tu
     verdict = "fits" if fits else "does not fit"
     why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
     return why, layout_named(name, shape), shape
+
+
+def refused_stages(result: Search) -> Reason | None:
+    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
+    if result.best is None or result.best.num_stages == 1:
+        return None
+    plan = plan_of(result, result.best)
+    code = Code.NO_STAGES
+    try:
+        step = as_planned(result.program_of(result.best), plan).step
+        partition = pipeline_partition(step, plan.schedule.microbatches)
+        code = Code.NO_CHUNKS
+        if plan.schedule.num_chunks > 1:
+            check_order_invariant(step, partition)
+    except SpanaxError as error:
+        return Reason(code, detail=first_line(error))
+    return None
