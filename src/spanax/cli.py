@@ -24,6 +24,7 @@ from spanax.commands import (
 )  # fmt: skip
 from spanax.commands.answer import Answer
 from spanax.commands.weights import export_rules, export_weights, import_weights
+from spanax.compat import color_help
 from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
 from spanax.frames import user_frames
@@ -77,7 +78,7 @@ SHELLS = ("bash", "zsh", "fish")
 def main(args: Sequence[str] | None = None) -> None:
     """Runs a command line and exits: 0, 2 for an invalid request, the codes in `errors`, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if args is None else args)
-    tyro._experimental_options["ansi_codes"] = wants_colors(sys.stdout, sys.stderr)
+    color_help(wants_colors(sys.stdout, sys.stderr))
     try:
         _run(argv)
     except KeyboardInterrupt:

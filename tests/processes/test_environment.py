@@ -60,7 +60,7 @@ def test_our_variables_come_first() -> None:
 def test_a_process_of_torchrun_joins_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
-    monkeypatch.setattr("spanax.processes.processes._has_backend", lambda: False)
+    monkeypatch.setattr("spanax.processes.processes.has_backend", lambda: False)
     monkeypatch.setattr("spanax.processes.processes.exit_on_error", lambda: None)
     Hosts.of(TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}).join()
     (options,) = calls

@@ -130,7 +130,7 @@ def test_a_group_inside_a_cluster_uses_its_devices(
     """JAX's detection gives a Slurm task one GPU, also where each task is a launcher of several processes."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
-    monkeypatch.setattr("spanax.processes.processes._has_backend", lambda: False)
+    monkeypatch.setattr("spanax.processes.processes.has_backend", lambda: False)
     for name in ("SPANAX_HOST", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(ours, "1")
@@ -245,7 +245,7 @@ def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> No
     built: dict[str, Any] = {}
     monkeypatch.setattr(distributed.global_state, "client", object())
     monkeypatch.setattr(distributed.global_state, "coordinator_address", "127.0.0.1:9911")
-    monkeypatch.setattr("spanax.processes.processes._has_backend", lambda: False)
+    monkeypatch.setattr("spanax.processes.processes.has_backend", lambda: False)
     monkeypatch.setattr(
         xla_bridge, "register_backend_factory", lambda name, factory, **_: built.update({name: factory})
     )

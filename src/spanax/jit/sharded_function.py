@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from operator import is_
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from spanax.check.check import check
-from spanax.check.report import Report
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
 from spanax.jit.call import CallForm, changed_statics, check_static, split_call
@@ -26,8 +24,6 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
-from spanax.show.axes import axes_text
-from spanax.show.search import array_lines
 from spanax.step.compile_notice import compile_notice
 from spanax.step.compiled_function import CompiledFunction
 from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
@@ -41,6 +37,9 @@ from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 from spanax.train.data.process_batches import global_batch
+
+if TYPE_CHECKING:
+    from spanax.check.report import Report
 
 MANY = 5
 """The number of compilations of one function from which each is reported."""
@@ -171,13 +170,15 @@ class ShardedFunction:
         compiled = self._described
         return outside_meshes(compiled.jitted.lower)(*compiled.arguments())
 
-    def check(self, on: Cluster | str | None = None, **options: Any) -> Report:
+    def check(self, on: Cluster | str | None = None, **options: Any) -> "Report":
         """Compares the plan with XLA's program, as `spanax.check` does.
 
         Args:
           on: the devices to plan and check for; by default, those that the function was planned for.
           **options: as in `spanax.check`.
         """
+        from spanax.check.check import check  # a call of the function needs none of it
+
         program, plan = self.program, self.plan
         placement = self.placement if on is None else SharedPlacement(self.placement.request, on)
         return check(
@@ -193,6 +194,9 @@ class ShardedFunction:
         Args:
           path: an array; returns its sharding, the reason for it, and the collectives that move it.
         """
+        from spanax.show.axes import axes_text
+        from spanax.show.search import array_lines
+
         program, plan = self.program, self.plan
         if path is None:
             return "\n".join([axes_text(program), "", str(plan)])

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+from spanax.compat import is_of_python
 from spanax.errors import ObjectsError
 
 
@@ -21,9 +22,8 @@ class Turns:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        # XLA runs callbacks in threads of its own, which `threading` represents by this type.
-        is_of_python = not isinstance(threading.current_thread(), threading._DummyThread)
-        if not self._lock.acquire(blocking=is_of_python):
+        # XLA runs callbacks in threads of its own.
+        if not self._lock.acquire(blocking=is_of_python()):
             raise ObjectsError(
                 "a callback of a running function calls a function of spanax.jit on the same devices.",
                 fix="return its arguments from the running function, and call it afterwards",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from spanax.compat import coordination
 from spanax.errors import HostsError, first_line
 from spanax.processes.lockstep import operation
 
@@ -26,9 +27,7 @@ def verdict(text: str, judge: Callable[[Sequence[str]], str]) -> str:
       >>> verdict("a batch of 8", lambda texts: f"{len(texts)} processes")
       '1 processes'
     """
-    from jax._src import distributed  # multihost_utils.process_allgather would run between two steps of the user
-
-    state = distributed.global_state
+    state = coordination()
     if state.client is None or state.num_processes == 1:
         return judge([text])
     topic = f"spanax:agreement {next(_NUMBERS)}"

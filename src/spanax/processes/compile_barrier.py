@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from spanax.compat import coordination
 from spanax.processes.lockstep import in_lockstep, operation
 
 _NUMBERS = count()
@@ -48,8 +49,6 @@ def compiled_with_barrier(
     shapes = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in batch)
     described = f"`{name}` of {shapes}"[:200] if shapes else f"`{name}`"
     if platform == "cpu":
-        from jax._src import distributed  # the public barrier is a collective itself
-
         with operation(f"the compilation of {described}"):
-            distributed.global_state.client.wait_at_barrier(f"spanax:compiled {next(_NUMBERS)}", BARRIER_SECONDS * 1000)
+            coordination().client.wait_at_barrier(f"spanax:compiled {next(_NUMBERS)}", BARRIER_SECONDS * 1000)
     return in_lockstep(compiled, described)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from spanax.compat import coordination
 from spanax.processes.processes import Hosts, join_group
 from spanax.processes.supervision import attach_supervisor
 
@@ -47,7 +48,5 @@ def distributed() -> Group:
     """
     attach_supervisor()
     join_group()
-    from jax._src import distributed as jax_distributed  # jax.process_index() would start the backend
-
-    state = jax_distributed.global_state
+    state = coordination()  # jax.process_index() would start the backend
     return Group(state.process_id, state.num_processes, Hosts.of().attempt)

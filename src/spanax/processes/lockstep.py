@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spanax.compat import coordination
 from spanax.errors import HostsError, first_line
 
 POLL_SECONDS = 1.0
@@ -163,9 +164,7 @@ def watch() -> _Watch | None:
     """Starts the thread of this process, once; returns None without a group."""
     if _watches:
         return _watches[0]
-    from jax._src import distributed  # JAX has no public API for the keys of its coordinator
-
-    state = distributed.global_state
+    state = coordination()
     if state.client is None or (state.num_processes or 1) == 1:
         return None
     started = _Watch(state.client, state.process_id, state.num_processes)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spanax.compat import cluster_kinds, coordination, has_backend, register_cpu_collectives
 from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
 from spanax.processes.absent_tpu import has_only_cpus
 from spanax.processes.environment import WHERE, TorchGroup, number
@@ -132,7 +133,7 @@ class Hosts:
         num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
         if not self.coordinator and num_hosts == 1:
             return
-        if _has_backend():
+        if has_backend():
             raise HostsError(
                 f"JAX started before this process joined its group of {num_hosts}.",
                 where=f"rank {self.rank}, coordinator {self.coordinator}" if self.coordinator else "detected by JAX",
@@ -182,28 +183,21 @@ def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
       SpanaxError: there is no interface of that name.
     """
     import jax
-    from jax._src import distributed, xla_bridge  # no public API passes collectives to the CPU backend
-    from jaxlib import _jax
 
-    client, coordinator = distributed.global_state.client, distributed.global_state.coordinator_address
+    state = coordination()
     is_gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
-    if client is None or coordinator is None or not is_gloo or _has_backend():
+    if state.client is None or state.coordinator_address is None or not is_gloo or has_backend():
         return
     interface = environ.get("SPANAX_INTERFACE")
     if interface is None:
-        address = {"hostname": _address_towards(coordinator)}
+        address = {"hostname": _address_towards(state.coordinator_address)}
     else:
         names = [name for _, name in socket.if_nameindex()]
         if interface not in names:
             message = f"unknown network interface '{interface}'."
             raise GroupError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
         address = {"interface": interface}
-
-    def make_cpu_client() -> Any:
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, **address)
-        return xla_bridge.make_cpu_client(collectives=collectives)
-
-    xla_bridge.register_backend_factory("cpu", make_cpu_client, priority=0, fail_quietly=False)
+    register_cpu_collectives(state.client, address)
 
 
 def join_group() -> None:
@@ -216,7 +210,7 @@ def join_group() -> None:
     import jax
 
     hosts = Hosts.of()
-    if hosts.devices_per_host and not jax.distributed.is_initialized() and not _has_backend():
+    if hosts.devices_per_host and not jax.distributed.is_initialized() and not has_backend():
         prepare_devices(hosts.devices_per_host)
     hosts.join()
 
@@ -230,26 +224,22 @@ def detected_processes() -> int:
     """
     import jax
 
-    # No public API returns this: jax.distributed.initialize() raises without a cluster, and starts a
-    # coordinator for a single process.
-    from jax._src.clusters import ClusterEnv, GceTpuCluster, GkeTpuCluster, K8sCluster, SlurmCluster
-
-    skipped: list[type[ClusterEnv]] = []
+    skipped: list[str] = []
     if "JOB_COMPLETION_INDEX" not in os.environ:
-        skipped.append(K8sCluster)  # JAX joins only pods of Indexed Jobs
+        skipped.append("K8sCluster")  # JAX joins only pods of Indexed Jobs
     if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
-        skipped.append(SlurmCluster)  # a shell in an allocation: JAX would wait for all tasks of the job
+        skipped.append("SlurmCluster")  # a shell in an allocation: JAX would wait for all tasks of the job
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
-        skipped += [GceTpuCluster, GkeTpuCluster]  # a worker that simulates devices does not need the others
+        skipped += ["GceTpuCluster", "GkeTpuCluster"]  # a worker that simulates devices does not need the others
     try:
-        for kind in ClusterEnv._cluster_types:
-            if not kind.opt_in_only_method and kind not in skipped and kind.is_env_present():
-                return kind.get_process_count()
+        for name, kind in cluster_kinds().items():
+            if name not in skipped and kind.is_env_present():
+                return int(kind.get_process_count())
     except (RuntimeError, ValueError, LookupError, OSError) as error:
         raise HostsError(
             f"JAX detects a cluster and cannot read its size: {first_line(error)}",
-            where=kind.__name__,
+            where=name,
             fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
         ) from None
     num_started = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
@@ -269,7 +259,7 @@ def prepare_devices(num_simulated: int) -> None:
     """
     import jax
 
-    if _has_backend():
+    if has_backend():
         return  # the number is fixed, and the caller checks it
     jax.config.update("jax_num_cpu_devices", num_simulated)
     if not jax.config.jax_platforms and has_only_cpus():
@@ -330,13 +320,6 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     if error_of_first is not None or not text:
         raise error_of_first or kind("the first process failed; see its error.")
     return text
-
-
-def _has_backend() -> bool:
-    """Returns whether JAX has started its backend; a group must be joined before that."""
-    from jax._src import xla_bridge  # as in jax.distributed.initialize(); there is no public API
-
-    return bool(xla_bridge.backends_are_initialized())
 
 
 def _bound_to(coordinator: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
 from spanax.check.hlo.source_lines import user_line
+from spanax.compat import ir_context, pass_manager
 from spanax.hardware.mesh import MeshShape
 
 PASSES = (
@@ -44,12 +45,9 @@ _BITS = re.compile(r"\d+")
 def is_available() -> bool:
     """Returns whether this jaxlib provides the passes."""
     try:
-        from jax._src.interpreters import mlir
-        from jaxlib.mlir import passmanager
-
-        with mlir.make_ir_context():
+        with ir_context():
             for pipeline in PASSES:
-                passmanager.PassManager.parse(pipeline)
+                pass_manager(pipeline)
     except Exception:  # Private names change between versions, so any exception means that they are missing.
         return False
     return True
@@ -57,11 +55,9 @@ def is_available() -> bool:
 
 def abstract_collectives(module: Any, mesh: MeshShape) -> tuple[Collective, ...]:
     """Returns the collectives of a lowered step, largest first. Modifies the module."""
-    from jaxlib.mlir import passmanager
-
     with module.context:
         for pipeline in PASSES:
-            passmanager.PassManager.parse(pipeline).run(module.operation)
+            pass_manager(pipeline).run(module.operation)
         functions = {op.attributes["sym_name"].value: op for op in module.body.operations if _name(op) == "func.func"}
         collectives = list(_Collector(functions, mesh).block(functions["main"].regions[0].blocks[0], 1, True))
     return tuple(sorted(collectives, key=lambda move: (-move.num_bytes, move.kind, move.name)))

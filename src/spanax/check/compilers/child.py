@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
+from spanax.compat import compiled
 from spanax.errors import DataError
 
 PASS = "spmd-partitioning"
@@ -56,10 +57,6 @@ def _environment(request: dict[str, Any]) -> None:
 
 def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
     import jax
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
 
     jax.config.update("jax_enable_compilation_cache", False)
     devices = _devices(request)
@@ -71,27 +68,17 @@ def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
         **({"xla_dump_hlo_pass_re": PASS} if request["platform"] == "cpu" else {}),
         **request["flags"],
     }
-    options = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=devices.size,
-        device_assignment=devices.reshape(1, -1),
-        env_options_overrides=flags,
-    )
 
-    def compiled() -> Answer:
-        with mlir.make_ir_context():
-            module = ir.Module.parse((folder / "program.mlirbc").read_bytes())
-            device_list = xla_client.DeviceList(tuple(devices.flat))
-            try:
-                client = devices.flat[0].client
-                executable = compiler.backend_compile_and_load(client, module, device_list, options, [])
-            except jax.errors.JaxRuntimeError as error:
-                return {"error": str(error)}, b""
+    def answered() -> Answer:
+        try:
+            executable = compiled((folder / "program.mlirbc").read_bytes(), devices, flags)
+        except jax.errors.JaxRuntimeError as error:
+            return {"error": str(error)}, b""
         program = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
         return {"memory": _memory(executable.get_compiled_memory_stats())}, program
 
     early = EARLY[request["platform"]]
-    answer, program = compiled() if request["is_whole"] else first_result(folder / "dump", early, compiled)
+    answer, program = answered() if request["is_whole"] else first_result(folder / "dump", early, answered)
     return platform | answer, program
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
+from spanax.compat import hlo_proto
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
@@ -169,9 +170,7 @@ def read_text(program: str) -> Module:
     Raises:
       ValueError: the text is invalid.
     """
-    from jaxlib import _hlo
-
-    return read_module(_hlo.hlo_module_from_text(program).as_serialized_hlo_module_proto())
+    return read_module(hlo_proto(program))
 
 
 def _shape(message: Any) -> Shape:

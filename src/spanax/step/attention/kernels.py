@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
+from spanax.compat import cudnn_attention
 from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import attention_grad_p, attention_p, backward_here, forward_here
@@ -93,8 +94,7 @@ def _flat_k(form: Form, k: Any) -> Any:
 
 def cudnn_forward(kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any) -> list[Any]:
     """Computes the output and the log-sum-exp of each row."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     flat = [_heads(form, operand) for operand in (q, k, v)]
     out, log_sum = cudnn._dot_product_attention_fwd_impl(*flat, *_unused(q.dtype), **_kwargs(kernel), is_training=True)
     return [out.reshape(*q.shape[:-1], -1).astype(dtype), log_sum.reshape(q.shape[:-1])]
@@ -102,8 +102,7 @@ def cudnn_forward(kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any
 
 def cudnn_backward(kernel: Kernel, form: Form, operands: Any) -> list[Any]:
     """Computes the gradients of q, k and v."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     q, k, v, grad_out, out, log_sum = operands
     flat_q, flat_k, flat_v, grad_out, out = (_heads(form, grad) for grad in (q, k, v, grad_out, out))
     rows = log_sum.reshape(flat_q.shape[:-1])
@@ -126,14 +125,12 @@ def _unused(dtype: Any) -> list[Any]:
 
 @functools.cache
 def _has_score_mod() -> bool:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     return "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
 
 
 def _kwargs(kernel: Kernel) -> dict[str, Any]:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
+    cudnn = cudnn_attention()
     masks = cudnn.MaskType
     return {
         "scale": kernel.scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
+from spanax.compat import before_exit
 from spanax.entries.folder import Folder
 from spanax.errors import DiskFullError, WriteError, first_line
 from spanax.printable import to_stderr
@@ -84,9 +84,7 @@ def join_running(root: Folder) -> None:
 @functools.cache
 def finish_at_exit() -> None:
     """Has the interpreter wait for running saves before it exits."""
-    # Functions of `atexit` run too late: executors, which Orbax uses, accept no work by then. `concurrent.futures` is
-    # imported before, and later callbacks of `threading` run first.
-    getattr(threading, "_register_atexit", atexit.register)(_finish_running)
+    before_exit(_finish_running)  # Orbax uses executors, which accept no work later
 
 
 def _finish_running() -> None:
