@@ -28,7 +28,7 @@ help:
 	@echo 'make slow    every case of the large matrices, and the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
 	@echo 'make browser the tests of pages and of the site in a browser'
-	@echo 'make lint    format, rules of ruff, spelling, vocabulary'
+	@echo 'make lint    format, rules of ruff, spelling'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
 	@echo 'make docs    build the site into build/docs; every warning is an error'
 	@echo 'make dist    build sdist and wheel, install the wheel into an empty environment and train with it'
@@ -86,7 +86,6 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell README.md CHANGELOG.md CODE_OF_CONDUCT.md CONTRIBUTING.md SECURITY.md docs src
-	$(PYTEST) tests/test_vocabulary.py
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -1,7 +1,6 @@
 """Defaults: every verb and the library plan the same, and nothing that is requested is dropped."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +26,11 @@ from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.summary import summarize
-from spanax.plan.candidates.request import Request
+from spanax.plan.candidates.request import Request, Scope
 from spanax.plan.choose import searched
 from spanax.plan.defaults import STAGE_MARGIN
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.search import search
+from spanax.plan.search import search_in
 from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
 from spanax.train.config import TrainConfig, check
@@ -103,8 +102,11 @@ def test_stages_must_be_faster_by_a_margin() -> None:
     }
     advantage = seconds[False] / seconds[True] - 1
     assert advantage > STAGE_MARGIN and result.best is not None and result.best.num_stages > 1
-    find = partial(search, program, "v100:4x4", remat=("none",), ring=False)
-    slower, faster = (find(stage_margin=margin).best for margin in (20.0, 0.0))
+    scope = Scope(batch_size=program.batch_size, remat=("none",))
+    slower, faster = (
+        search_in(program, spanax.cluster("v100:4x4"), dataclasses.replace(scope, stage_margin=margin), "auto").best
+        for margin in (20.0, 0.0)
+    )
     assert slower is not None and slower.num_stages == 1 and faster is not None and faster.num_stages > 1
 
 

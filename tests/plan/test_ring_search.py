@@ -1,14 +1,13 @@
 """Searches with a sharded sequence: rings are tried, and no attention kernel is repeated."""
 
 from dataclasses import replace
-from typing import Any
 
 import spanax
 from spanax.models.workloads import load
-from spanax.plan.candidates.request import Request
+from spanax.plan.candidates.request import Request, Scope
 from spanax.plan.choose import searched
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import search
+from spanax.plan.search import search_in
 
 
 def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
@@ -27,9 +26,9 @@ def test_a_ring_may_recompute_more_than_any_other_layout() -> None:
     workload = load("llama3-8b", batch_size=1, seq_len=262144, num_layers=2, vocab_size=1024)
     program = workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype="bfloat16")
     cluster = replace(spanax.cluster("h100:8x8"), memory_bytes=8 << 30)
-    options: dict[str, Any] = {"distinct": True, "assign": False, "attention": "auto", "top": 3}
-    result = search(program, cluster, fits_first=True, **options)
-    every = search(program, cluster, remat=("none", "dots", "full"), **options)
+    scope = Scope(batch_size=program.batch_size, ring=True, distinct=True, top=3)
+    result = search_in(program, cluster, replace(scope, fits_first=True), "auto")
+    every = search_in(program, cluster, replace(scope, remat=("none", "dots", "full")), "auto")
     assert [(each.mesh, each.remat, each.context) for each in result.candidates] == [
         (each.mesh, each.remat, each.context) for each in every.candidates
     ]

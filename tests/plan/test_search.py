@@ -17,10 +17,11 @@ from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
 from spanax.plan.candidates.grids import SCHEDULES
+from spanax.plan.candidates.request import Scope
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import search
+from spanax.plan.search import search, search_in
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 
@@ -165,16 +166,21 @@ def identities(candidates: tuple[Candidate, ...]) -> list[tuple[object, ...]]:
     ]
 
 
+def scope_of(program: Program) -> Scope:
+    return Scope(batch_size=program.batch_size, ring=True, distinct=True, fits_first=True)
+
+
 @pytest.mark.parametrize("is_counted", [True, False])
 @pytest.mark.parametrize("memory_bytes", [20 << 20, 1 << 30])
 def test_more_remat_is_priced_only_where_a_layout_does_not_fit(memory_bytes: int, is_counted: bool) -> None:
     program, cluster = workload("gpt-nano"), with_memory("a100:2x8", memory_bytes)
-    result = search(program, cluster, top=EVERYTHING, distinct=True, fits_first=True, counts_stages=is_counted)
+    scope = dataclasses.replace(scope_of(program), top=EVERYTHING, counts_stages=is_counted)
+    result = search_in(program, cluster, scope, "auto")
     first = search(program, cluster, remat=("none",), pipeline=is_counted)
     is_short = Reason(Code.TOO_LARGE) in first.rejected
     assert is_short == (memory_bytes < 1 << 30)
     policies = ("none", "dots", "full") if is_short else ("none",)
-    expected = search(program, cluster, top=EVERYTHING, distinct=True, remat=policies)
+    expected = search(program, cluster, top=EVERYTHING, distinct=True, assign=False, remat=policies)
     assert identities(result.candidates) == identities(expected.candidates)
     for priced, again in zip(result.candidates, expected.candidates, strict=True):
         assert priced.step_seconds == pytest.approx(again.step_seconds, rel=1e-9)
@@ -188,7 +194,7 @@ def test_candidates_that_are_not_priced_would_not_be_chosen(memory_bytes: int) -
     options = {"distinct": True, "assign": False}
     every = search(program, cluster, top=EVERYTHING, remat=("none", "dots", "full"), **options)
     for top in (1, 3, 8):
-        first = search(program, cluster, top=top, fits_first=True, **options)
+        first = search_in(program, cluster, dataclasses.replace(scope_of(program), top=top), "auto")
         assert identities(first.candidates) == identities(every.candidates[:top])
         assert first.layouts_priced < every.layouts_priced
     assert {(each.remat, each.context) for each in every.candidates[:8]} > {(first.best.remat, first.best.context)}

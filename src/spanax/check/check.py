@@ -42,7 +42,7 @@ PACKAGES = ("spanax", "jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin", "n
 """The packages that a report depends on."""
 
 
-def check(
+def check(  # noqa: PLR0913
     program: Program,
     plan: Plan,
     cluster: Cluster | str,

@@ -23,7 +23,7 @@ from spanax.trace.jaxpr.remat_policies import known_policy
 from spanax.trace.variant import Variant
 
 
-def jit(
+def jit(  # noqa: PLR0913
     function: Callable[..., Any] | None = None,
     *,
     layout: str | Layout | None = None,

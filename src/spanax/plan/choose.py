@@ -1,9 +1,8 @@
 """Returns a Plan for a program, a cluster and a request: validates the request, searches open choices, resolves."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -30,8 +29,7 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.request import Request, pins_of
-from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.candidates.request import Request, Scope, pins_of
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -49,7 +47,7 @@ from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import check_request, search
+from spanax.plan.search import check_request, search_in
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import AXES, is_standard
@@ -64,7 +62,7 @@ STATE_FRACTION = 0.5
 """Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
 
 
-def plan(
+def plan(  # noqa: PLR0913
     program: Program,
     cluster: Cluster | str,
     *,
@@ -210,7 +208,8 @@ def searched(
     Raises:
       SpanaxError: as `search`.
     """
-    schedule, usual = request.schedule, defaults(cluster)
+    schedule = request.schedule
+    usual = defaults(cluster)
     reason, layout, mesh = _named(cluster, request)
     as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
@@ -220,65 +219,102 @@ def searched(
     remat = schedule.remat if schedule is not None else None
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat
-    attention = request.attention or usual.attention
-    stage_margin = STAGE_MARGIN if request.pipeline is None else 0.0
-    unplaced = partial(
-        search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
-        pins=request.pins, top=top if request.is_placed else max(top, POOL), each=each, assign=False,
-        attention="plain", ring=request.layout is None and can_ring(program, cluster, attention),
-        distinct=True, stage_margin=stage_margin,
-    )  # fmt: skip
-
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
     dtype, dtype_reason = _dtype(program, cluster, request)
-    fastest = partial(_fastest, find=unplaced, cluster=cluster, request=request, dtype=dtype, policy=remat)
-
-    def padded(program: Program, **options: Any) -> Search:
-        return search_in_padding(partial(fastest, **options), program, cluster, request.padded, mesh)
-
-    def chunked(**options: Any) -> Search:
-        find: Callable[[Program], Search] = partial(padded, **options)
-        return find(program) if count else search_in_chunks(find, program, cluster)
-
-    result, limit = chunked(), None if each else top
+    attention = request.attention or usual.attention
+    scope = Scope(
+        batch_size=program.batch_size,
+        layout=layout,
+        mesh=mesh,
+        microbatches=counts[0] if counts else None,
+        pins=request.pins,
+        top=top if request.is_placed else max(top, POOL),
+        each=each,
+        ring=request.layout is None and can_ring(program, cluster, attention),
+        distinct=True,
+        offload=request.offload or (),
+        stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
+    )
+    requested = _Requested(cluster, request, scope, dtype, remat, is_chunked=bool(count))
+    result = requested.chunked(program)
+    limit = None if each else top
     if remat is None:
-        result = with_partial_remat(result, stage_margin)
+        result = with_partial_remat(result, scope.stage_margin)
     if not (request.is_placed or request.offload or request.padded):
-        result = with_assignments(result, Assumptions(), limit, stage_margin)
+        result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
     if not request.is_placed:
         if request.pad is None:
-            result = with_padding(result, fastest, program, stage_margin)
+            result = with_padding(result, requested.in_model, program, scope.stage_margin)
         if request.offload is None:
-            result = with_host_memory(result, chunked, has_policy=remat is not None)
+            find = partial(requested.in_host_memory, program)
+            result = with_host_memory(result, find, has_policy=remat is not None)
         result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
-    is_chunked = result.best is not None and result.program_of(result.best).loss_chunks > 1
-    is_reported = not count and (request.chunks is not None or is_chunked)
+    has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
+    is_reported = not count and (request.chunks is not None or has_chunks)
     logits = result.logits if is_reported else None
     return replace(result, requested=reason, logits=logits, dtype_reason=dtype_reason)
 
 
-def _fastest(
-    program: Program, *, find: Callable[..., Search], cluster: Cluster, request: Request, dtype: str | None,
-    policy: str | None,
-    offload: Sequence[str] | None = None, **options: Any,
-) -> Search:  # fmt: skip
-    """Returns the search of a program under a remat policy, or any, in stages where they may be faster or fit."""
-    offload = offload or request.offload or ()
-    program = in_attention(program, cluster, request, form_in(program, dtype))
-    find = partial(find, offload=offload, **options)
-    policies, has_stages = REMAT if policy is None else (policy,), defaults(cluster).pipeline
-    is_open = request.pipeline is None and has_stages and not request.is_placed
-    in_stages = is_open and prices_stages(program, cluster)
-    spare = partial(find, program, remat=policies, fits_first=True, counts_stages=not in_stages)
-    result: Search = spare(pipeline=in_stages or bool(request.pipeline))
-    if result.best is None and is_open and program.evaluation is not None:
-        result = find(program, remat=policies, pipeline=True)
-    refused = refused_stages(result)
-    if refused is None or (refused.code is Code.NO_STAGES and not is_open):
-        return result
-    again = spare(pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
-    return replace(again, rejected={**again.rejected, refused: result.layouts_priced - again.layouts_priced})
+@dataclass(frozen=True)
+class _Requested:
+    """The searches of a request, for forms of its program.
+
+    Attributes:
+      cluster: the devices.
+      request: the requirements of every layout.
+      scope: what each search prices.
+      dtype: the compute dtype.
+      policy: the remat policy; None for the fastest.
+      is_chunked: whether the number of chunks of the logits is set.
+    """
+
+    cluster: Cluster
+    request: Request
+    scope: Scope
+    dtype: str | None
+    policy: str | None
+    is_chunked: bool
+
+    def chunked(self, program: Program) -> Search:
+        """Returns the search with the best number of chunks of the logits, if none is set."""
+        return self.padded(program) if self.is_chunked else search_in_chunks(self.padded, program, self.cluster)
+
+    def padded(self, program: Program) -> Search:
+        """Returns the search with the requested axes padded."""
+        return search_in_padding(self.fastest, program, self.cluster, self.request.padded, self.scope.mesh)
+
+    def in_model(self, program: Program, model: int) -> Search:
+        """Returns the search of the meshes with a size of `model`."""
+        return replace(self, scope=replace(self.scope, model=model)).fastest(program)
+
+    def in_host_memory(self, program: Program, offload: tuple[str, ...], policy: str | None) -> Search:
+        """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
+        scope = replace(self.scope, offload=offload)
+        return replace(self, scope=scope, policy=policy or self.policy).chunked(program)
+
+    def fastest(self, program: Program) -> Search:
+        """Returns the search under the remat policy, or any, in stages where they may be faster or fit."""
+        request = self.request
+        program = in_attention(program, self.cluster, request, form_in(program, self.dtype))
+        scope = replace(self.scope, remat=REMAT if self.policy is None else (self.policy,))
+        is_open = request.pipeline is None and defaults(self.cluster).pipeline and not request.is_placed
+        in_stages = is_open and prices_stages(program, self.cluster)
+        first = replace(
+            scope,
+            fits_first=True,
+            counts_stages=not in_stages,
+            pipeline=in_stages or bool(request.pipeline),
+        )
+        result = search_in(program, self.cluster, first)
+        if result.best is None and is_open and program.evaluation is not None:
+            result = search_in(program, self.cluster, replace(scope, pipeline=True))
+        refused = refused_stages(result)
+        if refused is None or (refused.code is Code.NO_STAGES and not is_open):
+            return result
+        again = replace(first, pipeline=refused.code is Code.NO_CHUNKS, schedules=CONTIGUOUS)
+        other = search_in(program, self.cluster, again)
+        return replace(other, rejected={**other.rejected, refused: result.layouts_priced - other.layouts_priced})
 
 
 def chosen(result: Search) -> Plan:

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
@@ -12,10 +12,11 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.attention_kernel import can_ring, with_attention
 from spanax.plan.candidates.forms import Forms, in_context
-from spanax.plan.candidates.grids import SCHEDULES, grids_of
+from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.pricer import Bound, Pricer, priced_forms
 from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
+from spanax.plan.candidates.request import Scope
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.defaults import defaults
@@ -28,7 +29,7 @@ from spanax.trace.jaxpr.remat_policies import RING, known_offload, partial_polic
 from spanax.trace.program import Program
 
 
-def search(
+def search(  # noqa: PLR0913
     program: Program,
     cluster: Cluster | str,
     *,
@@ -45,13 +46,8 @@ def search(
     attention: str | None = None,
     ring: bool | None = None,
     distinct: bool = False,
-    stage_margin: float = 0.0,
-    schedules: Collection[str] = SCHEDULES,
-    fits_first: bool = False,
-    counts_stages: bool = True,
     assign: bool = True,
     offload: Sequence[str] = (),
-    model: int | None = None,
 ) -> Search:
     """Prices every layout of a program on all devices of a cluster. Uses no devices.
 
@@ -73,13 +69,8 @@ def search(
       ring: whether meshes that shard sequences are also priced with ring attention. Default: unless a layout, `flash`
         or an attention of the program is requested; not on CPUs.
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
-      stage_margin: layouts with stages rank as if they were slower by this fraction.
-      schedules: the schedules of stages to price; `1f1b` is always priced.
-      fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
-      counts_stages: whether layouts with stages count for this.
       assign: whether a local search changes the assignments of the best presets, if neither layout nor mesh is set.
       offload: as in `spanax.plan`.
-      model: prices only meshes with this size of `model`.
 
     Raises:
       SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
@@ -98,85 +89,106 @@ def search(
       >>> result.best.mesh, result.layouts_priced > 0
       (fsdp=4, True)
     """
-    batch_size = program.batch_size if batch_size is None else batch_size
-    if batch_size < 1:
-        raise RangeError(f"the batch size is {batch_size}; it must be at least 1.")
-    mesh = None if mesh is None else MeshShape.of(mesh)
     cluster = cluster_of(cluster)
-    check_request(cluster, layout, mesh)
-    check_pinned(program, pins or ())
-    if microbatches not in (None, 1) and program.accumulates.error is not None:
-        raise program.accumulates.error
     attention = attention or defaults(cluster).attention
     if ring is None:
         ring = layout is None and can_ring(program, cluster, attention)
-    program = _attending(program, cluster, layout, attention)
-    assumptions = assumptions or Assumptions()
     assigns = assign and layout is None and mesh is None and not offload
-    find = functools.partial(
-        _search, program, cluster, batch_size=batch_size, remat=remat, top=max(top, POOL) if assigns else top,
-        each=each, layout=layout, mesh=mesh, assumptions=assumptions, pins=pins, ring=ring,
-        distinct=distinct, stage_margin=stage_margin, schedules=schedules,
-        fits_first=fits_first, counts_stages=counts_stages, offload=known_offload(offload), model=model,
-    )  # fmt: skip
-    result = find(microbatches=microbatches, pipeline=pipeline)
-    if microbatches is None and _is_inexact(program, result):
-        one_batch = find(microbatches=1, pipeline=False)
+    scope = Scope(
+        batch_size=program.batch_size if batch_size is None else batch_size,
+        remat=remat,
+        top=max(top, POOL) if assigns else top,
+        each=each,
+        assumptions=assumptions or Assumptions(),
+        pipeline=pipeline,
+        layout=layout,
+        mesh=None if mesh is None else MeshShape.of(mesh),
+        microbatches=microbatches,
+        pins=pins or {},
+        ring=ring,
+        distinct=distinct,
+        offload=known_offload(offload),
+    )
+    result = search_in(program, cluster, scope, attention)
+    return with_assignments(result, scope.assumptions, None if each else top) if assigns else result
+
+
+def search_in(program: Program, cluster: Cluster, scope: Scope, attention: str = "plain") -> Search:
+    """Prices the layouts of a scope, with an attention as in `spanax.plan`; without a local search.
+
+    Raises:
+      SpanaxError: as `search`.
+    """
+    if scope.batch_size < 1:
+        raise RangeError(f"the batch size is {scope.batch_size}; it must be at least 1.")
+    check_request(cluster, scope.layout, scope.mesh)
+    check_pinned(program, scope.pins)
+    if scope.microbatches not in (None, 1) and program.accumulates.error is not None:
+        raise program.accumulates.error
+    program = _attending(program, cluster, scope.layout, attention)
+    result = _priced(program, cluster, scope)
+    if scope.microbatches is None and _is_inexact(program, result):
+        one_batch = _priced(program, cluster, replace(scope, microbatches=1, pipeline=False))
         num_left_out = result.layouts_priced - one_batch.layouts_priced
-        result = replace(one_batch, rejected={**one_batch.rejected, Reason(Code.INEXACT): num_left_out})
-    return with_assignments(result, assumptions, None if each else top, stage_margin) if assigns else result
+        return replace(one_batch, rejected={**one_batch.rejected, Reason(Code.INEXACT): num_left_out})
+    return result
 
 
-def _search(
-    program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
-    layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
-    pipeline: bool, ring: bool, distinct: bool, stage_margin: float, schedules: Collection[str],
-    fits_first: bool, counts_stages: bool, offload: tuple[str, ...], model: int | None,
-) -> Search:  # fmt: skip
-    """Searches with validated arguments, without checking whether microbatches change the loss."""
-    start, traced_batch = time.perf_counter(), program.batch_size
+def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
+    """Prices a scope without checking whether microbatches change the loss."""
+    start = time.perf_counter()
+    traced_batch = program.batch_size
     rejected: Rejections = Counter()
-    forms = Forms(program, remat, rejected, is_lazy=fits_first)
+    forms = Forms(program, scope.remat, rejected, is_lazy=scope.fits_first)
     first = next(iter(forms.programs.values()))
-    space = families(first, cluster, batch_size, rejected, pins, model)
+    space = families(first, cluster, scope.batch_size, rejected, scope.pins, scope.model)
     if not space:
-        raise _no_layout(batch_size, cluster.num_devices, rejected)
-    pipeline = pipeline and not any(map(partial_policy, forms.policies))
-    space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
+        raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
+    pipeline = scope.pipeline and not any(map(partial_policy, forms.policies))
+    space = [_requested(family, scope.layout, scope.mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
-    sequences = [in_context(family, rejected) for family in space] if ring else []
-    states = [state_of(family.resolver, priced_offload(cluster, offload)) for family in space]
+    sequences = [in_context(family, rejected) for family in space] if scope.ring else []
+    states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
+    grids = functools.partial(
+        grids_of,
+        batch_size=scope.batch_size,
+        traced_batch=traced_batch,
+        microbatches=scope.microbatches,
+        num_layers=num_layers,
+        schedules=scope.schedules,
+    )
     pricers = [
-        Pricer.of(some, cluster, assumptions, [
-            grids_of(family, batch_size, traced_batch, microbatches, num_layers, schedules) for family in some
-        ], states[: len(some)])
+        Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
         for some in (space, sequences)
-    ]  # fmt: skip
-    limit, repeats = cluster.memory_bytes, (layout is not None, True)
+    ]
+    limit = cluster.memory_bytes
+    repeats = (scope.layout is not None, True)
     possible = [pricer.possible(first, repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
-    bound = Bound(limit, None if each else top, stage_margin, counts_stages)
+    bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages)
     priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
     if not any(entry.fits(limit).any() for entry in priced):
         priced, left_out = priced_forms(pricers[0], pricers[1], forms, bound)
     rejected.update(left_out)
-    priced = priced if layout else without_repeated_kernels(priced, limit, rejected)
-    best, too_large, nearest = ranked(priced, limit, top, each, distinct, rejected, stage_margin)
+    priced = priced if scope.layout else without_repeated_kernels(priced, limit, rejected)
+    best, too_large, nearest = ranked(
+        priced, limit, scope.top, scope.each, scope.distinct, rejected, scope.stage_margin
+    )
     return Search(
         cluster=cluster,
-        batch_size=batch_size,
+        batch_size=scope.batch_size,
         candidates=best,
         too_large=too_large,
         nearest=nearest,
         rejected={reason: count for reason, count in rejected.items() if count},
         layouts_priced=sum(entry.costs.step_seconds.size for entry in priced) + left_out[Reason(Code.TOO_LARGE)],
-        model_flops=model_flops(first) * batch_size / traced_batch,
+        model_flops=model_flops(first) * scope.batch_size / traced_batch,
         dtype=main_dtype(priced[0].terms) if priced else "fp32",
         trace_seconds=forms.trace_seconds,
         search_seconds=time.perf_counter() - start - forms.trace_seconds,
         programs=forms.programs,
-        pins=pins or {},
+        pins=scope.pins,
         attention=program.attention,
-        offload=offload,
+        offload=scope.offload,
     )
 
 

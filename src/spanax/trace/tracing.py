@@ -17,7 +17,7 @@ from spanax.trace.variables import check_optimizer
 from spanax.trace.variant import Variant
 
 
-def trace(
+def trace(  # noqa: PLR0913
     *,
     build: Callable[..., nnx.Module],
     optimizer: Any,

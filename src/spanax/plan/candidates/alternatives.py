@@ -31,7 +31,9 @@ IN_HOST_MEMORY: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
 """What host memory may have: its name, kinds of state, and a remat policy. The first that fits is the fastest."""
 
 
-def with_padding(result: Search, find: Callable[..., Search], program: Program, stage_margin: float) -> Search:
+def with_padding(
+    result: Search, find: Callable[[Program, int], Search], program: Program, stage_margin: float
+) -> Search:
     """Returns a search with uneven axes padded, if its best candidate is faster by `ASSIGNMENT_MARGIN`.
 
     Without padding, XLA runs an uneven axis replicated over the mesh axis that does not divide it; its cost is that of
@@ -49,7 +51,7 @@ def with_padding(result: Search, find: Callable[..., Search], program: Program, 
         chunks = next(iter(result.programs.values())).loss_chunks
         form = replace(program.form, padded=padded, loss_chunks=chunks)
         try:
-            other = find(program.variant(form), model=padded[0][1])
+            other = find(program.variant(form), padded[0][1])
         except NoLayoutError as error:
             names = ", ".join(name for name, _ in padded)
             rejected[Reason(Code.NOT_PLACED, f"{names} padded", detail=first_line(error))] += 1
@@ -96,14 +98,16 @@ def _seconds(result: Search, stage_margin: float) -> float:
     return result.best.step_seconds * (1 + stage_margin * (result.best.num_stages > 1))
 
 
-def with_host_memory(result: Search, find: Callable[..., Search], *, has_policy: bool) -> Search:
+def with_host_memory(
+    result: Search, find: Callable[[tuple[str, ...], str | None], Search], *, has_policy: bool
+) -> Search:
     """Returns a search with state, or activations as the last resort, in host memory, if nothing fits without.
 
     Simulated devices, and those whose link to host memory has no known bandwidth, have none.
 
     Args:
       result: a search without offload.
-      find: searches with the kinds of offloaded state, `offload`, and a remat `policy`.
+      find: searches with kinds of state in host memory, and with a remat policy, or the one of `result`.
       has_policy: whether the remat policy is requested, so that activations stay where they are.
     """
     chip, rejected = result.cluster.chip, Counter(result.rejected)
@@ -115,7 +119,7 @@ def with_host_memory(result: Search, find: Callable[..., Search], *, has_policy:
         if (offload and not has_optimizer) or (policy and has_policy):
             continue
         try:
-            other = find(offload=offload) if policy is None else find(offload=offload, policy=policy)
+            other = find(offload, policy)
         except SpanaxError as error:
             rejected[Reason(Code.NO_REMAT, policy or "", detail=first_line(error))] += 1
             continue

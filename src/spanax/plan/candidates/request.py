@@ -1,6 +1,6 @@
-"""What a user requires of a plan."""
+"""What a user requires of a plan, and what a search prices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 
 from spanax.errors import ArgumentError, check_type
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidates.grids import SCHEDULES
+from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.assign import Pins
@@ -70,6 +72,51 @@ class Request:
         """Whether ring attention is requested."""
         named = isinstance(self.layout, str) and RING in self.layout.split("+")
         return named or (self.schedule is not None and self.schedule.context == RING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What a search prices, and how it ranks.
+
+    Attributes:
+      batch_size: examples per step.
+      remat: policies to price; None for all.
+      top: the number of candidates to return.
+      each: also returns the fastest of every kind of layout, however slow.
+      assumptions: calibration constants that are not in data sheets.
+      pipeline: whether layers may be partitioned into stages.
+      layout: prices only this layout.
+      mesh: prices only this mesh of one stage.
+      microbatches: prices only this number of microbatches.
+      pins: axis name -> mesh axes, in every layout.
+      ring: whether meshes that shard sequences are also priced with ring attention.
+      distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
+      offload: kinds of state in host memory.
+      stage_margin: layouts with stages rank as if they were slower by this fraction.
+      schedules: the schedules of stages to price; `1f1b` is always priced.
+      fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
+      counts_stages: whether layouts with stages count for this.
+      model: prices only meshes with this size of `model`.
+    """
+
+    batch_size: int
+    remat: Sequence[str] | None = None
+    top: int = 20
+    each: bool = False
+    assumptions: Assumptions = field(default_factory=Assumptions)
+    pipeline: bool = True
+    layout: str | None = None
+    mesh: MeshShape | None = None
+    microbatches: int | None = None
+    pins: Pins = field(default_factory=dict)
+    ring: bool = False
+    distinct: bool = False
+    offload: tuple[str, ...] = ()
+    stage_margin: float = 0.0
+    schedules: Collection[str] = SCHEDULES
+    fits_first: bool = False
+    counts_stages: bool = True
+    model: int | None = None
 
 
 def pins_of(pin: Pins | None, forbid: Iterable[str] = ()) -> Pins:

@@ -38,7 +38,7 @@ CLOSE_SECONDS = 5.0
 """The timeout for stopping a loader that does not return."""
 
 
-def batches(
+def batches(  # noqa: PLR0913
     source: Any,
     plan: "Plan | Any",
     *,

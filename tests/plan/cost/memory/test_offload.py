@@ -112,17 +112,16 @@ def test_activations_are_offloaded_as_the_last_resort() -> None:
     gpt = programs.workload("gpt-nano", batch_size=64)
     machine = spanax.cluster("h100:8")
     nothing = spanax.search(gpt, replace(machine, memory_bytes=1), layout="fsdp", mesh="fsdp=8", microbatches=1)
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[tuple[str, ...], str | None]] = []
 
-    def find(**options: Any) -> Any:
-        calls.append(options)
-        policy = options.get("policy")
+    def find(offload: tuple[str, ...], policy: str | None) -> Any:
+        calls.append((offload, policy))
         if policy is None:
             return nothing
         return spanax.search(gpt, machine, remat=(policy,), layout="fsdp", mesh="fsdp=8", microbatches=1)
 
     result = alternatives.with_host_memory(nothing, find, has_policy=False)
-    assert calls == [{"offload": ("optimizer",)}, {"offload": (), "policy": "offload"}]
+    assert calls == [(("optimizer",), None), ((), "offload")]
     assert str(result.alternative) == "activations in host memory: no layout fits into the memory of the devices"
     assert result.best is not None and result.best.remat == "offload" and result.best.host_bytes > 0
     assert alternatives.with_host_memory(nothing, find, has_policy=True).alternative is None
