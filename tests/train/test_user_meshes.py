@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import spanax
+from byo import corpus
 from sampling import sampled
 
 BATCH = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
@@ -202,6 +203,11 @@ def test_a_program_that_jax_refuses_under_the_mesh_raises_with_a_fix() -> None:
         assert "jax.device_put(batch" in str(caught.value)
         batch = jax.device_put(BATCH, P("data"))
         spanax.trace(build=Asserting, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+
+
+def test_a_variant_that_jax_cannot_type_raises_with_a_fix() -> None:
+    with pytest.raises(spanax.SpanaxError, match="under the Explicit mesh data=4,model=2"):
+        corpus.program("explicit").with_loss_chunks(4)
 
 
 class Untyped(nnx.Module):

@@ -5,6 +5,7 @@ Under Explicit axes every type carries a sharding, and operations refer to meshe
 
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -116,7 +117,7 @@ class UserMesh:
                 if not is_explicit(self.mesh) or not _is_raised_by_jax(error):
                     raise
                 errors.append(error)
-        if type(errors[-1]) is type(errors[0]):  # without sharded types, too: an error of the program
+        if _raised_at(errors[-1]) == _raised_at(errors[0]):  # without sharded types, too: an error of the program
             raise errors[-1]
         sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         raise ModelMeshError(
@@ -171,10 +172,13 @@ def _explicit(sharding: Any) -> NamedSharding | None:
 
 def _is_raised_by_jax(error: Exception) -> bool:
     """Returns whether JAX itself raised, rather than the user's code or Spanax."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(JAX)
+    return _raised_at(error)[0].startswith(JAX)
+
+
+def _raised_at(error: Exception) -> tuple[str, int]:
+    """Returns the file and the line that raised an error."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code.co_filename, line
 
 
 def _run(jaxpr: core.Jaxpr | core.ClosedJaxpr, *args: Any) -> list[Any]:
