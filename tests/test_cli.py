@@ -288,7 +288,10 @@ def test_the_golden_messages_are_those_of_the_bad_input() -> None:
     assert list(golden_messages.sections(GOLDEN)) == list(BAD)
 
 
-QUICK = ("unknown workload", "unknown layout")
+QUICK = (
+    "unknown layout", "mesh of another size", "batch that does not divide", "an option that is none",
+    "resume from nowhere", "no such torus", "comparing no steps", "rules of an unknown layout",
+)  # fmt: skip
 
 PROSE = {
     "a workload without data", "a length that is none", "unknown axis", "mesh of nothing", "calls that skip spikes",
@@ -305,8 +308,9 @@ PROSE = {
 
 TWO_MISTAKES = {
     "importing as what is unknown", "importing in an unknown dtype", "exporting into small files", "plan and mesh",
+    "a text of another name", "unknown attention",
 }  # fmt: skip
-"""Commands whose folder or plan is invalid as well."""
+"""Commands whose folder, plan or data is invalid as well, or whose kernel no CPU has."""
 
 ERRORS = {name: text.partition("\n")[2] for name, text in golden_messages.sections(GOLDEN).items()}
 FIXED = {name: followed(args, ERRORS[name]) for name, (args, _, _) in BAD.items()}
