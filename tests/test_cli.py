@@ -1,6 +1,7 @@
 """The command line: its surface, and what it says to bad input."""
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import golden_messages
+from followed import followed
 from requested import flag_names
+from sampling import sampled
 from spanax import cli
 from spanax.commands import train
 from spanax.commands.answer import Answer
@@ -283,6 +286,51 @@ def test_bad_input_is_reported_in_four_lines(name: str, folder: Path, capsys: py
 
 def test_the_golden_messages_are_those_of_the_bad_input() -> None:
     assert list(golden_messages.sections(GOLDEN)) == list(BAD)
+
+
+QUICK = (
+    "unknown layout", "mesh of another size", "batch that does not divide", "an option that is none",
+    "resume from nowhere", "no such torus", "comparing no steps", "rules of an unknown layout",
+)  # fmt: skip
+
+PROSE = {
+    "a workload without data", "a length that is none", "unknown axis", "mesh of nothing", "calls that skip spikes",
+    "resume to an earlier step", "resume without settings", "resume with half of the settings", "missing data",
+    "empty data", "data that is not text", "missing table", "missing shards", "a text that nobody named",
+    "a mixture of nothing", "unknown key", "a link in a run", "a FIFO in a run", "a hard link in a run",
+    "a folder in a run", "out has a run", "a cluster file without units", "plan for another mesh",
+    "comparing all and a few", "comparing on another mesh", "comparing what does not divide", "inspecting nothing",
+    "inspecting what is no run", "reporting nothing", "reporting what is neither", "reporting what is no run",
+    "a host without a port", "importing nothing", "importing pickled weights", "importing without a config",
+    "exporting nothing", "beginning from nothing", "no checkpoints",
+}  # fmt: skip
+"""Errors whose fix a user carries out in a file, or chooses: nothing to append to the command."""
+
+TWO_MISTAKES = {
+    "importing as what is unknown", "importing in an unknown dtype", "exporting into small files", "plan and mesh",
+    "a text of another name", "unknown attention",
+}  # fmt: skip
+"""Commands whose folder, plan or data is invalid as well, or whose kernel no CPU has."""
+
+ERRORS = {name: text.partition("\n")[2] for name, text in golden_messages.sections(GOLDEN).items()}
+FIXED = {name: followed(args, ERRORS[name]) for name, (args, _, _) in BAD.items()}
+
+
+def test_a_fix_is_followed_or_is_prose() -> None:
+    assert {name for name, text in ERRORS.items() if "fix: " in text and not FIXED[name]} == PROSE
+
+
+@pytest.mark.parametrize("name", sampled([name for name in FIXED if FIXED[name]], QUICK))
+def test_a_fix_works(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spanax.train.trainer.begin", lambda *_: sys.exit(0))
+    comparison = importlib.import_module("spanax.check.measure.compare")
+    monkeypatch.setattr(comparison, "layouts", lambda *_, **__: sys.exit(0))
+    for args in FIXED[name]:
+        code, _, err = run(capsys, *args)
+        assert ERRORS[name].splitlines()[0] not in err
+        assert name in TWO_MISTAKES or code == 0, err
 
 
 def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:

@@ -1,6 +1,8 @@
 """Every error message equals golden/errors.txt (`make golden` updates it)."""
 
 import os
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import golden_messages
 import reading
 import spanax
 from machines import Device
@@ -54,10 +57,10 @@ def without_scikit_learn() -> None:
         Digits()
 
 
-def in_bfloat16() -> None:
+def in_dtype(dtype: str = "bfloat16") -> None:
     trace(
         build=reading.Masked, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 1, 8, 8), "float32"),
-        loss=lambda model, x: model(x).mean(), compute_dtype="bfloat16",
+        loss=lambda model, x: model(x).mean(), compute_dtype=dtype,
     )  # fmt: skip
 
 
@@ -80,10 +83,10 @@ def closed(rngs: nnx.Rngs) -> nnx.Module:
     return model
 
 
-def traced(build: Callable[..., Any]) -> Any:
+def traced(build: Callable[..., Any], **options: Any) -> Any:
     """A workload around a build."""
     squares = lambda model, x: (model(x) ** 2).mean()  # noqa: E731
-    return trace(build=build, optimizer=optax.sgd(0.1), batch=np.ones((8, 4), "float32"), loss=squares)
+    return trace(build=build, optimizer=optax.sgd(0.1), batch=np.ones((8, 4), "float32"), loss=squares, **options)
 
 
 def under_explicit_axes(loss: Callable[..., Any]) -> Any:
@@ -169,7 +172,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
     "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), epochs=2),
-    "loss: an operation without bfloat16": in_bfloat16,
+    "loss: an operation without bfloat16": in_dtype,
     "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
     "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]
     "simulate: no devices": lambda: simulate(0),
@@ -201,6 +204,85 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "digits: no scikit-learn": without_scikit_learn,
     "digits: no such size": lambda: Digits(image_size=12),
 }
+
+
+def near(fix: str) -> str:
+    """The name that a fix suggests."""
+    return str(re.findall(r"did you mean '(.*?)'|^known: (\w+)", fix)[0][fix.startswith("known")])
+
+
+def toml(fix: str) -> dict[str, Any]:
+    """The lines of a cluster file that a fix suggests."""
+    return tomllib.loads(re.split(",? or ", fix)[0])
+
+
+def clusters(fix: str) -> None:
+    """Builds each cluster that a fix names."""
+    names = re.findall(r"\b[a-z]\w*:\d[\dx:]*", fix)
+    assert names and all(cluster(name) for name in names)
+
+
+def described(**keys: Any) -> Chip:
+    """The chip of a file with these keys."""
+    return read_chip("mine", TABLE | keys, "mine.toml", {"h100": TABLE})
+
+
+def meshes(fix: str) -> None:
+    MeshShape.of(fix.removeprefix("write it like "))
+
+
+# The followed fix of an error, given its text; the other errors have none, or prose.
+FOLLOWED: dict[str, Callable[[str], Any]] = {
+    "mesh: no equals sign": meshes,
+    "mesh: no name": meshes,
+    "mesh: a size that is a word": meshes,
+    "unit: none": lambda fix: quantity(toml(fix)["memory"], "bytes", key="memory"),
+    "unit: of another kind": lambda fix: quantity(toml(fix)["inside"]["rate"], "bytes per second", key="rate"),
+    "unit: an absurd value": lambda fix: quantity(toml(fix)["memory"], "bytes", key="memory"),
+    "unit: no number": lambda fix: quantity(toml(fix)["memory"], "bytes", key="memory"),
+    "chip: unknown": lambda fix: chip_named(near(fix)),
+    "chip: a dtype it has not": lambda fix: chip_named("v100").flops_per_second(near(fix)),
+    "chip file: a key too few": lambda fix: described(**toml(fix)),
+    "chip file: a key misspelt": lambda fix: described(**{near(fix): "80 GiB"}),
+    "chip file: like nothing known": lambda fix: described(like=near(fix)),
+    "chip file: a link of no kind": lambda fix: described(inside={"kind": near(fix), "rate": "1 GB/s"}),
+    "chip file: no count": lambda fix: described(**toml(fix)),
+    "chip file: no shape": lambda fix: described(inside=toml(fix)["inside"] | {"kind": "torus", "rate": "1 GB/s"}),
+    "cluster: an unknown chip": lambda fix: cluster(f"{near(fix)}:8"),
+    **{f"cluster: {name}": clusters for name in (
+        "no devices", "part of a node", "too large a node", "slices of a switch", "no slice", "too few dims",
+        "too large a slice", "part of a host", "part of a chip",
+    )},
+    "link: no such mesh axis": lambda fix: axis_link(cluster("h100:8"), MeshShape.of("data=8"), near(fix)),
+    "chunks: no logits": lambda fix: chunked_loss(lambda weight, batch: weight.sum(), int(fix[-1]))(*np.ones((2, 3))),
+    "simulate: no devices": lambda fix: simulate(int(fix[-2])),
+    "loss: an operation without bfloat16": lambda fix: in_dtype(re.findall("compute_dtype='(.*?)'", fix)[0]),
+    "build: reads the value of a parameter": lambda fix: traced(reading.build, eager_build="eager_build=True" in fix),
+    "build: an array in a closure": lambda fix: traced(closed, eager_build="eager_build=True" in fix),
+    "plan: a sequence to shard without a layout": lambda fix: spanax.plan(
+        small_gpt(), "cpu:8", layout=fix.split("'")[1], sequence_parallel=True
+    ),
+    "search: mesh axes in another order": lambda fix: spanax.search(linear(), "a100:2x4", mesh=fix),
+    "search: a policy without layers": lambda fix: spanax.search(linear(), "cpu:8", remat=(fix.split("'")[1],)),
+    "search: a partial policy without layers": lambda fix: spanax.search(linear(), "cpu:8", remat=(fix.split("'")[1],)),
+    **{f"trace: a partial policy {name}": lambda fix: [small_gpt().with_remat(each) for each in fix.split("'")[1::2]]
+       for name in ("without a number", "of another name", "of all layers")},
+    "plan: a partial policy in stages": lambda fix: plan(
+        small_gpt().with_remat(fix.split("'")[1]), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
+    ),
+    "train: a plan and a dtype": lambda fix: check(TrainConfig(plan="p.json")),
+    "pad: examples": lambda fix: spanax.plan(
+        linear(), "cpu:3", layout="tensor", mesh="model=3", pad=fix.removeprefix("known: ")
+    ),
+    "pad: an axis that no mesh axis shards": lambda fix: spanax.plan(
+        linear(), "cpu:8", layout="data", pad=fix.split("'")[1]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_fix_works(name: str) -> None:
+    FOLLOWED[name](golden_messages.sections(GOLDEN)[name].partition("  fix: ")[2])
 
 
 def message(call: Callable[[], Any]) -> str:

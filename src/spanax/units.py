@@ -102,18 +102,19 @@ def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
     """
     measure = MEASURES[kind]
     match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]\S*)?\s*", str(text))
-    fix = " or ".join(f'{key} = "{example}"' for example in measure.example.split(" or "))
+    key = key if key.startswith("--") else f"{key} ="
+    fix = " or ".join(f'{key} "{example}"' for example in measure.example.split(" or "))
     if isinstance(text, bool | list | dict) or match is None:
-        raise FormatError(f"{key} = {text!r} is not a number with a unit.", where=where, fix=fix)
+        raise FormatError(f"{key} {text!r} is not a number with a unit.", where=where, fix=fix)
     number, unit = match.groups()
     if unit is None:
-        raise FormatError(f"{key} = {text!r} has no unit.", where=where, fix=fix)
+        raise FormatError(f"{key} {text!r} has no unit.", where=where, fix=fix)
     if unit not in measure.units:
-        raise FormatError(f"{key} = {text!r}: '{unit}' is not a unit of {kind}.", where=where, fix=fix)
+        raise FormatError(f"{key} {text!r}: '{unit}' is not a unit of {kind}.", where=where, fix=fix)
     value = float(number) * measure.units[unit]
     low, high = (_plain(limit, measure) for limit in (measure.low, measure.high))
     if not low <= value <= high:
-        raise FormatError(f"{key} = {text!r} is not plausible: {measure.low} to {measure.high}.", where=where, fix=fix)
+        raise FormatError(f"{key} {text!r} is not plausible: {measure.low} to {measure.high}.", where=where, fix=fix)
     return value
 
 

@@ -106,6 +106,12 @@ def test_the_path_of_a_file_url_is_advised(kind: Callable[[str], Any], empty: Pa
     assert error.value.args[0].partition("fix: ")[2] == f"{empty}/a b"
 
 
+def test_a_url_that_was_made_absolute_is_refused(empty: Path) -> None:
+    for path in (os.path.abspath("s3+x://bucket/x"), Path("s3+x://bucket/x").absolute()):
+        with pytest.raises(spanax.SpanaxError, match=r"^'s3\+x://bucket/x' is a URL"):
+            spanax.Checkpoints(path)
+
+
 @pytest.mark.parametrize("name", ["a:b", "a:/b", "C:\\x", "2026-01-01T10:00", "./ab:/x", "a/hf://x", "1s://x"])
 def test_other_names_are_paths(name: str, empty: Path) -> None:
     with spanax.Checkpoints(name) as checkpoints:

@@ -316,3 +316,9 @@ def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:
     open_metrics(tmp_path, 3).write("{}")
     assert (tmp_path / "outside").read_text() == "precious"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{}\n'
+
+
+def test_metrics_of_any_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.truncate(tmp_path / "metrics.jsonl", 1 << 40)
+    assert next(Folder.of(tmp_path).lines(METRICS)) == {"step": 1}

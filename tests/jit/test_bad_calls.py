@@ -65,6 +65,7 @@ CASES = {
     "an odd batch": (update, "data=8", model, (X[:6],), SpanaxError, "'batch' of size 6 is not divisible by 8"),
     "another mesh": (update, "data=8", elsewhere, (X,), SpanaxError, "`kernel` is already sharded over another mesh"),
     "too few devices": (update, "data=16", model, (np.ones((16, 16)),), SpanaxError, "data=16 needs 16 devices"),
+    "six of eight devices": (update, "data=3,model=2", model, (X,), SpanaxError, "6 devices, and the cluster has 8"),
     "an unknown axis": (update, "bogus=8", model, (X,), SpanaxError, "mesh axis 'bogus' has no default meaning"),
     "a string": (update, "data=8", model, ("x",), SpanaxError, "`x` is a str, neither an NNX object nor an array"),
     "hijax": (update, "data=8", hijax, (X,), SpanaxError, "`bias` is a HijaxVariable, which spanax.jit does not"),
@@ -135,6 +136,24 @@ def test_a_call_that_raises_leaves_the_objects_unchanged() -> None:
     with pytest.raises((TypeError, ValueError)):  # as under nnx.jit: the bias has 32 elements
         step(first, X)
     assert float(first.bias[0]) == 1
+
+
+def test_a_mesh_of_six_of_eight_devices_runs_on_request() -> None:
+    six = jax.make_mesh((3, 2), ("data", "model"), devices=jax.devices()[:6])
+    requests: tuple[dict[str, Any], ...] = (
+        {"mesh": six},
+        {"mesh": "data=3,model=2", "on": spanax.local(six.devices.flat)},
+    )
+    for request in requests:
+        objects = model()
+        spanax.jit(update, **request)(objects, X[:6])
+        assert len(objects.kernel.sharding.device_set) == 6
+
+
+def test_a_keyword_may_have_any_name() -> None:
+    step = spanax.jit(lambda model, self: model(self).sum(), mesh="data=8")
+    assert step.prepare(model(), self=X) == step.prepare(model(), X)
+    np.testing.assert_allclose(step(model(), self=X), model()(X).sum(), rtol=1e-5)
 
 
 def test_the_fix_of_a_function_without_a_batch_works() -> None:

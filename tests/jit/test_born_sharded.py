@@ -241,18 +241,19 @@ def test_a_process_reads_its_shards_of_an_orbax_checkpoint(tmp_path: Path) -> No
         checkpointer.save(tmp_path / "saved", jax.device_put(nnx.state(model), spanax.shardings(model, plan)))
     num_bytes = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file())
     assert num_bytes > 4 << 20
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     environ = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=4")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RESTORE, str(tmp_path / "saved"), address, str(rank)],
-            env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    results = [process.communicate(timeout=600) for process in processes]
+    with socket.socket() as reserved:  # otherwise a connection of another process may take the port meanwhile
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RESTORE, str(tmp_path / "saved"), address, str(rank)],
+                env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        results = [process.communicate(timeout=600) for process in processes]
     for process, (out, errors) in zip(processes, results, strict=True):
         assert process.returncode == 0, errors
         (num_read,) = [int(line.removeprefix("read ")) for line in out.splitlines() if line.startswith("read ")]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+import golden_messages
+from followed import followed
 from spanax import cli
 from spanax.commands import launch as launching
 from spanax.errors import SpanaxError
@@ -157,6 +159,24 @@ def test_bad_input_raises_with_a_message(tmp_path: Path, monkeypatch: pytest.Mon
         golden.write_text(result)
     assert result == golden.read_text(), "a message changed: `make golden`, then read the diff"
     assert all(len(answer.splitlines()) <= 5 for answer in re.split(r"\n\n(?=\[)", result))
+
+
+PROSE = {
+    "nowhere", "an unknown command", "a command for one machine", "slurm: a partition of two lines", "slurm: no sbatch",
+    "logs of a run", "spanax itself", "kubernetes: a name", "kubernetes: a long name", "kubernetes: no kubectl",
+}  # fmt: skip
+"""Errors whose fix is not a flag or a command."""
+
+
+def test_a_fix_works_or_is_prose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    errors = golden_messages.sections(GOLDEN / "launch_errors.txt")
+    fixed = {name: followed(shlex.split(text), errors[name]) for name, text in BAD.items()}
+    assert {name for name in fixed if not fixed[name]} == PROSE
+    for where, *rest in (args for lines in fixed.values() for args in lines if args[0] != "workers"):
+        is_dry = where == "local" or "--dry-run" in rest
+        assert launch([where, *rest] if is_dry else [where, "--dry-run", *rest]) == 0
 
 
 def test_a_misspelled_flag_of_the_run_raises_before_submission(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
       spanax.errors.FormatError: 'gs://bucket/runs' is a URL, and has to be a path on this machine. [SPX103]
         fix: mount the bucket or copy its files, and pass their path
     """
-    url = _URL.match(os.fspath(path))
+    text = os.fspath(path)
+    if ":/" in text:  # a URL that was made absolute follows the working directory
+        text = text.removeprefix(f"{os.getcwd()}/")
+    url = _URL.match(text)
     if url is None:
         return Path(path)
     is_file = url["scheme"].lower() == "file"

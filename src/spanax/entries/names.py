@@ -40,7 +40,7 @@ class Name(str):
 CONFIG = Name("config.toml", MAX_TOML_BYTES)
 PLAN = Name("plan.json", MAX_BYTES)
 ENVIRONMENT = Name("env.json", 1 << 20)
-METRICS = Name("metrics.jsonl", 1 << 31)
+METRICS = Name("metrics.jsonl", UNBOUNDED)
 
 EVENTS = Name("events.jsonl", 1 << 22)
 """Of a larger file, the last events are read. In memory, an event takes up to 30 times the size of its line."""

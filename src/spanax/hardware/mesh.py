@@ -55,7 +55,7 @@ class MeshShape:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise RangeError(
                     f"mesh axis '{name}' has size {size!r}; it must be an integer >= 1.",
-                    fix=f"{name}=1, or leave '{name}' out",
+                    fix="sizes whose product is the number of devices",
                 )
         names = [name for name, _ in pairs]
         for name in names:

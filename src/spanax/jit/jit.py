@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from spanax.errors import ArgumentError, ConflictError, UnknownNameError, check_type, nearest
-from spanax.hardware.cluster import Cluster, cluster_of
+from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
 from spanax.jit.placement import LossOptions, SharedPlacement
 from spanax.jit.sharded_function import LIKE, ShardedFunction
@@ -55,7 +55,8 @@ def jit(  # noqa: PLR0913
         PyTorch's or JAX's.
       layout: as in `spanax.plan`.
       mesh: as in `spanax.plan`. Without layout and mesh, the fastest layout on all devices that fits.
-      on: the devices to plan for; those of this process group by default.
+      on: the devices to plan for. By default those of this process group, or the first of them if the size of the mesh
+        divides their number.
       pin: as in `spanax.plan`.
       plan: a plan of this function, instead of a layout.
       remat: as in `spanax.trace`; this and the next three apply to losses differentiated by `spanax.value_and_grad`.
@@ -118,6 +119,8 @@ def jit(  # noqa: PLR0913
         raise ConflictError(
             f"`{unused[0]}` does not apply: `{source}` decides the placement.", fix=f"leave {unused[0]} out"
         )
+    if isinstance(mesh, Mesh) and on is None:
+        on = local([*mesh.devices.flat])
     placement = like.placement if like is not None else SharedPlacement(request, on, plan)
     numbers, names = _static(function, static_argnums, static_argnames)
     losses = LossOptions(Variant(remat=known_policy(remat), microbatches=microbatches), attention, loss_chunks)

@@ -104,7 +104,7 @@ class SharedPlacement:
         """
         users = None if self.mesh is not None else user_mesh([*arrays, *batch])
         if self.plan is None and self.on is None:
-            self.request = _on_mesh_of(users, self.request)
+            self._follow(users)
         is_equal = self.plan is not None and self.plan.fingerprint == program.fingerprint
         decides = self.plan is None and not (is_like and self.request.is_placed)
         if self.plan is not None and is_equal:
@@ -158,12 +158,21 @@ class SharedPlacement:
         """Returns the devices that functions are planned for."""
         if self.on is not None:
             return cluster_of(self.on)
-        mesh = self.request.mesh if self.plan is None else self.plan.mesh
         join_group()
         devices = jax.devices()
-        if mesh is not None and MeshShape.of(mesh).size <= len(devices):
-            devices = devices[: MeshShape.of(mesh).size]
+        if self.plan is not None:
+            devices = devices[: self.plan.mesh.size]
+        elif self.request.mesh is not None:
+            size = MeshShape.of(self.request.mesh).size
+            # Of 8 devices, a mesh of 4 is a choice, and one of 6 a mistake: the plan refuses it.
+            devices = devices[:size] if len(devices) % size == 0 else devices
         return local(devices)
+
+    def _follow(self, mesh: jax.sharding.Mesh | None) -> None:
+        """Requests the user's mesh that arrays are on, and its devices, if no other mesh is requested."""
+        request = _on_mesh_of(mesh, self.request)
+        if mesh is not None and request is not self.request:
+            self.request, self.on = request, local([*mesh.devices.flat])
 
 
 def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:

@@ -100,7 +100,7 @@ class ShardedFunction:
     _seen: SeenObjects = field(default_factory=SeenObjects, repr=False)
     _latest: CompiledFunction | None = field(default=None, repr=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the function: updates its objects in place and returns its results.
 
         Raises:
@@ -131,7 +131,7 @@ class ShardedFunction:
         """Returns the name by which pickle finds the function in its module, as for any function."""
         return str(getattr(self, "__qualname__", self._name))
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+    def prepare(self, /, *args: Any, **kwargs: Any) -> Plan:
         """Traces and plans the function for these arguments without running it; shapes may stand for arrays.
 
         Example:
@@ -163,7 +163,7 @@ class ShardedFunction:
         """The sharding of every array, as of the last call or `prepare`."""
         return self._described.plan
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Returns the lowered function as JAX does: for these arguments, or without any for those of the last call."""
         if args or kwargs:
             self.prepare(*args, **kwargs)

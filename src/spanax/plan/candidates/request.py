@@ -15,6 +15,8 @@ from spanax.plan.plan import Schedule
 from spanax.plan.sharding.assign import Pins
 from spanax.trace.jaxpr.remat_policies import RING
 
+_PIN = 'pin={"AXIS": "MESH_AXIS"}, with an axis of `program.axes` and one of the mesh, or None to replicate the axis'
+
 
 @dataclass(frozen=True)
 class Request:
@@ -44,7 +46,7 @@ class Request:
         check_type("attention", self.attention, str, 'attention="auto"')
         check_type("loss_chunks", self.loss_chunks, (int, str), 'loss_chunks=8, or loss_chunks="auto"')
         if not isinstance(self.pad, str):
-            _check_names("pad", self.pad, 'pad="heads,vocab"')
+            _check_names("pad", self.pad, 'pad="AXIS,AXIS", or pad=["AXIS"], of `program.axes`')
         if self.mesh is not None:
             object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
 
@@ -129,13 +131,13 @@ def pins_of(pin: Pins | None, forbid: Iterable[str] = ()) -> Pins:
       >>> pins_of({"vocab": "model"}, forbid=["heads"])
       {'vocab': 'model', 'heads': None}
     """
-    check_type("pin", pin, Mapping, 'pin={"vocab": "model"}')
+    check_type("pin", pin, Mapping, _PIN)
     for axis, mesh_axes in (pin or {}).items():
         if not isinstance(mesh_axes, str):
-            _check_names(f"pin[{axis!r}]", mesh_axes, 'pin={"vocab": "model"}, or None to replicate an axis')
+            _check_names(f"pin[{axis!r}]", mesh_axes, _PIN)
     if isinstance(forbid, str):
         raise ArgumentError.of("forbid", forbid, f"forbid=[{forbid!r}]")
-    _check_names("forbid", forbid, 'forbid=["vocab"]')
+    _check_names("forbid", forbid, 'forbid=["AXIS"], of `program.axes`')
     return dict(pin or {}) | dict.fromkeys(forbid)
 
 

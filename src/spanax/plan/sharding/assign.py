@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
+from spanax.plan.presets import MEANING, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.layer_partition import Parts
 from spanax.trace.program import Program
@@ -216,18 +217,23 @@ def _does_not_divide(
     row = next((row for row in program.axes if row.name == name and row.leaves), None)
     # A loop over parts of the batch in the step itself shards the examples of one part.
     parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
+    flag = " (--global-batch-size)" if name == "batch" and program.run_loss is not None else ""
     return IndivisibleError(
         f"'{name}' of size {size}{parts} is not divisible by {shards}: {size} % {shards} = {size % shards}.",
         axis=axis,
         where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
-        fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis{_steps(program, name)}",
+        fix=f"a {name} of {near}{' a part' if parts else ''}{flag}, or a smaller mesh axis{_steps(program, name)}",
     )
 
 
 def _steps(program: Program, name: str) -> str:
-    """Returns a question on the first array whose dim 0 is taken for its examples, if another dim may have them."""
+    """Returns a question on the first array whose dim 0 is taken for its examples, if another dim may have them.
+
+    The tokens of a loss are examples of a sequence each.
+    """
     examples = zip(program.batch, program.step.axes.examples, strict=True)
-    array = next((leaf.path for leaf, dim in examples if dim == 0 and len(leaf.shape) > 1), None)
+    arrays = (leaf for leaf, dim in examples if dim == 0 and len(leaf.shape) > 1)
+    array = next((leaf.path for leaf in arrays if program.run_loss is None or "int" not in str(leaf.dtype)), None)
     is_asked = name == "batch" and array is not None
     return f"; does dim 0 of `{array}` count steps? Then batch_axes= with its batch dim" if is_asked else ""
 
@@ -249,7 +255,7 @@ def _idle(
     mesh: MeshShape,
 ) -> IdleAxisError:
     known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
-    needed = names if axis in layout.exclusive else names[:1]
+    sizes = _working_sizes(program, names if axis in layout.exclusive else names[:1])
     labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
     tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
     is_looped = any(label in reasons and reasons[label].code is Code.NO_WORK for label in labels)
@@ -257,14 +263,38 @@ def _idle(
     return IdleAxisError(
         f"mesh axis '{axis}' ({size}) has nothing to shard in this program under layout '{layout.name}'.",
         axis=axis,
-        where="; ".join(tried) or f"it shards {', '.join(names)}; the program has {', '.join(known)}",
-        fix=(batch_axes if is_looped else "")
-        + f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
+        where="; ".join(tried) or f"it shards {', '.join(names) or 'nothing'}; the program has {', '.join(known)}",
+        fix=(batch_axes if is_looped else "") + _working_mesh(program, axis, names, sizes, mesh),
     )
 
 
-def _largest_below(program: Program, names: Sequence[str], size: int) -> int:
+def _working_sizes(program: Program, names: Sequence[str]) -> list[int]:
+    """Returns the sizes of the classes of these names that divide work."""
     step = program.step
     labels = step.worked.intersection(label for name in names for label in step.labels_by_name.get(name, ()))
-    sizes = [step.axes.ways[label] for label in labels]
-    return max((divisor for divisor in range(1, size) for axis_size in sizes if axis_size % divisor == 0), default=1)
+    return [step.axes.ways[label] for label in labels]
+
+
+def _working_mesh(program: Program, axis: str, names: Sequence[str], sizes: Sequence[int], mesh: MeshShape) -> str:
+    """Returns a mesh on which an idle axis is smaller: with more `data` where that divides the batch, or fewer devices.
+
+    `sizes` are those of the classes that the axis may divide.
+    """
+    size = mesh.ways([axis])
+    used = _largest_divisor(sizes, [number for number in range(1, size) if size % number == 0])
+    resized = {"data": 1, **dict(mesh.axes), axis: used}
+    resized["data"] *= size // used
+    other = MeshShape(tuple((name, resized[name]) for name in MEANING if resized.get(name, 1) > 1))
+    num_shards = other.ways([name for name in other.names if "batch" in MEANING[name]])
+    batch = _working_sizes(program, ["batch"])
+    is_standard = MEANING.keys() >= {*mesh.names, axis} and {*names} <= {*MEANING.get(axis, ())}
+    if is_standard and names and names[0] != "batch" and batch and all(number % num_shards == 0 for number in batch):
+        return f"mesh {other}, layout '{layout_for(other).name}'"
+    used = _largest_divisor(sizes, range(1, size))
+    num_devices = mesh.size // size * used
+    devices = f"{num_devices} devices" if num_devices > 1 else "one device"
+    return f"{axis}={used} on {devices}, or a layout without '{axis}'"
+
+
+def _largest_divisor(sizes: Sequence[int], divisors: Iterable[int]) -> int:
+    return max((divisor for divisor in divisors if any(size % divisor == 0 for size in sizes)), default=1)

@@ -32,10 +32,12 @@ def padded_axes(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, n
     for name in names:
         ways = mesh.ways([axis for axis, sharded in layout.computed if name in sharded])
         if ways == 1:
+            shared = {each for axis, sharded in layout.computed if mesh.ways([axis]) > 1 for each in sharded}
+            others = [each for each in _known(program) if each in shared]
             raise VariantError(
                 f"no mesh axis shards '{name}', so that padding it has no effect.",
                 where=f"mesh {mesh}, layout '{layout.name}'",
-                fix=nearest(name, sorted({each for _, sharded in layout.computed for each in sharded})),
+                fix=nearest(name, others) if others else "pad='none' (--pad none)",
             )
         multiples.append((name, ways))
     return tuple(pair for pair in multiples if padded_sizes(program.step, (pair,)))
@@ -47,10 +49,15 @@ def check_padded(program: Program, names: Sequence[str]) -> None:
     Raises:
       SpanaxError: the program has no such axis, or it has the examples or the layers.
     """
-    known = sorted({*program.step.axes.names.values()} - {*UNPADDED})
+    known = _known(program)
     for name in names:
         if name not in known:
             raise VariantError(f"cannot pad axis '{name}'.", fix=nearest(name, known))
+
+
+def _known(program: Program) -> list[str]:
+    """Returns the axes of a program that can be padded."""
+    return sorted({*program.step.axes.names.values()} - {*UNPADDED})
 
 
 def padding_text(program: Program, mesh: MeshShape, layout: Layout) -> str:

@@ -15,6 +15,7 @@ from spanax.entries.folder_lock import FolderLock, check_free, lock
 from spanax.entries.kind import Kind, refused
 from spanax.entries.names import (
     CHECKPOINTS,
+    CONFIG,
     FOLDERS,
     HEARTBEATS,
     IN_RUN,
@@ -152,9 +153,8 @@ def _check_empty(folder: Path) -> None:
     if holds_run(place):
         saved = manifest.steps(place.inner(CHECKPOINTS))
         last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
-        raise InUseError(
-            f"the run folder '{folder}' already contains a run.", where=last, fix="--resume, or another --output-dir"
-        )
+        fix = "another --output-dir" if place.kind(CONFIG) is None else "--resume, or another --output-dir"
+        raise InUseError(f"the run folder '{folder}' already contains a run.", where=last, fix=fix)
 
 
 def _remove_if_unused(place: Folder) -> None:

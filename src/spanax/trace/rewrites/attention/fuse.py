@@ -86,7 +86,7 @@ def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
         raise VariantError(
             "the ring form requires attention: the loss has no softmax attention.",
             where="two products with a softmax over one dim between them, in the loss or its layers",
-            fix="the gathered form: layout 'context'",
+            fix="layout 'data', or 'context', which gathers a sequence",
         )
 
 

@@ -283,7 +283,9 @@ def _size_bytes(path: Path) -> int:
             raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(
+            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
+        ) from None
 
 
 def _is_small(paths: Sequence[Path]) -> bool:

@@ -102,7 +102,9 @@ def read_text(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
-        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(
+            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
+        ) from None
     if not text:
         raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
     _check_utf8(text, str(path))
