@@ -80,7 +80,7 @@ bench-peers:
 browser: docs
 	@command -v chromium >/dev/null || echo 'there is no Chromium: apt-get install chromium, and these tests run instead of being left out'
 	@$(INSTALL) -e '.[$@]' $(PINNED)
-	$(PYTEST) tests/show/test_browser.py tests/show/test_accessibility.py $(ARGS)
+	$(PYTEST) tests/show/test_browser.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import optax
-from flax import nnx
-
 import spanax
+from drawings.canvas import Diagram, svg_text
+from drawings.collectives import collectives_diagram
+from drawings.schedules import schedules_diagram
+from drawings.shards import shards_diagram
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.models.workloads import load
 from spanax.plan.evaluate import evaluate
@@ -24,13 +23,6 @@ from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
 from spanax.plan.sharding.resolve import Spec
-from spanax.show.diagrams.canvas import Diagram, svg_text
-from spanax.show.diagrams.collectives import collectives_diagram
-from spanax.show.diagrams.dims import dims_diagram
-from spanax.show.diagrams.memory import memory_diagram
-from spanax.show.diagrams.neighbors import neighbors_diagram
-from spanax.show.diagrams.schedules import schedules_diagram
-from spanax.show.diagrams.shards import shards_diagram
 from spanax.trace.program import Program
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -110,55 +102,6 @@ def specs() -> Diagram:
     return shards_diagram(leaves, mesh, "Four specs on data=4,model=2")
 
 
-def memory() -> Diagram:
-    """The layouts of docs/fsdp.md, priced as in its table."""
-    peaks = {}
-    for layout in ("data", "zero1", "zero2", "fsdp"):
-        search = spanax.search(
-            traced("gpt2-xl", 64), spanax.cluster("h100:8"), layout=layout, remat=("full",), microbatches=1,
-            pipeline=False, attention="auto",
-        )  # fmt: skip
-        peaks[layout] = search.candidates[0].memory
-    return memory_diagram(peaks, "Peak memory per device: gpt2-xl on 8 H100s")
-
-
-def neighbors() -> Diagram:
-    """The two meshes of docs/memory-layout.md on two nodes of four devices."""
-    cluster = spanax.cluster("h100:2x4")
-    links = [
-        (mesh, axis_link(cluster, mesh, "model"))
-        for mesh in (MeshShape.of("data=2,model=4"), MeshShape.of("model=4,data=2"))
-    ]
-    return neighbors_diagram(cluster, links, "model", "Order of mesh axes on two nodes of 4 H100s")
-
-
-class MLP(nnx.Module):
-    """The model of docs/axes.md."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(1024, 64, rngs=rngs)
-        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 1024, rngs=rngs)
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        return self.down(nnx.relu(self.up(self.embed(ids))))
-
-
-def axes() -> Diagram:
-    ids = jax.ShapeDtypeStruct((32,), "int32")
-    program = spanax.trace(
-        build=MLP, optimizer=optax.adamw(1e-3), batch={"x": ids, "label": ids},
-        loss=lambda model, batch: optax.softmax_cross_entropy_with_integer_labels(
-            model(batch["x"]), batch["label"]
-        ).mean(),
-    )  # fmt: skip
-    kernels = [leaf for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2]
-    return dims_diagram(sorted(kernels, key=lambda leaf: ORDER.index(leaf.path)), "Axes of the parameters of an MLP")
-
-
-ORDER = ["embed.embedding", "up.kernel", "down.kernel"]
-"""The parameters of the MLP in the order of their use."""
-
-
 def schedules() -> Diagram:
     """The schedules without chunks of docs/pipeline-schedules.md, with as many stages and microbatches as its table."""
     tables = [ticks(name, 4, 8) for name in ("gpipe", "1f1b", "zero-bubble")]
@@ -171,14 +114,11 @@ def interleaved() -> Diagram:
 
 
 DIAGRAMS: dict[str, Callable[[], Diagram]] = {
-    "axes": axes,
     "specs": specs,
-    "neighbors": neighbors,
     "data": lambda: stored("data", "data=4", "inputs", UP, MOMENT),
     "data-collectives": lambda: moved("data", "data=4"),
     "fsdp": lambda: stored("fsdp", "fsdp=4", "inputs", UP, MOMENT),
     "fsdp-collectives": lambda: moved("fsdp", "fsdp=4"),
-    "fsdp-memory": memory,
     "hsdp": lambda: stored("hsdp", "data=2,fsdp=4", "inputs", UP, MOMENT),
     "tensor": lambda: tensor("tensor"),
     "tensor-collectives": lambda: moved("tensor", "model=4"),

@@ -7,22 +7,23 @@ from itertools import pairwise
 import pytest
 
 from diagrams import DIAGRAMS, IMAGES, draw
+from drawings.canvas import svg_text
+from drawings.collectives import DRAWN, collectives_diagram
+from drawings.schedules import schedules_diagram
+from drawings.shards import shards_diagram
 from pages import a_plan
 from sampling import sampled
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import ticks
-from spanax.show.diagrams.canvas import svg_text
-from spanax.show.diagrams.collectives import DRAWN, collectives_diagram
-from spanax.show.diagrams.memory import memory_diagram
-from spanax.show.diagrams.neighbors import groups
-from spanax.show.diagrams.schedules import schedules_diagram
-from spanax.show.diagrams.shards import shards_diagram
 from spanax.units import bytes_text
 
 DOCS = IMAGES.parent
 MAX_BYTES = 15_000
 TOLERANCE = 0.05
 """By how much a number may differ: JAX's versions trace some operations otherwise."""
+
+BY_HAND = {"axes", "fsdp-memory", "neighbors"}
+"""Diagrams that no program draws."""
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -40,7 +41,7 @@ def texts(svg: str) -> list[str]:
     return [node.text or "" for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("name", sampled(DIAGRAMS, ["specs", "neighbors", "interleaved", "axes", "fsdp"]))
+@pytest.mark.parametrize("name", sampled(DIAGRAMS, ["specs", "interleaved", "fsdp"]))
 def test_a_diagram_equals_the_plan(name: str) -> None:
     assert close(draw(name), (IMAGES / f"{name}.svg").read_text()), "python benchmarks/diagrams.py, then look at it"
 
@@ -54,11 +55,11 @@ def test_another_drawing_is_not_close() -> None:
 def test_every_diagram_is_on_a_page_with_a_text() -> None:
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
     shown = [match for text in pages.values() for match in re.findall(r"!\[([^\]]*)\]\(images/([\w-]+)\.svg\)", text)]
-    assert {name for _, name in shown} == {path.stem for path in IMAGES.iterdir()} == set(DIAGRAMS)
+    assert {name for _, name in shown} == {path.stem for path in IMAGES.iterdir()} == {*DIAGRAMS} | BY_HAND
     assert all(len(text) >= 40 for text, _ in shown) and len({text for text, _ in shown}) == len(shown)
 
 
-@pytest.mark.parametrize("name", DIAGRAMS)
+@pytest.mark.parametrize("name", [*DIAGRAMS, *sorted(BY_HAND)])
 def test_a_diagram_is_small_and_has_a_description(name: str) -> None:
     svg = (IMAGES / f"{name}.svg").read_text()
     root = ElementTree.fromstring(svg)
@@ -79,8 +80,6 @@ def test_a_device_shows_its_shard() -> None:
     assert float(areas[0].get("width", 0)) == pytest.approx(float(outline.get("width", 0)) / 2, abs=0.1)
     assert float(areas[0].get("height", 0)) == pytest.approx(float(outline.get("height", 0)) / 4, abs=0.1)
     assert "P('fsdp', 'model'): 8 shards, 8 KiB each" in texts(svg) and texts(svg).count("full") == 8
-    wide = svg_text(shards_diagram([kernel], MeshShape.of("data=2,fsdp=4,model=2"), "a larger mesh"))
-    assert {"0,8", "7,15"} <= set(texts(wide))
 
 
 def test_a_timeline_shows_every_task_once() -> None:
@@ -114,17 +113,3 @@ def test_collectives_are_drawn_as_they_work() -> None:
         f"all-gather over fsdp: {bytes_text(5_000_000)} per step",
         f"reduce-scatter over fsdp+model: {bytes_text(1_000_000)} per step",
     ]
-
-
-def test_memory_is_drawn_to_scale() -> None:
-    svg = svg_text(memory_diagram({"a": {"state": 30, "other": 10}, "b": {"state": 20}}, "of two plans"))
-    bars = [node for node in ElementTree.fromstring(svg).iter(f"{SVG}rect") if "edge" in node.get("class", "")]
-    state, other, half = (float(node.get("width", 0)) for node in bars)
-    assert state == pytest.approx(3 * other, abs=0.2) and half == pytest.approx(2 * other, abs=0.2)
-    assert {"40 B", "20 B", "30 B", "10 B", "1", "2"} <= set(texts(svg))
-
-
-def test_groups_of_a_mesh_axis() -> None:
-    mesh = MeshShape.of("data=2,model=2,fsdp=2")
-    assert groups(mesh, "model") == [0, 1, 0, 1, 2, 3, 2, 3] and groups(mesh, "fsdp") == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert groups(mesh, "data") == [0, 1, 2, 3] * 2

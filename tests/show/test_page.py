@@ -7,31 +7,77 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from html import unescape
+from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import spanax
 from pages import Read, a_certificate, a_plan, a_run, leaf
+from programs import zoo_program
 from spanax import cli
 from spanax.check.certificate import Certificate
+from spanax.check.lint.subject import LintSubject
 from spanax.commands.report import page_of, read
+from spanax.displays import display
 from spanax.errors import DataError, EntryError, SpanaxError
+from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.advice.summary import summarize
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
-from spanax.show.page.document import document, text_of
-from spanax.show.page.parts.bars import Bar, stacked
-from spanax.show.page.parts.curves import Curve, chart
-from spanax.show.page.parts.markup import html
-from spanax.show.page.parts.mesh import mesh_grid
-from spanax.show.page.parts.schedule_grid import schedule_grid
-from spanax.show.page.plan import seconds_text
+from spanax.plan.search import search
+from spanax.show.page.document import Block, Page, bars, document, lines, table, text
+from spanax.show.page.notebook import SHOWN
+from spanax.show.page.plan import plan_page, seconds_text
+from spanax.show.page.search import layouts_part, search_page
 from spanax.train.record.metric_curves import MAX_POINTS, Points, thinned
 from spanax.train.record.report import run_report
 from spanax.units import bytes_text
+
+SCRIPT = files("spanax.show.page").joinpath("page.js")
+DRAWN = Path(__file__).with_name("drawn.js")
+VALUE = re.compile(r'<script type="application/json" id="value">(.*)</script>')
+KINDS = ("plan", "unpriced", "check", "bare check", "run")
+
+
+def value_of(page: str) -> dict[str, Any]:
+    """The value in a page."""
+    (value,) = VALUE.findall(page)
+    return json.loads(value)
+
+
+def shown(page: str) -> str:
+    """All texts of the value in a page, in order."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from texts(item)
+
+    return " ".join(texts(value_of(page)))
+
+
+def drawn(page: str, folder: Path, *used: str) -> str:
+    """What the script of a page draws; `used` is a column to sort by, and words to find rows by."""
+    if shutil.which("node") is None:
+        pytest.skip("no node: apt-get install nodejs")
+    (folder / "value.json").write_text(json.dumps(value_of(page)))
+    command = ["node", str(DRAWN), str(SCRIPT), str(folder / "value.json"), *used]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def of_parts(*parts: dict[str, Any]) -> str:
+    return document(Page("test", "a page", "", (), [Block("Parts", parts)]))
 
 
 @pytest.fixture(scope="module")
@@ -44,108 +90,85 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: document(page_of(value)) for name, value in result.items()}
 
 
-KINDS = ("plan", "unpriced", "check", "bare check", "run")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_is_well_formed_and_needs_nothing_else(kind: str, written: dict[str, str]) -> None:
-    text = written[kind]
-    read = Read(text)
-    assert not read.problems
-    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
-    assert len(ids) == len(set(ids)) > 2
-    assert "http://" not in text and "https://" not in text and "//" not in text.replace("// ", "")
-    loading = [(tag, a) for tag, a in read.elements if {"src", "srcset", "data", "action"} & a.keys() or tag == "link"]
-    assert not loading
-    links = [attributes["href"] for _, attributes in read.elements if "href" in attributes]
-    assert all(link[0] == "#" and link[1:] in ids for link in links)
-    digest = base64.b64encode(hashlib.sha256(text_of("script.js").encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in text and text.count("<script>") == 1
+    page = written[kind]
+    read = Read(page)
+    assert not read.problems and "http://" not in VALUE.sub("", page).replace("http://www.w3.org/2000/svg", "")
+    assert not [tag for tag, a in read.elements if {"src", "srcset", "data", "action"} & a.keys() or tag == "link"]
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.read_bytes()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert page.count("<script") == 2 and ("html", {"lang": "en"}) in read.elements
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_drawing_has_an_accessible_name(kind: str, written: dict[str, str]) -> None:
-    read = Read(written[kind])
-    for tag, attributes in read.elements:
-        if attributes.get("role") in ("img", "region"):
-            assert len(attributes["aria-label"]) > 5
-        if tag == "svg":
-            assert attributes.get("role") == "img" or attributes.get("aria-hidden") == "true"
-    tables = sum(tag == "table" for tag, _ in read.elements)
-    assert tables == sum(tag == "caption" for tag, _ in read.elements)
-    assert ("html", {"lang": "en"}) in read.elements and sum(tag == "h1" for tag, _ in read.elements) == 1
+def test_the_script_draws_a_page_that_is_well_formed_and_named(
+    kind: str, written: dict[str, str], tmp_path: Path
+) -> None:
+    read = Read(drawn(written[kind], tmp_path))
+    assert not read.problems
+    assert all(len(a["aria-label"]) > 5 for tag, a in read.elements if a.get("role") in ("img", "region"))
+    assert all(a.get("role") == "img" for tag, a in read.elements if tag == "svg")
+    assert all(a.get("scope") in ("row", "col") for tag, a in read.elements if tag == "th")
+    tags = [tag for tag, _ in read.elements]
+    assert tags.count("table") == tags.count("caption") > 1
+    ids = [a["id"] for _, a in read.elements if "id" in a]
+    links = [a["href"] for _, a in read.elements if "href" in a]
+    assert links == [f"#{name}" for name in ids] and len(set(ids)) == len(ids) > 2
+    parts = [part for block in value_of(written[kind])["blocks"] for part in block["parts"]]
+    cells = [cell for part in parts for row in part.get("rows", ()) for cell in row]
+    texts = [cell if isinstance(cell, str) else cell[0] for cell in cells]
+    assert len(texts) > 20 and {" ".join(text.split()) for text in texts} <= {*read.texts, ""}
 
 
 def test_a_fault_in_a_page_is_detected() -> None:
     assert Read("<p><b>a</p></b>").problems and Read("<p>").problems and Read("<p class=a class=b></p>").problems
 
 
-def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str]) -> None:
-    plan, read = a_plan(), Read(written["plan"])
-    for item in (*plan.leaves, *plan.batch):
-        assert f"{item.local_bytes:,} bytes ({bytes_text(item.local_bytes)}), {list(item.local_shape)}" in read.text
-    price = plan.price
-    assert price is not None
-    output = [
-        bytes_text(price.peak_bytes),
-        "20 ms",
-        "41.0 % MFU",
-        bytes_text(plan.state_bytes()),
-        "all-gather over fsdp 64 KiB per step",
-    ]
-    assert all(line in read.text for line in output)
-    bars = [attributes for _, attributes in read.elements if attributes.get("class") == "track"]
-    assert bars[0]["aria-label"] == (
-        "predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"
-    )
-    widths = [float(width) for width in re.findall(r'class="seg [^"]*" style="width:([\d.]+)%"', written["plan"])]
-    assert sum(widths[:3]) == pytest.approx(100, abs=0.01) and widths[0] == pytest.approx(60)
+def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str], tmp_path: Path) -> None:
+    plan = a_plan()
+    (arrays,) = (part for block in plan_page(plan).blocks for part in block.parts if part["caption"] == "arrays")
+    rows = {row[0]: row for row in arrays["rows"]}
+    assert len(rows) == 15  # the 4 scales are one row, and so are their moments
+    for item in (*plan.leaves[:6], *plan.batch):
+        row = rows[item.path]
+        assert row[3] == (bytes_text(item.local_bytes), item.local_bytes) and str(list(item.local_shape)) in row[4]
+    assert rows["block_up_0.kernel"][5:8] == [("8", 8), ("1", 1), "P('fsdp', 'model')"]
+    assert rows["block_up_0.kernel"][9].startswith("all-gather over fsdp 64 KiB;")
+    assert rows["blocks.*.scale ×4"][5:9] == [("1", 1), ("8", 8), "P(None)", "too small to split"]
+    price, content = plan.price, shown(written["plan"])
+    assert price is not None and "stage 0: F0" in content
+    for line in (bytes_text(price.peak_bytes), "20 ms 41.0 % MFU", bytes_text(plan.state_bytes())):
+        assert line in content
+    result = drawn(written["plan"], tmp_path)
+    assert 'aria-label="predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"' in result
+    widths = [float(width) for width in re.findall(r'style="width:([\d.]+)%"', result)]
+    assert widths[:3] == [60, 25, 15]
 
 
-def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -> None:
-    text = Read(written["run"]).text
-    for output in (
-        "goodput 38.7 %",
-        "steps 60 2 attempts",
-        "step time 25 ms",
-        "died",
-        "it was killed.",
-        "step 20 ms 25 ms -20 %",
-    ):
-        assert output in text, output
-    assert "spanax train --output-dir" in text
+def test_the_numbers_on_the_page_are_those_of_the_run_and_the_check(written: dict[str, str], tmp_path: Path) -> None:
+    run, check = shown(written["run"]), shown(written["check"])
+    for words in ("goodput 38.7 %", "steps 60 2 attempts", "step time 25 ms 9.2 k tokens/s", "it was killed.",
+                  "step 20 ms 25 ms -20 %", "spanax train --output-dir"):  # fmt: skip
+        assert words in run, words
+    for words in ("findings 3 1 error, 1 warning", "SPX001", "layout fsdp", "peak memory 39 MiB 41 MiB -4.9 %",
+                  "model.py:63"):  # fmt: skip
+        assert words in check, words
+    assert "No findings." in shown(written["bare check"])
+    assert "Loss: loss from 6 at step 1 to 1.167 at step 60, between 1.167 and 6" in drawn(written["run"], tmp_path)
 
 
-def test_the_speed_of_a_run_is_that_of_its_median_step(tmp_path: Path) -> None:
+def test_speed_is_of_the_median_step_and_counts_examples_without_sequences(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
-    steps = [(9.0, 100), (0.1, 9000), (0.1, 9000), (0.2, 4500)]
-    lines = [
-        {"event": "step", "step": step, "loss": 1.0, "step_seconds": seconds, "tokens_per_second": rate}
-        for step, (seconds, rate) in enumerate(steps, 1)
-    ]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"event": "start", "step": 0}, *lines])))
-    assert "step time 100 ms 9 k tokens/s, medians" in Read(document(page_of(run_report(folder)))).text
-
-
-def test_short_times_are_in_microseconds() -> None:
+    for per_token, kind in ((1, "examples"), (64, "tokens")):
+        events = [{"event": "start", "step": 0}]
+        for step, (seconds, rate) in enumerate([(9.0, 100), (0.1, 9000), (0.1, 9000), (0.2, 4500)], 1):
+            rates = {"tokens_per_second": rate, "examples_per_second": rate / per_token}
+            events.append({"event": "step", "step": step, "loss": 1.0, "step_seconds": seconds} | rates)
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
+        content = shown(document(page_of(run_report(folder))))
+        assert f"step time 100 ms 9 k {kind}/s, medians" in content and f"{kind} per second" in content
     assert seconds_text(5e-6) == "5 µs" and seconds_text(0.005) == "5 ms"
-
-
-def test_without_sequences_examples_are_counted(tmp_path: Path) -> None:
-    folder = a_run(tmp_path / "a", a_plan())
-    rates = '"tokens_per_second": 512.0, "examples_per_second": {}'
-    for examples, kind in ((512.0, "examples"), (8.0, "tokens")):
-        step = '{"event": "step", "step": 1, "loss": 1.0, "step_seconds": 0.1, ' + rates.format(examples) + "}"
-        (folder / "metrics.jsonl").write_text(f"{step}\n{step.replace('1,', '2,', 1)}\n")
-        page = document(page_of(run_report(folder)))
-        assert f"512 {kind}/s" in page and f"{kind} per second" in page
-
-
-def test_the_numbers_on_the_page_are_those_of_the_check(written: dict[str, str]) -> None:
-    text = Read(written["check"]).text
-    assert "findings 3 1 error, 1 warning" in text and "SPX001" in text and "Fix: layout fsdp" in text
-    assert "peak memory 39 MiB 41 MiB -4.9 %" in text and "model.py:63" in text
-    assert "no findings" in Read(written["bare check"]).text.lower()
 
 
 EVIL = "<script>alert(1)</script>"
@@ -153,112 +176,154 @@ ODD_LOSSES = ("NaN", "1e999", "1" + 400 * "0", '"nan"', '"x"')
 
 
 def test_text_from_files_is_escaped(tmp_path: Path) -> None:
-    plan = a_plan(paths=(EVIL, 'a" onmouseover="alert(1)', "</style><img src=x>", "gnp."))
+    plan = a_plan(paths=(EVIL, 'a" onmouseover="alert(1)', "</style><img src=x>", "<!--", "${gnp}."))
     plan = replace(plan, why=EVIL, layout=replace(plan.layout, name=EVIL))
     steering = a_plan(paths=("\u202egnp.\ud800",))
     (tmp_path / "steering.json").write_text(steering.to_json())
     with pytest.raises(DataError, match=r"path is '\\u202egnp.\\ud800', not str"):
         Plan.load(tmp_path / "steering.json")
     folder = a_run(tmp_path / "a", plan)
-    lines = [f'{{"event": "step", "step": {60 + index}, "loss": {loss}}}' for index, loss in enumerate(ODD_LOSSES, 1)]
+    events = [f'{{"event": "step", "step": {60 + index}, "loss": {loss}}}' for index, loss in enumerate(ODD_LOSSES, 1)]
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write("\n".join([*lines, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
+        file.write("\n".join([*events, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
     (folder / "profile" / "summary.json").write_text('{"seconds": 3}')
-    assert "\u202e" not in document(page_of(steering))
+    assert "\u202e" not in document(page_of(steering)) and "\\u202e" in shown(document(page_of(steering)))
     for value in (plan, run_report(folder)):
-        text = document(page_of(value))
-        read = Read(text)
-        assert not read.problems and EVIL in read.text and sum(tag == "script" for tag, _ in read.elements) == 1
-        assert not any(name.startswith("on") for _, attributes in read.elements for name in attributes)
-        assert not any(tag == "img" for tag, _ in read.elements)
-        text.encode()
-    assert "4 of 64 values of the loss are not finite" in read.text and "this is not a profile summary" in read.text
+        page = document(page_of(value))
+        page.encode()
+        framed = unescape(plan._repr_html_() or "")
+        assert EVIL in shown(page) and "<" not in VALUE.findall(page)[0] and "&lt;script&gt;" in framed
+        for result, num_scripts in ((Read(page), 2), (Read(drawn(page, tmp_path)), 0)):
+            assert not result.problems and EVIL in result.text
+            tags = [tag for tag, _ in result.elements]
+            assert tags.count("script") == num_scripts and "img" not in tags
+            assert not any(name.startswith("on") for _, attributes in result.elements for name in attributes)
+    assert "4 of 64 values of the loss are not finite" in shown(page)
+    assert "this is not a profile summary" in shown(page)
 
 
 def test_a_run_with_missing_files_is_reported_partially(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").unlink()
-    read = Read(document(page_of(run_report(folder))))
-    assert not read.problems and "cannot read the plan" in read.text and "goodput 38.7 %" in read.text
+    content = shown(document(page_of(run_report(folder))))
+    assert "cannot read the plan" in content and "goodput 38.7 %" in content
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(EntryError, match="'metrics.jsonl' is a FIFO"):
         run_report(folder)
 
 
-def test_a_page_of_a_thousand_arrays_is_small() -> None:
+def test_large_values_are_small_pages() -> None:
     plan = a_plan(248)
-    assert len(plan.leaves) == 1000
-    text = document(page_of(Plan.from_json(plan.to_json())))
-    assert len(text.encode()) < 2_000_000
-    assert text.count('class="array"') == 994 + 1  # the 4 scales are one row, and so are their moments
-
-
-def test_a_large_mesh_is_truncated_to_its_first_devices() -> None:
-    text = html(mesh_grid(MeshShape.of("data=128,fsdp=4,model=8")))
-    assert text.count('class="cell"') == 256 and "the first 8 of 128 along data" in text
-    assert text.count('class="facet"') == 8 and 'data-at="7 3 7"><b>255</b>' in text
-    assert html(mesh_grid(MeshShape.of("data=1"))).count('class="cell"') == 1
-    assert html(mesh_grid(MeshShape.of("data=1048576"))).count('class="cell"') == 256
-
-
-def test_a_long_schedule_is_truncated_to_its_first_ticks() -> None:
-    table = ticks("1f1b", 8, 256)
-    text = html(schedule_grid(table))
-    assert text.count("<rect") == 4000 and f"the first 500 of {table.num_ticks} ticks" in text
-    short = html(schedule_grid(ticks("1f1b", 2, 2)))
-    assert short.count("<title>") == 12 and "tick 1: forward of microbatch 1" in short
+    assert len(plan.leaves) == 1000 and len(document(page_of(plan)).encode()) < 400_000
     absurd = replace(a_plan(), schedule=replace(a_plan().schedule, microbatches=100_000))
-    assert "Too long to draw" in document(page_of(absurd))
+    assert "Too long to show" in document(page_of(absurd))
+    assert len(display(MeshShape.of("data=1048576")) or "") < 100_000
 
 
 def test_a_line_is_thinned_out_to_its_extremes() -> None:
     points = [(float(step), float(step % 100 == 50) - float(step % 777 == 3)) for step in range(50_000)]
-    result = thinned(points)
-    assert (
-        len(result) <= MAX_POINTS and result[0] == points[0] and result[-1] == points[-1] and result == sorted(result)
-    )
-    assert {value for _, value in result} == {-1.0, 0.0, 1.0}
-    taken = Points()
+    result, added = thinned(points), Points()
     for x, y in points:
-        taken.add(x, y)
-    assert len(taken.retained) < 4 * MAX_POINTS and {value for _, value in taken.retained} == {-1.0, 0.0, 1.0}
+        added.add(x, y)
+    assert len(result) <= MAX_POINTS and result[:: len(result) - 1] == points[:: len(points) - 1]
+    assert result == sorted(result) and len(added.retained) < 4 * MAX_POINTS
+    for retained in (result, added.retained):
+        assert {value for _, value in retained} == {-1.0, 0.0, 1.0}
 
 
 @pytest.mark.parametrize("points", [[(3.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -1e-12), (1.0, 1e12)]])
-def test_odd_curves_are_drawn(points: list[tuple[float, float]]) -> None:
-    text = html(chart("Loss", [Curve("loss", points), Curve("none", [])], "{:.3g}".format))
-    numbers = re.findall(r'd="M([-\d. ML]+)', text)
-    assert numbers and "nan" not in text and not Read(text).problems
+def test_odd_curves_are_drawn(points: list[tuple[float, float]], tmp_path: Path) -> None:
+    result = drawn(of_parts(lines("Loss", {"loss": points, "none": []})), tmp_path)
+    assert re.search(r'd="M\d[-\d. MLh]+"', result) and not re.search("nan|infinity|undefined", result, re.IGNORECASE)
 
 
-def test_bars_may_be_empty_or_exceed_a_limit() -> None:
-    assert "nothing" in html(stacked("of", [Bar("plan", {"a": 0})], bytes_text))
-    near, far = (html(stacked("of", [Bar("plan", {"a": 6})], bytes_text, limit)) for limit in (8, 800))
+def test_bars_may_be_empty_or_exceed_a_limit(tmp_path: Path) -> None:
+    assert "nothing" in drawn(of_parts(bars("sizes", {"plan": {"a": 0}}, bytes_text)), tmp_path)
+    near, far = (drawn(of_parts(bars("sizes", {"plan": {"a": 6}}, bytes_text, limit)), tmp_path) for limit in (8, 800))
     assert 'class="limit"' in near and "width:75.000%" in near and "dashed line" in near
     assert 'class="limit"' not in far and "width:100.000%" in far and "the peak is 0.8 % of it" in far
 
 
-# ---- what is recognised
+def test_a_long_table_is_sorted_and_filtered_by_words(tmp_path: Path) -> None:
+    rows = [(f"fsdp={size}", (f"{size} B", size), "yes" if size % 2 else "no") for size in range(20)]
+    page = of_parts(table("layouts", ("mesh", "memory", "fits"), [*rows, ("data=2", ("", None), "yes")]))
+    cells = re.compile(r'<tr( hidden)?><th scope="row">([\w=]+)</th>').findall
+    once = cells(drawn(page, tmp_path, "memory", "fsdp no"))
+    assert [mesh for _, mesh in once] == ["data=2", *(row[0] for row in rows)]
+    assert [mesh for hidden, mesh in once if not hidden] == [row[0] for row in rows[::2]]
+    assert [mesh for _, mesh in cells(drawn(page, tmp_path, "mesh", ""))][:3] == ["data=2", "fsdp=0", "fsdp=1"]
+    assert "<button" not in drawn(of_parts(table("few", ("a",), [("b",)]), text("lines", "a\n b")), tmp_path)
+
+
+# ---- layouts, and values in a notebook
+
+
+def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, file = tmp_path / "r.html", tmp_path / "p.json"
+    cli.main(["plan", "gpt-nano", "--on", "h100:8", "--html", str(page), "--out", str(file), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    price, best = Plan.load(file).price, data["best"]
+    assert price is not None and price.cluster == data["cluster"] == "h100:8"
+    assert (price.step_seconds, price.seconds) == (best["step_seconds"], best["seconds"])
+    assert price.peak_bytes == best["memory"]["peak"] and price.mfu == pytest.approx(best["mfu"])
+    rows = value_of(page.read_text())["blocks"][0]["parts"][0]["rows"]
+    seconds = [row[1][1] for row in rows]
+    assert len(rows) > 50 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
+    assert {row[4] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row[0] for row in rows}
+
+
+def test_layouts_that_do_not_fit_come_last() -> None:
+    machine, program = cluster("h100:8"), zoo_program("mlp")
+    roomy = search(program, machine, top=50)
+    peaks = sorted(roomy.upper_bytes(candidate) for candidate in roomy.candidates)
+    for limit, fits in ((peaks[len(peaks) // 2], ["yes", "no"]), (1, ["no"])):
+        tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
+        assert all(tight.upper_bytes(item) > limit for item in tight.too_large)
+        assert [key for key, _ in itertools.groupby(row[4] for row in layouts_part(tight)["rows"])] == fits
+        content = shown(document(search_page(summarize(tight), None, "gpt")))
+        assert tight.best is not None or "the layout with the lowest peak needs" in content
+
+
+def test_every_value_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, machine = zoo_program("mlp"), cluster("h100:8")
+    plan, result = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
+    values: list[Any] = [
+        plan, plan.leaves[0], MeshShape.of("data=2,fsdp=2,model=2"), cluster("v5p:2x2x1"), a_certificate().report,
+        a_certificate(), ticks("1f1b", 2, 4), program, program.step, result, result.best,
+        LintSubject(program, plan, machine),
+    ]  # fmt: skip
+    assert {type(value) for value in values} == set(SHOWN)
+    for value in values:
+        content = value._repr_html_()
+        ((_, frame),) = [(tag, a) for tag, a in Read(content).elements if tag == "iframe"]
+        assert content.startswith('<div class="spanax fragment">') and content == display(value)
+        # Nothing in the frame reaches the notebook: it has an origin of its own.
+        assert frame["sandbox"] == "allow-scripts" and not Read(frame["srcdoc"]).problems and frame["title"]
+        assert len(shown(frame["srcdoc"])) > 20
+    assert "[6 7]" in shown(unescape(values[2]._repr_html_()))
+    monkeypatch.setattr("spanax.displays._shown", [])
+    assert values[2]._repr_html_() is None and display(SimpleNamespace()) is None
+
+
+# ---- what is recognized
 
 
 def test_the_kind_of_a_file_is_detected_from_its_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_plan().save(tmp_path / "a")
     a_certificate().save(tmp_path / "b")
     a_run(tmp_path / "c", a_plan())
-    output = {"a": "layout fsdp+tensor on 8 devices", "b": "SPX001 error", "c": "38.7 % goodput"}
-    for name, words in output.items():
+    output = {
+        "a": ("layout fsdp+tensor on 8 devices", "fsdp+tensor on fsdp=4,model=2: 114 k parameters, batch size 32"),
+        "b": ("SPX001 error", "fsdp+tensor on h100"),
+        "c": ("38.7 % goodput", "gpt-nano"),
+    }
+    for name, (words, title) in output.items():
         out = tmp_path / f"{name}.html"
         cli.main(["report", str(tmp_path / name), "-o", str(out)])
-        text = capsys.readouterr().out
-        assert f"written to {out}" in text and words in text
-        assert Read(out.read_text()).text.startswith(
-            {
-                "a": "fsdp+tensor on fsdp=4,model=2: 114 k parameters, batch size 32",
-                "b": "fsdp+tensor on h100",
-                "c": "gpt-nano",
-            }[name]
-        )
+        printed = capsys.readouterr().out
+        assert f"written to {out}" in printed and words in printed
+        assert value_of(out.read_text())["title"].startswith(title) and f"<h1>{title}" in out.read_text()
         cli.main(["report", str(tmp_path / name), "--json"])
         json.loads(capsys.readouterr().out)
 
@@ -301,62 +366,25 @@ def test_a_certificate_and_the_output_of_check_read_back() -> None:
     assert Certificate.from_json(json.dumps(printed)) == replace(reported, plan=None)
 
 
-# ---- the colours
+def _luminance(color: str) -> float:
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def _theme(at: int) -> dict[str, str]:
-    themes = re.findall(r"\.spanax \{([^}]*--surface[^}]*)\}", text_of("style.css"))
-    return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", themes[at]))
-
-
-def _linear(colour: str) -> list[float]:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-
-
-def _contrast(item: str, other: str) -> float:
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_texts_and_colors_have_contrast(theme: int) -> None:
     """Source: WCAG 2.2, relative luminance and contrast ratio."""
-    lights = [
-        sum(x * part for x, part in zip((0.2126, 0.7152, 0.0722), _linear(c), strict=True)) for c in (item, other)
-    ]
-    return (max(lights) + 0.05) / (min(lights) + 0.05)
+    style = files("spanax.show.page").joinpath("page.css").read_text()
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", re.findall(r":root \{([^}]*)\}", style)[theme]))
 
+    def contrast(*names: str) -> float:
+        low, high = sorted(_luminance(colors[name]) for name in names)
+        return (high + 0.05) / (low + 0.05)
 
-SIGHTS = {
-    "all three": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
-    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-}
-"""How colours are seen without one kind of cone, in linear RGB. Source: Machado, Oliveira and Fernandes 2009."""
-
-
-def _lab(colour: str, sight: str) -> list[float]:
-    seen = [max(0, sum(a * b for a, b in zip(row, _linear(colour), strict=True))) for row in SIGHTS[sight]]
-    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    x, y, z = (
-        (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116)
-        for value in (
-            sum(a * b for a, b in zip(row, seen, strict=True)) / white
-            for row, white in zip(to_xyz, (0.9505, 1, 1.089), strict=True)
-        )
-    )
-    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
-
-
-@pytest.mark.parametrize("at", [0, 1], ids=["light", "dark"])
-def test_texts_and_colors_have_contrast(at: int) -> None:
-    theme = _theme(at)
-    for name in ("ink", "quiet", "accent", "good", "bad", "warn"):
-        assert min(_contrast(theme[name], theme[below]) for below in ("surface", "raised")) >= 4.5, name
-    colours = [theme[f"c{number}"] for number in range(1, 9)]
-    for number, colour in enumerate(colours, 1):
-        assert _contrast(colour, theme["surface"]) >= 3 and _contrast(colour, theme[f"o{number}"]) >= 4.5, number
-    for sight in SIGHTS:
-        labs = [_lab(colour, sight) for colour in colours]
-        apart = [
-            sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) ** 0.5 for a, b in itertools.combinations(labs, 2)
-        ]
-        assert min(apart) > 20, sight
+    assert min(contrast(name, "surface") for name in ("ink", "quiet", "accent", "bad")) >= 4.5
+    assert min(contrast(name, "raised") for name in ("ink", "quiet", "bad")) >= 4.5
+    assert min(contrast(f"c{number}", "surface") for number in range(1, 9)) >= 3
 
 
 def test_a_leaf_of_these_tests_has_its_local_shape() -> None:
@@ -367,24 +395,8 @@ def test_a_leaf_of_these_tests_has_its_local_shape() -> None:
 
 NUM_LIES = 20
 ODD = (
-    None,
-    True,
-    -1,
-    0,
-    1e308,
-    9e14,
-    -5e-324,
-    1 << 61,
-    "",
-    "x" * 5000,
-    "\x1b[2J",
-    "nan",
-    [],
-    {},
-    [[]],
-    {"a": 1},
-    [1, 2],
-)
+    None, True, -1, 0, 1e308, 9e14, -5e-324, 1 << 61, "", "x" * 5000, "\x1b[2J", "nan", [], {}, [[]], {"a": 1}, [1, 2]
+)  # fmt: skip
 
 
 def _lied(data: Any, rng: random.Random) -> Any:
@@ -406,12 +418,12 @@ def _lied(data: Any, rng: random.Random) -> Any:
 def _told(read: Callable[[], Any]) -> str:
     """The page of what a file says, or the error."""
     try:
-        text = document(page_of(read()))
-        assert not Read(text).problems
+        page = document(page_of(read()))
+        assert not Read(page).problems and value_of(page)["blocks"]
     except SpanaxError as error:
-        text = str(error)
-        assert len(text.splitlines()) <= 4
-    return text
+        page = str(error)
+        assert len(page.splitlines()) <= 4
+    return page
 
 
 @pytest.mark.parametrize("kind", ["plan", "check", "run"])
@@ -423,10 +435,10 @@ def test_any_file_yields_a_page_or_an_error(kind: str, tmp_path: Path) -> None:
     for _ in range(NUM_LIES):
         if value is not None:
             (tmp_path / "x").write_text(json.dumps(_lied(json.loads(value.to_json()), rng)))
-            text = _told(lambda: read(tmp_path / "x"))
+            page = _told(lambda: read(tmp_path / "x"))
         else:
             lies = [json.dumps(_lied(json.loads(line), rng)) if rng.random() < 0.4 else line for line in events]
             (folder / "events.jsonl").write_text("\n".join(lies))
-            text = _told(lambda: run_report(folder))
-        output.add(text.startswith("<!doctype"))
+            page = _told(lambda: run_report(folder))
+        output.add(page.startswith("<!doctype"))
     assert True in output

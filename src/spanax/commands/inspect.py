@@ -49,16 +49,8 @@ def answer(command: InspectCommand) -> Answer:
       WriteError: a file cannot be written.
     """
     from spanax.check.array_placement import array_placement
-    from spanax.show.diagrams.canvas import svg_text
-    from spanax.show.diagrams.shards import shards_diagram
-    from spanax.show.placement import (
-        distinct_arrays,
-        drawing_text,
-        leaf_json,
-        placement_json,
-        placement_text,
-        shards_json,
-    )  # fmt: skip
+    from spanax.show.drawing import drawing_svg, drawing_text
+    from spanax.show.placement import distinct_arrays, leaf_json, placement_json, placement_text, shards_json
     from spanax.show.schedules import ticks_json, ticks_text
 
     placement = array_placement(command.path)
@@ -67,15 +59,14 @@ def answer(command: InspectCommand) -> Answer:
     text, data = printable_lines(placement_text(placement)), placement_json(placement)
     if command.leaf is not None:
         (leaf,) = chosen
-        text = drawing_text(placement, leaf)
+        text = drawing_text(leaf, plan.mesh)
         data["leaf"] = leaf_json(placement, leaf) | {"shards": shards_json(placement, leaf)}
     if command.schedule:
         table = _ticks(placement)
         text, data["schedule"] = ticks_text(table), ticks_json(table)
     lines = [text]
     if command.svg is not None:
-        drawing = shards_diagram(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}")
-        _write(command.svg, svg_text(drawing))
+        _write(command.svg, drawing_svg(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}"))
         lines.append(f"written to {command.svg}: {len(chosen)} arrays drawn")
     if command.hlo is not None:
         _write(command.hlo, _program_text(command, placement))

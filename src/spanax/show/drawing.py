@@ -1,16 +1,23 @@
-"""Draws an array on a mesh as text: a grid of its shards, each with the devices that store it."""
+"""Draws an array on a mesh as text or SVG: a grid of its shards, each with the devices that store it."""
 
+import io
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich import box
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.table import Table
 from rich.text import Text
 
 from spanax.check.array_placement import Shard, copies, shards
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.placement import DEVICE, Placement
+from spanax.printable import printable
 from spanax.units import bytes_text
+from spanax.usage.examples import wants_colors
 
 STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
@@ -56,15 +63,46 @@ def grid(leaf: Placement, mesh: MeshShape) -> Grid:
     )
 
 
-def drawn(leaf: Placement, mesh: MeshShape) -> tuple[str, Table]:
-    """Returns a line that describes an array, and a Rich table that draws it."""
+def drawing_text(leaf: Placement, mesh: MeshShape) -> str:
+    """Returns one array drawn on the mesh, in color on a terminal."""
+    line, table = _drawn(leaf, mesh)
+    console = _console(sys.stdout, [table])
+    with console.capture() as captured:
+        console.print(table)
+    reason = f"\n{printable(leaf.reason)}" if leaf.reason else ""
+    return f"{line}{reason}\n{captured.get().rstrip()}"
+
+
+def drawing_svg(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> str:
+    """Returns the drawings of arrays as one SVG, which loads nothing."""
+    drawings = [part for leaf in leaves for part in _drawn(leaf, mesh)]
+    console = _console(io.StringIO(), drawings)
+    for part in drawings:
+        console.print(part)
+    without_fonts = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=printable(title), code_format=without_fonts)
+
+
+def _console(stream: TextIO, drawings: Sequence[Table | str]) -> Console:
+    """Returns a console that is wide enough for drawings: a truncated grid is useless."""
+    colors = "auto" if wants_colors(stream) else None
+    console = Console(
+        file=stream, record=True, highlight=False, markup=False, emoji=False,
+        color_system=colors,  # type: ignore[arg-type]
+    )  # fmt: skip
+    console.width = max(console.width, *(console.measure(drawing).maximum for drawing in drawings))
+    return console
+
+
+def _drawn(leaf: Placement, mesh: MeshShape) -> tuple[str, Table]:
+    """Returns a line that describes an array, and a table of its shards."""
     drawing = grid(leaf, mesh)
     table = Table(box=box.SQUARE, show_header=False, show_lines=True)
     for row in drawing.cells:
-        table.add_row(
-            *(Text(devices_text(cell.devices), STYLES[cell.devices[0] % len(STYLES)], justify="center") for cell in row)
-        )
-    return described(leaf, mesh, drawing), table
+        styles = (STYLES[cell.devices[0] % len(STYLES)] for cell in row)
+        texts = (devices_text(cell.devices) for cell in row)
+        table.add_row(*(Text(text, style, justify="center") for text, style in zip(texts, styles, strict=True)))
+    return printable(described(leaf, mesh, drawing)), table
 
 
 def described(leaf: Placement, mesh: MeshShape, drawing: Grid) -> str:

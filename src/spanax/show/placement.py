@@ -1,19 +1,14 @@
 """Formats where the arrays of a plan or a run are placed, as text and JSON."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
-
-from rich.console import Console
 
 from spanax.check.array_placement import ArrayPlacement, copies, shards
 from spanax.plan.plan import path_pattern
 from spanax.plan.sharding.placement import Placement
-from spanax.printable import printable
-from spanax.show.drawing import devices_text, drawn
+from spanax.show.drawing import devices_text
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
-from spanax.usage.examples import wants_colors
 
 MAX_REPLICATED = 12
 """Number of replicated arrays that are listed."""
@@ -55,18 +50,6 @@ def _replicated_lines(placement: ArrayPlacement) -> list[str]:
     if len(replicated) > MAX_REPLICATED:
         lines.append(f"  and {len(replicated) - MAX_REPLICATED} smaller ones")
     return lines
-
-
-def drawing_text(placement: ArrayPlacement, leaf: Placement) -> str:
-    """Returns one array drawn on the mesh, in color on a terminal."""
-    line, table = drawn(leaf, placement.plan.mesh)
-    colors = "auto" if wants_colors(sys.stdout) else None
-    console = Console(highlight=False, markup=False, emoji=False, color_system=colors)  # type: ignore[arg-type]
-    console.width = max(console.width, console.measure(table).maximum)  # a truncated grid is useless
-    with console.capture() as captured:
-        console.print(table)
-    reason = f"\n{printable(leaf.reason)}" if leaf.reason else ""
-    return f"{printable(line)}{reason}\n{captured.get().rstrip()}"
 
 
 def placement_json(placement: ArrayPlacement) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def sections(report: RunReport) -> list[Section]:
     resume = resume_for_longer(RESUME, 2 * report.account.reached) if is_finished else RESUME
     parts = [
         _time_section(report),
-        _attempts_section(report.account),
+        attempts_section(report.account),
         faults_section(report.account),
         _metrics_section(report),
         Section(_checkpoint_text(report)),
@@ -88,7 +88,8 @@ def _time_section(report: RunReport) -> Section:
     return Section(title, ("time in", "", "", ""), rows)
 
 
-def _attempts_section(times: TimeAccount) -> Section:
+def attempts_section(times: TimeAccount) -> Section:
+    """Returns when each attempt began, how long it lasted, how it ended, and on which devices."""
     rows = [
         (
             _date_text(attempt.began),

@@ -1,17 +1,47 @@
-"""Writes a page as one HTML file that contains its style and script and loads nothing."""
+"""Writes a page: a value as JSON in one HTML file, which contains the script that draws it and loads nothing."""
 
 import base64
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
+from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from spanax.errors import WriteError
-from spanax.show.page.parts.blocks import Block, Figure, figures, section
-from spanax.show.page.parts.markup import Node, el, html
+from spanax.printable import printable_lines
+from spanax.train.record.metric_curves import Point, thinned
+
+Part = dict[str, Any]
+"""What page.js draws in a section, by its `kind`: a table, bars, lines or text."""
+
+Cell = str | tuple[str, float | None]
+"""A text, or a number as text with the value to sort by."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number at the top of a page: its name, the value, and a detail below it."""
+
+    name: str
+    value: str
+    detail: str = ""
+    is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A section of a page: its title, its content, and a line below the title."""
+
+    title: str
+    parts: Sequence[Part]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,35 +52,85 @@ class Page:
       kind: its subject: a run, a plan, a check.
       title: the title.
       lead: a sentence below the title.
-      figures: numbers at the top.
+      facts: numbers at the top.
       blocks: sections.
       next: the command to run next.
     """
 
     kind: str
     title: str
-    lead: str
-    figures: Sequence[Figure]
-    blocks: Sequence[Block]
+    lead: str = ""
+    facts: Sequence[Fact] = ()
+    blocks: Sequence[Block] = ()
     next: str = ""
+
+
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Part:
+    """Returns a table; readers sort a long one by its headers, and select its rows by a text."""
+    return {"kind": "table", "caption": caption, "columns": columns, "rows": list(rows)}
+
+
+def bars(
+    caption: str,
+    sizes_by_label: Mapping[str, Mapping[str, float]],
+    formatted: Callable[[float], str],
+    limit: float | None = None,
+) -> Part:
+    """Returns bars of parts below each other on one scale, with a table of the numbers.
+
+    Args:
+      caption: what the bars show.
+      sizes_by_label: the parts of each bar by name, from top to bottom; those of size 0 are omitted.
+      formatted: formats a size.
+      limit: position of a line across the bars.
+    """
+    rows = []
+    for label, sizes in sizes_by_label.items():
+        parts = [{"name": name, "size": size, "text": formatted(size)} for name, size in sizes.items() if size > 0]
+        rows.append({"label": label, "text": formatted(sum(sizes.values())), "parts": parts})
+    end = {"size": limit, "text": formatted(limit)} if limit else None
+    return {"kind": "bars", "caption": caption, "bars": rows, "limit": end}
+
+
+def lines(caption: str, points_by_name: Mapping[str, Sequence[Point]], *, from_zero: bool = False) -> Part:
+    """Returns values over the steps of a run, thinned without losing their extremes."""
+    curves = [{"name": name, "points": thinned(points)} for name, points in points_by_name.items() if points]
+    return {"kind": "lines", "caption": caption, "curves": curves, "from_zero": from_zero}
+
+
+def text(caption: str, content: str) -> Part:
+    """Returns lines of text with their spaces."""
+    return {"kind": "text", "caption": caption, "text": content}
 
 
 def document(page: Page) -> str:
     """Returns the HTML of a page."""
-    script = text_of("script.js")
-    # Names in a plan are untrusted: the policy allows only this script, and loads nothing.
+    shown = _shown(asdict(page))
+    script = _file("page.js")
+    # Names in a value are untrusted: the policy allows only this script, and loads nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=policy),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{page.title} – Spanax"),
-        el("style", text_of("style.css")),
+    return Template(_file("page.html")).substitute(
+        {name: escape(shown[name]) for name in ("kind", "title", "lead")},
+        policy=policy,
+        style=_file("page.css"),
+        script=script,
+        version=version("spanax"),
+        value=json.dumps(shown, allow_nan=False).replace("<", "\\u003c"),  # no text ends the element
     )
-    return f"<!doctype html>\n{html(el('html', head, el('body', _body(page), el('script', script)), lang='en'))}\n"
+
+
+def frame(page: Page) -> str:
+    """Returns a page for a notebook, in a frame that reaches nothing around it."""
+    num_rows = sum(len(part.get("rows", part.get("bars", range(6)))) for block in page.blocks for part in block.parts)
+    height = min(600, 180 + 40 * num_rows)
+    content = escape(document(page))
+    label = escape(printable_lines(page.title))
+    style = f"width:100%;height:{height}px;border:0;resize:vertical"
+    return (
+        '<div class="spanax fragment">'
+        f'<iframe title="{label}" sandbox="allow-scripts" style="{style}" srcdoc="{content}"></iframe></div>'
+    )
 
 
 def write(page: Page, path: Path) -> str:
@@ -66,26 +146,17 @@ def write(page: Page, path: Path) -> str:
     return f"written to {path}: open it in a browser"
 
 
-def fragment(*inside: Node) -> str:
-    """Returns elements with their style and without script, for a notebook."""
-    return html(el("div", el("style", text_of("style.css")), *inside, class_="spanax fragment"))
-
-
 @cache
-def text_of(name: str) -> str:
-    """Returns the text of a file in this package."""
+def _file(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _body(page: Page) -> Node:
-    command = el("p", el("code", page.next), class_="next") if page.next else None
-    lead = el("p", page.lead, class_="lead")
-    top = el("header", el("p", f"Spanax · {page.kind}", class_="kicker"), el("h1", page.title), lead, command)
-    names = [f"section-{number}" for number in range(1, len(page.blocks) + 1)]
-    links = [el("a", block.title, href=f"#{name}") for name, block in zip(names, page.blocks, strict=True)]
-    contents = el("nav", *links, aria_label="On this page") if len(links) > 1 else None
-    sections = [section(block, name) for name, block in zip(names, page.blocks, strict=True)]
-    foot = el("footer", el("p", f"Made by Spanax {version('spanax')}. This page is a single file and loads nothing."))
-    return el(
-        "main", top, figures(page.figures), contents, el("div", *sections, class_="sections"), foot, class_="spanax"
-    )
+def _shown(value: Any) -> Any:
+    """Returns a value for JSON: control characters of texts are escaped, and numbers that are not finite are null."""
+    if isinstance(value, str):
+        return printable_lines(value)
+    if isinstance(value, Mapping):
+        return {key: _shown(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,114 +1,173 @@
-"""Builds the page of a plan: predicted time, memory and traffic, placement of arrays, and pipeline schedule."""
+"""The page of a plan: predicted time, memory and traffic, the placement of every array, and the pipeline schedule."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from spanax.check.array_placement import copies
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.plan import Plan
-from spanax.plan.prediction import Prediction
-from spanax.show.page.document import Page
-from spanax.show.page.parts.bars import Bar, stacked
-from spanax.show.page.parts.blocks import Block, Figure
-from spanax.show.page.parts.markup import Node, el
-from spanax.show.page.parts.schedule_grid import schedule_grid
-from spanax.show.page.parts.traffic import traffic
-from spanax.show.page.placement import KINDS, placement
+from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.prediction import Moved
+from spanax.plan.sharding.placement import DEVICE, Placement
+from spanax.show.page.document import Block, Cell, Fact, Page, bars, table, text
+from spanax.show.schedules import ticks_text
 from spanax.units import bytes_text, count_text, quantity_text
 
-POINT = "Hover over an array, or select it with the keyboard, to see the shard of each device."
+KINDS = {"param": "parameters", "batch": "batch", "optimizer": "optimizer", "other": "other state"}
+"""Kinds of arrays in the order of the table, and their names."""
 
-MOST_TASKS = 1 << 14
-"""Largest schedule that is drawn: a screen shows a hundredth of it, and its table takes seconds."""
+MAX_ROWS = 4000
+"""Number of rows of the table of arrays."""
+
+MAX_TASKS = 4000
+"""Number of tasks of the largest schedule that is shown."""
 
 
 def plan_page(plan: Plan) -> Page:
     """Returns the page of a plan."""
-    return Page("plan", plan_title(plan), f"{plan.why[:1].upper()}{plan.why[1:]}.", plan_figures(plan), blocks(plan))
-
-
-def plan_title(plan: Plan) -> str:
-    """Returns the layout, its mesh, the number of parameters and the batch size."""
     num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.kind == "param")
     batch = f", batch size {plan.setting.batch_size:,}" if plan.batch else ""
-    return f"{plan.layout.name} on {plan.mesh}: {count_text(num_params)} parameters{batch}"
+    title = f"{plan.layout.name} on {plan.mesh}: {count_text(num_params)} parameters{batch}"
+    return Page("plan", title, sentence(plan.why), _facts(plan), [*price_blocks(plan), *array_blocks(plan)])
 
 
-def plan_figures(plan: Plan) -> list[Figure]:
-    """Returns the main numbers of a plan."""
+def sentence(words: str) -> str:
+    """Returns words with a capital letter and a period."""
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _facts(plan: Plan) -> list[Fact]:
     price, schedule = plan.price, plan.schedule
-    on = f"{plan.mesh}" if price is None else price.cluster
-    figures = [Figure("devices", f"{plan.mesh.size:,}", on)]
+    facts = [Fact("devices", f"{plan.mesh.size:,}", f"{plan.mesh}" if price is None else price.cluster)]
     if price is not None:
-        mfu = f"{100 * price.mfu:.1f} % MFU" if price.mfu is not None else "predicted"
-        figures.append(Figure("step time", seconds_text(price.step_seconds), mfu))
-        figures.append(peak_figure(price))
-    figures.append(Figure("state per device", bytes_text(plan.state_bytes()), "parameters, optimizer, other"))
-    parts = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
-    stages = f", {schedule.num_stages} stages" if schedule.num_stages > 1 else ""
-    remat, dtype = schedule.remat or "as written", schedule.compute_dtype
-    figures.append(Figure("schedule", parts, f"remat {remat}" + (f", in {dtype}" if dtype else "") + stages))
-    return figures
+        limit = price.limit_bytes
+        mfu = "predicted" if price.mfu is None else f"{100 * price.mfu:.1f} % MFU"
+        room = f"of {bytes_text(limit)} per device" if limit else "per device"
+        is_over = limit is not None and price.peak_bytes > limit
+        facts.append(Fact("step time", seconds_text(price.step_seconds), mfu))
+        facts.append(Fact("peak memory", bytes_text(price.peak_bytes), room, is_over))
+    facts.append(Fact("state per device", bytes_text(plan.state_bytes()), "parameters, optimizer, other"))
+    details = [f"remat {schedule.remat or 'as written'}"]
+    details += [f"in {schedule.compute_dtype}"] if schedule.compute_dtype else []
+    details += [f"{schedule.num_stages} stages"] if schedule.num_stages > 1 else []
+    count = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
+    return [*facts, Fact("schedule", count, ", ".join(details))]
 
 
-def peak_figure(price: Prediction) -> Figure:
-    """Returns peak memory with its limit."""
-    limit = price.limit_bytes
-    detail = f"of {bytes_text(limit)} per device" if limit else "per device"
-    return Figure("peak memory", bytes_text(price.peak_bytes), detail, bool(limit and price.peak_bytes > limit))
-
-
-def blocks(plan: Plan, *, is_priced: bool = True) -> list[Block]:
-    """Returns the sections of a plan; `is_priced` includes those of its predicted cost."""
-    blocks = price_blocks(plan.price) if plan.price is not None and is_priced else []
-    if plan.price is None and is_priced:
-        blocks = [Block("Memory per device", [state_bars(plan)], "State only: the plan has no predicted cost.")]
-    blocks.append(Block("Placement of arrays", [placement(plan)], POINT))
-    if plan.schedule.num_stages > 1:
-        blocks.append(Block("Pipeline schedule", [_schedule(plan)]))
-    return blocks
-
-
-def _schedule(plan: Plan) -> Node:
-    schedule = plan.schedule
-    tasks = schedule.num_stages * schedule.microbatches * schedule.num_chunks
-    if tasks > MOST_TASKS:
-        return el("p", f"Too long to draw: {tasks:,} tasks.", class_="note")
-    return schedule_grid(ticks_of(schedule))
-
-
-def price_blocks(price: Prediction) -> list[Block]:
-    """Returns predicted step time, memory and traffic."""
-    memory = memory_bars([Bar("predicted", price.memory)], price.limit_bytes)
-    steps, moved = step_bars([Bar("predicted", price.seconds)]), traffic({"predicted": price.moved})
+def price_blocks(plan: Plan) -> list[Block]:
+    """Returns the predicted step time, memory and traffic of a plan; its state alone if it has no predicted cost."""
+    price = plan.price
+    if price is None:
+        state = {name: plan.state_bytes(kind) for kind, name in KINDS.items() if kind != "batch"}
+        state["batch"] = sum(leaf.local_bytes for leaf in plan.batch)
+        memory = bars("state per device", {"state": state}, bytes_text)
+        return [Block("Memory per device", [memory], "State only: the plan has no predicted cost.")]
+    memory = bars("predicted bytes per device", {"predicted": price.memory}, bytes_text, price.limit_bytes)
+    time = bars("predicted seconds per step", {"predicted": price.seconds}, seconds_text)
     return [
-        Block("Step time", [steps], f"Predicted for {price.cluster}.", is_half=True),
-        Block("Memory per device", [memory], "Predicted peak.", is_half=True),
-        Block("Communication by mesh axis", [moved], TRAFFIC_NOTE, is_half=True),
+        Block("Step time", [time], f"Predicted for {price.cluster}."),
+        Block("Memory per device", [memory], "Predicted peak."),
+        traffic_block({"predicted": price.moved}),
     ]
 
 
-TRAFFIC_NOTE = "Bytes that a device receives from collectives per step."
+def traffic_block(sides: Mapping[str, Moved]) -> Block:
+    """Returns the bytes that a device receives per step, by mesh axes; `sides` are `predicted`, `compiled` or both."""
+    sizes_by_label = {
+        f"{axes}, {side}": kinds
+        for side, moved in sides.items()
+        for axes, kinds in moved.items()
+        if any(kinds.values())
+    }
+    caption = "bytes received per device and step, by mesh axes"
+    part = bars(caption, sizes_by_label, bytes_text) if sizes_by_label else text(caption, "No communication.")
+    return Block("Communication by mesh axis", [part], "Bytes that a device receives from collectives per step.")
 
 
-def step_bars(bars: Sequence[Bar]) -> Node:
-    """Returns seconds per step by category."""
-    return stacked(f"{_names(bars)} seconds per step", bars, seconds_text)
+def array_blocks(plan: Plan) -> list[Block]:
+    """Returns the placement of every array, and the schedule of a pipeline."""
+    rows = [_array(leaves, plan) for leaves in _alike((*plan.leaves, *plan.batch))]
+    heads = ("array", "kind", "dims", "per device", "shard", "shards", "copies", "spec", "reason", "communication")
+    note = "Equal arrays of repeated blocks share a row. `spanax inspect --leaf` draws which device has which shard."
+    if len(rows) > MAX_ROWS:
+        note += f" Shows the {MAX_ROWS:,} largest of {len(rows):,} rows."
+    blocks = [Block("Placement of arrays", [table("arrays", heads, rows[:MAX_ROWS])], note)]
+    schedule = plan.schedule
+    if schedule.num_stages > 1:
+        num_tasks = schedule.num_stages * schedule.microbatches * schedule.num_chunks
+        is_long = num_tasks > MAX_TASKS
+        content = f"Too long to show: {num_tasks:,} tasks." if is_long else ticks_text(ticks_of(schedule))
+        blocks.append(Block("Pipeline schedule", [text("pipeline schedule", content)]))
+    return blocks
 
 
-def memory_bars(bars: Sequence[Bar], limit_bytes: int | None) -> Node:
-    """Returns bytes per device by category."""
-    return stacked(f"{_names(bars)} bytes per device", bars, bytes_text, limit_bytes)
+def _alike(leaves: Sequence[Placement]) -> list[list[Placement]]:
+    """Groups arrays that differ only in the index of their block; by kind, the largest first."""
+    groups: dict[tuple[object, ...], list[Placement]] = {}
+    for leaf in leaves:
+        groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.reason), []).append(leaf)
+    order = list(KINDS)
+    return sorted(groups.values(), key=lambda alike: (order.index(alike[0].kind), -len(alike) * alike[0].local_bytes))
 
 
-def _names(bars: Sequence[Bar]) -> str:
-    """Returns the labels of bars, which distinguish figures of equal quantities for screen readers."""
-    return " and ".join(bar.label for bar in bars)
+def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
+    """Returns the row of equal arrays; their bytes are those of one."""
+    leaf, times = alike[0], copies(alike[0], plan.mesh)
+    num_shards = plan.mesh.size // times
+    where = "" if leaf.memory_kind == DEVICE else " in host memory"
+    return [
+        leaf.path if len(alike) == 1 else f"{path_pattern(leaf.path)} ×{len(alike)}",
+        KINDS[leaf.kind],
+        dims_text(leaf),
+        (f"{bytes_text(leaf.local_bytes)}{where}", leaf.local_bytes),
+        f"{leaf.dtype}{list(leaf.local_shape)}",
+        (f"{num_shards:,}", num_shards),
+        (f"{times:,}", times),
+        spec_text(leaf),
+        leaf.reason or "sharded as it is used",
+        _moves_text(leaf, plan),
+    ]
 
 
-def state_bars(plan: Plan) -> Node:
-    """Returns bytes of state and batch per device by kind."""
-    state = {title.lower(): plan.state_bytes(kind) for kind, title in KINDS.items() if kind != "batch"}
-    return memory_bars([Bar("state", state | {"batch": sum(leaf.local_bytes for leaf in plan.batch)})], None)
+def dims_text(leaf: Placement) -> str:
+    """Returns the dims of an array with their names, sizes and mesh axes.
+
+    Example:
+      >>> leaf = Placement("w", (4, 6), "float32", "param", ("embed", None), ((), ("data",)), (4, 3), 48, "")
+      >>> dims_text(leaf)
+      'embed 4, ? 6 / data'
+    """
+    dims = [
+        f"{name or '?'} {size:,}" + (f" / {'+'.join(axes)}" if axes else "")
+        for name, size, axes in zip(leaf.axes, leaf.shape, leaf.spec, strict=True)
+    ]
+    return ", ".join(dims) or "scalar"
+
+
+def spec_text(leaf: Placement) -> str:
+    """Returns the spec as JAX prints it.
+
+    Example:
+      >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("data", "fsdp")), (4, 3), 48, "")
+      >>> spec_text(leaf)
+      "P(None, ('data', 'fsdp'))"
+    """
+    inner = (repr(axes[0] if len(axes) == 1 else axes) if axes else "None" for axes in leaf.spec)
+    return f"P({', '.join(inner)})"
+
+
+def _moves_text(leaf: Placement, plan: Plan) -> str:
+    """Returns the collectives of an array per step; for equal blocks, those of the first."""
+    if leaf.kind == "batch":
+        return "none: each device reads its rows"
+    if leaf.kind != "param":
+        return "see its parameter" if leaf.kind == "optimizer" else ""
+    if plan.price is None:
+        return "unknown: the plan has no predicted cost"
+    moved = plan.price.moved_of.get(leaf.path)
+    if moved is None:
+        return "negligible"
+    rows = sorted(((size, kind, axes) for axes, kinds in moved.items() for kind, size in kinds.items()), reverse=True)
+    return "; ".join(f"{kind} over {axes} {bytes_text(size)}" for size, kind, axes in rows if size) or "none"
 
 
 def seconds_text(seconds: float) -> str:

@@ -1,19 +1,14 @@
-"""Builds the page of a run: curves, time account, faults, and predicted next to measured times."""
+"""The page of a run: curves, the account of its time, faults, and predicted next to measured times."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from spanax.check.measure.run_record import RunRecord
 from spanax.plan.prediction import Prediction
 from spanax.printable import printable
-from spanax.show.page import plan as of_plan
-from spanax.show.page.document import Page
-from spanax.show.page.parts.bars import Bar, stacked
-from spanax.show.page.parts.blocks import Block, Figure, findings_list
-from spanax.show.page.parts.curves import Curve, chart
-from spanax.show.page.parts.markup import Node, el, fill
-from spanax.show.page.parts.tables import table
-from spanax.show.report import MEANING, Section, duration_text, faults_section
-from spanax.train.record.time_account import TimeAccount
+from spanax.show.page.check import findings_part
+from spanax.show.page.document import Block, Fact, Page, Part, bars, lines, table, text
+from spanax.show.page.plan import array_blocks, price_blocks, seconds_text
+from spanax.show.report import MEANING, Section, attempts_section, duration_text, faults_section
 from spanax.train.record.time_ledger import BUCKETS
 from spanax.units import count_text
 
@@ -25,119 +20,85 @@ def run_page(run: RunRecord) -> Page:
     """Returns the page of a run."""
     plan = run.plan
     lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "No plan."
-    title, blocks = printable(run.report.workload) or "a run", [*_blocks(run), *_of_plan(run)]
-    return Page("run", title, lead, _figures(run), blocks, next=run.report.how_to_go_on)
+    title = printable(run.report.workload) or "a run"
+    return Page("run", title, lead, _facts(run), [*_blocks(run), *_plan_blocks(run)], run.report.how_to_go_on)
 
 
-def _figures(run: RunRecord) -> list[Figure]:
+def _facts(run: RunRecord) -> list[Fact]:
     times, loss, held_out = run.report.account, run.metrics.loss.retained, run.metrics.held_out.retained
-    step_seconds = run.metrics.median_step_seconds
-    figures = [Figure("goodput", f"{100 * times.goodput:.1f} %", f"of {duration_text(times.wall_seconds)}")]
-    num_attempts = len(times.attempts)
-    figures.append(Figure("steps", f"{times.reached:,}", f"{num_attempts} attempt{'s' * (num_attempts > 1)}"))
+    facts = [
+        Fact("goodput", f"{100 * times.goodput:.1f} %", f"of {duration_text(times.wall_seconds)}"),
+        Fact("steps", f"{times.reached:,}", f"{len(times.attempts)} attempt{'s' * (len(times.attempts) > 1)}"),
+    ]
     if loss:
         detail = f"held out {held_out[-1][1]:.4g}" if held_out else f"at first {loss[0][1]:.4g}"
-        figures.append(Figure("loss", f"{loss[-1][1]:.4g}", detail))
+        facts.append(Fact("loss", f"{loss[-1][1]:.4g}", detail))
+    step_seconds, speed = run.metrics.median_step_seconds, run.metrics.median_speed
     if step_seconds is not None:
-        speed = run.metrics.median_speed
-        rate = f"{count_text(speed)} {run.metrics.counted}/s, medians" if speed is not None else "median"
-        figures.append(Figure("step time", of_plan.seconds_text(step_seconds), rate))
+        rate = "median" if speed is None else f"{count_text(speed)} {run.metrics.counted}/s, medians"
+        facts.append(Fact("step time", seconds_text(step_seconds), rate))
     if times.faults:
-        figures.append(Figure("faults", str(len(times.faults)), f"ended: {times.attempts[-1].outcome}", is_bad=True))
-    return figures
+        facts.append(Fact("faults", f"{len(times.faults)}", f"ended: {times.attempts[-1].outcome}", is_bad=True))
+    return facts
 
 
-def _blocks(run: RunRecord) -> list[Block]:
-    times, metrics = run.report.account, run.metrics
-    blocks = []
-    losses = [Curve("loss", metrics.loss.retained), Curve("held-out loss", metrics.held_out.retained, is_dotted=True)]
-    curves = [chart("Loss", losses, lambda value: f"{value:.4g}")] if metrics.loss.retained else []
+def _blocks(run: RunRecord) -> Iterator[Block]:
+    if curves := list(_curves(run)):
+        yield Block("Curves", curves)
+    times = run.report.account
+    seconds = {f"{name}: {MEANING[name]}": times.seconds[name] for name in BUCKETS if times.seconds[name] >= 0.05}
+    spent = bars("time of the run", {"all attempts": seconds}, duration_text)
+    note = "Wall time of the run by category, from its first start."
+    yield Block("Goodput", [spent, _section_part(attempts_section(times))], note)
+    if (faults := faults_section(times)) is not None:
+        yield Block("Faults and recovery", [_section_part(faults)])
+    if run.findings:
+        yield Block("Findings", [findings_part(run.findings)])
+    if run.notes:
+        yield Block("Files that could not be read", [text("files that could not be read", "\n".join(run.notes))])
+
+
+def _curves(run: RunRecord) -> Iterator[Part]:
+    metrics = run.metrics
+    if metrics.loss.retained:
+        yield lines("Loss", {"loss": metrics.loss.retained, "held-out loss": metrics.held_out.retained})
     for name, points in metrics.evaluated.items():
         if points.retained:
-            curve = Curve(printable(name), points.retained, is_dotted=True)
-            curves.append(chart(f"Held-out {curve.name}", [curve], lambda value: f"{value:.4g}"))
+            yield lines(f"Held-out {printable(name)}", {printable(name): points.retained})
     if metrics.speed.retained:
-        speeds = [Curve(f"{metrics.counted} per second", metrics.speed.retained)]
-        curves.append(chart("Tokens per second", speeds, count_text, from_zero=True))
-    if curves:
-        blocks.append(Block("Curves", [el("div", *curves, class_="pair")]))
-    blocks.append(Block("Goodput", _goodput(times), "Wall time of the run by category, from its first start."))
-    if (faults := faults_section(times)) is not None:
-        blocks.append(Block("Faults and recovery", [_table(faults)]))
-    if run.findings:
-        blocks.append(Block("Findings", [findings_list(run.findings)]))
-    if run.notes:
-        blocks.append(Block("Files that could not be read", [el("ul", *(el("li", note) for note in run.notes))]))
-    return blocks
+        yield lines("Speed", {f"{metrics.counted} per second": metrics.speed.retained}, from_zero=True)
 
 
-def _goodput(times: TimeAccount) -> list[Node]:
-    seconds = {bucket: times.seconds.get(bucket, 0.0) for bucket in BUCKETS}
-    parts = {f"{bucket}: {MEANING[bucket]}": value for bucket, value in seconds.items() if value >= 0.05}
-    bars = stacked("time of the run", [Bar("all attempts", parts)], duration_text)
-    return [bars, _attempts(times)]
+def _section_part(section: Section) -> Part:
+    return table(section.title, [name or "details" for name in section.columns], section.rows)
 
 
-def _attempts(times: TimeAccount) -> Node:
-    """Returns the attempts on a timeline and in a table."""
-    began, ended = times.attempts[0].began, max(attempt.ended for attempt in times.attempts)
-    total = max(ended - began, 1e-9)
-    line = el("div", class_="track times", role="img", aria_label=f"{len(times.attempts)} attempts on a timeline")
-    rows: list[Sequence[str]] = []
-    for number, attempt in enumerate(times.attempts, 1):
-        lasted = duration_text(attempt.ended - attempt.began)
-        label = f"attempt {number}, {lasted}, {attempt.outcome}"
-        left, width = (100 * part / total for part in (attempt.began - began, attempt.ended - attempt.began))
-        style = f"left:{left:.2f}%;width:{width:.2f}%"
-        good = "good" if attempt.outcome in ("finished", "running") else "ended"
-        fill(line, el("span", class_=f"seg {good}", style=style, title=label))
-        mesh = attempt.place.get("mesh")
-        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
-        devices = printable(attempt.place.get("devices", ""))
-        after = duration_text(attempt.began - began)
-        steps = f"{attempt.first_step:,}–{attempt.last_step:,}"
-        rows.append([str(number), after, lasted, attempt.outcome, steps, devices, printable(sizes)])
-    heads = ("attempt", "began after", "lasted", "ended", "steps", "devices", "mesh")
-    return el("div", line, table("attempts", heads, rows, {1, 2, 4, 5}))
-
-
-def _table(part: Section) -> Node:
-    heads = [name or ("details" if index else "") for index, name in enumerate(part.columns)]
-    return table(part.title, heads, [list(row) for row in part.rows])
-
-
-def _of_plan(run: RunRecord) -> list[Block]:
-    """Returns the sections of the plan, with measured times where available."""
+def _plan_blocks(run: RunRecord) -> Iterator[Block]:
+    """Yields the sections of the plan, with measured times where available."""
     if run.plan is None:
-        return []
-    blocks, price = of_plan.blocks(run.plan), run.plan.price
-    if run.profile is not None:
-        measured = of_plan.step_bars([Bar("measured", dict(run.profile.to_json()["seconds"]))])
-        note = f"Measured: {run.profile.num_steps} steps, mean over all devices."
-        blocks.insert(0, Block("Measured step time", [measured], note, is_half=True))
+        return
+    price = run.plan.price
     if price is not None and (rows := _compared(price, run)):
-        heads = ("per step", "predicted", "measured", "error")
+        part = table("predicted and measured", ("per step", "predicted", "measured", "error"), rows)
         note = f"Predicted for {price.cluster}; measured: median of the last steps, and the profile."
-        blocks.insert(0, Block("Predicted and measured", [table("predicted, measured", heads, rows, {1, 2, 3})], note))
-    return blocks
-
-
-def _compared(price: Prediction, run: RunRecord) -> list[Sequence[str]]:
-    pairs: list[tuple[str, float, float | None]] = [("step", price.step_seconds, run.metrics.median_step_seconds)]
+        yield Block("Predicted and measured", [part], note)
     if run.profile is not None:
-        between = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
-        computing = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, "pipeline"))
-        pairs += [
-            ("computation", computing, run.profile.compute),
-            ("communication", between, run.profile.communication),
-        ]
+        measured = bars("measured seconds per step", {"measured": run.profile.to_json()["seconds"]}, seconds_text)
+        note = f"Measured: {run.profile.num_steps} steps, mean over all devices."
+        yield Block("Measured step time", [measured], note)
+    yield from price_blocks(run.plan)
+    yield from array_blocks(run.plan)
+
+
+def _compared(price: Prediction, run: RunRecord) -> list[tuple[str, str, str, str]]:
+    measured: dict[str, float | None] = {"step": run.metrics.median_step_seconds}
+    communication = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
+    computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, "pipeline"))
+    predicted = {"step": price.step_seconds, "computation": computation, "communication": communication}
+    if run.profile is not None:
+        measured |= {"computation": run.profile.compute, "communication": run.profile.communication}
     return [
-        (
-            name,
-            of_plan.seconds_text(predicted),
-            of_plan.seconds_text(measured),
-            f"{100 * (predicted / measured - 1):+.0f} %",
-        )
-        for name, predicted, measured in pairs
-        if measured
+        (name, seconds_text(predicted[name]), seconds_text(value), f"{100 * (predicted[name] / value - 1):+.0f} %")
+        for name, value in measured.items()
+        if value
     ]

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from drawings.canvas import EDGE, LINE, Diagram, Node, box, el, label, shade, shade_text
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.prediction import Moved
-from spanax.show.diagrams.canvas import EDGE, LINE, Diagram, box, label, shade, shade_text
-from spanax.show.page.parts.markup import Node, el
 from spanax.units import bytes_text
 
 MAX_DEVICES = 4

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from drawings.canvas import EDGE, LINE, WIDTH, Diagram, Node, boxes, el, label
 from spanax.plan.pipeline.schedules import KINDS, Kind
 from spanax.plan.pipeline.ticks import Ticks
-from spanax.show.diagrams.canvas import EDGE, LINE, WIDTH, Diagram, boxes, label
-from spanax.show.page.parts.markup import Node, el
-from spanax.show.page.parts.schedule_grid import WORDS
 
 NAMES, ROW, GAP = 46, 15, 1
 """Units: width of the names of stages, height of a stage, and the gap between tasks."""
+
+WORDS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
 
 TASKS: dict[Kind, int] = {"F": 1, "B": 2, "W": 3}
 """By kind of task, the number of its color."""

@@ -1,15 +1,32 @@
 """Builds a diagram as one SVG file with a title, a description, and the colors of the pages in both themes."""
 
-import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from spanax.show.page.document import text_of
-from spanax.show.page.parts.bars import COLOURS
-from spanax.show.page.parts.markup import Node, el
+Node = ElementTree.Element
+
+COLORS = 8
+"""Number of colors of areas."""
+
+LIGHT = {
+    "surface": "#ffffff", "ink": "#1b2029", "quiet": "#586172", "idle": "#e9ecf1", "rule": "#dfe3e9",
+    "c1": "#204ade", "c2": "#882e08", "c3": "#0ea76a", "c4": "#621162",
+    "c5": "#c2870b", "c6": "#7796ac", "c7": "#1a96ec", "c8": "#5f232d",
+    "o1": "#ffffff", "o2": "#ffffff", "o3": "#0b0d11", "o4": "#ffffff",
+    "o5": "#0b0d11", "o6": "#0b0d11", "o7": "#0b0d11", "o8": "#ffffff",
+}  # fmt: skip
+"""Colors of the light theme: areas as in page.css, and `o1` to `o8` for text on them."""
+
+DARK = {
+    "surface": "#12151b", "ink": "#e8ebf0", "quiet": "#a3adbb", "idle": "#232a34", "rule": "#2d3542",
+    "c1": "#396cf4", "c2": "#d97a0c", "c3": "#38ca90", "c4": "#e67de4",
+    "c5": "#e0d83a", "c6": "#717686", "c7": "#d7e2f2", "c8": "#d04542",
+    "o1": "#ffffff", "o2": "#0b0d11", "o3": "#0b0d11", "o4": "#0b0d11",
+    "o5": "#0b0d11", "o6": "#ffffff", "o7": "#0b0d11", "o8": "#ffffff",
+}  # fmt: skip
+"""Those of the dark theme."""
 
 WIDTH, EDGE, LINE = 380, 10, 15
 """Units of a diagram: its width, the margin, and the height of a line of text."""
@@ -51,7 +68,21 @@ ROLES = {
     "idle": ".idle{fill:%s}",
     "rule": ".rule{fill:none;stroke:%s}",
 }
-"""By variable of style.css, the rules that use it."""
+"""By color, the rules that use it."""
+
+
+def el(tag: str, /, *inside: Node | str, **attributes: Any) -> Node:
+    """Returns an element; `class_` becomes the attribute class, and None omits an attribute."""
+    element = ElementTree.Element(tag)
+    for key, value in attributes.items():
+        if value is not None:
+            element.set(key.rstrip("_"), str(value))
+    for child in inside:
+        if isinstance(child, str):
+            element.text = (element.text or "") + child
+        else:
+            element.append(child)
+    return element
 
 
 def svg_text(diagram: Diagram) -> str:
@@ -100,12 +131,12 @@ def shade(index: int) -> str:
       >>> shade(0), shade(9)
       ('c1', 'c2')
     """
-    return f"c{index % COLOURS + 1}"
+    return f"c{index % COLORS + 1}"
 
 
 def shade_text(index: int) -> str:
     """Returns the class of text on such an area."""
-    return f"o{index % COLOURS + 1}"
+    return f"o{index % COLORS + 1}"
 
 
 def shortened(text: str, width: float) -> str:
@@ -119,25 +150,15 @@ def shortened(text: str, width: float) -> str:
     return text if len(text) <= most else "…" + text[len(text) - most + 1 :]
 
 
-@cache
-def themes() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the colors of style.css by variable, for the light and the dark theme."""
-    light, dark = (
-        dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block))
-        for block in re.findall(r"\.spanax \{([^}]*--surface[^}]*)\}", text_of("style.css"))
-    )
-    return light, dark
-
-
 def _style(classes: set[str]) -> str:
     """Returns the rules for the classes of a diagram, in both themes."""
-    light, dark = (_rules(theme, classes) for theme in themes())
+    light, dark = (_rules(theme, classes) for theme in (LIGHT, DARK))
     return f"{STYLE}{light}@media(prefers-color-scheme:dark){{{dark}}}"
 
 
 def _rules(theme: dict[str, str], classes: set[str]) -> str:
     rules = "".join(rule.replace("%s", theme[name]) for name, rule in ROLES.items())
-    for number in range(1, COLOURS + 1):
+    for number in range(1, COLORS + 1):
         for name in (f"c{number}", f"o{number}"):
             if name in classes:
                 rules += f".{name}{{fill:{theme[name]}}}"

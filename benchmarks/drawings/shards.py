@@ -2,23 +2,16 @@
 
 from collections.abc import Sequence
 
+from drawings.canvas import EDGE, LETTER, LINE, WIDTH, Diagram, Node, box, label, shade, shade_text, shortened
 from spanax.check.array_placement import copies, shards
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.placement import DEVICE, Placement
-from spanax.show.diagrams.canvas import EDGE, LETTER, LINE, WIDTH, Diagram, box, label, shade, shade_text, shortened
-from spanax.show.drawing import described, devices_text, grid
-from spanax.show.page.parts.markup import Node
-from spanax.show.page.placement import spec_text
+from spanax.show.drawing import grid
+from spanax.show.page.plan import spec_text
 from spanax.units import bytes_text
-
-MAX_COLUMNS = 8
-"""Number of devices up to which each has a column; of more, an array is a grid of its shards with their devices."""
 
 NAMES, HEIGHT, GAP = 53, 44, 5
 """Units: width of the names of mesh axes, height of an array, and the gap between two devices."""
-
-CELL = 22
-"""Units: height of a shard in a grid."""
 
 
 def shards_diagram(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> Diagram:
@@ -26,25 +19,17 @@ def shards_diagram(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> 
 
     Args:
       leaves: the arrays, from top to bottom.
-      mesh: the mesh; with more than `MAX_COLUMNS` devices, each array is a grid of shards with their devices.
+      mesh: the mesh, of at most 8 devices.
       title: the title.
     """
-    is_small = mesh.size <= MAX_COLUMNS
-    nodes, top = [label(EDGE, EDGE + 11, title, "t")], EDGE + LINE + 4.0
-    width: float = WIDTH
-    if is_small:
-        nodes += _heads(mesh, top)
-        top += LINE * (1 + sum(size > 1 for _, size in mesh.axes)) + 6
+    top = EDGE + LINE + 4.0
+    nodes = [label(EDGE, EDGE + 11, title, "t"), *_heads(mesh, top)]
+    top += LINE * (1 + sum(size > 1 for _, size in mesh.axes)) + 6
     for leaf in leaves:
-        if is_small:
-            nodes += [*_captions(leaf, mesh, top), *_columns(leaf, mesh, top + 2 * LINE)]
-            top += 2 * LINE + HEIGHT + 12
-        else:
-            cells, right, bottom = _cells(leaf, mesh, top)
-            nodes += cells
-            width, top = max(width, right), bottom
+        nodes += [*_captions(leaf, mesh, top), *_columns(leaf, mesh, top + 2 * LINE)]
+        top += 2 * LINE + HEIGHT + 12
     description = f"{mesh.size} devices, mesh {mesh}. " + "; ".join(_described(leaf, mesh) for leaf in leaves) + "."
-    return Diagram(title, description, nodes, top, max(width, 2 * EDGE + 7 * len(title)))
+    return Diagram(title, description, nodes, top, max(WIDTH, 2 * EDGE + 7 * len(title)))
 
 
 def _column(mesh: MeshShape) -> float:
@@ -118,24 +103,6 @@ def _sides(leaf: Placement, rows: int | None, columns: int | None, top: float) -
         if dim is not None:
             nodes.append(label(EDGE, y, f"{(leaf.axes[dim] or '?')[:7]}{arrow}", "q"))
     return nodes
-
-
-def _cells(leaf: Placement, mesh: MeshShape, top: float) -> tuple[list[Node], float, float]:
-    """Returns an array as a grid of shards with their devices, and the right and lower edge."""
-    drawing = grid(leaf, mesh)
-    line = described(leaf, mesh, drawing)
-    nodes, right = [label(EDGE, top + 10, line)], EDGE + LETTER * len(line)
-    top += LINE
-    texts = [[devices_text(cell.devices) for cell in row] for row in drawing.cells]
-    width = max(30.0, 10 + LETTER * max(len(text) for row in texts for text in row))
-    for cells, row in zip(drawing.cells, texts, strict=True):
-        for column, (cell, text) in enumerate(zip(cells, row, strict=True)):
-            left, index = EDGE + column * width, cell.devices[0]
-            nodes.append(box(left, top, width, CELL, f"{shade(index)} edge"))
-            nodes.append(label(left + width / 2, top + CELL / 2 + 3.5, text, f"{shade_text(index)} m"))
-        right = max(right, EDGE + len(cells) * width)
-        top += CELL
-    return nodes, right + EDGE, top + EDGE
 
 
 def _described(leaf: Placement, mesh: MeshShape) -> str:
