@@ -1,10 +1,15 @@
 """The generated pages of the site: `make golden` writes them, and tests/test_generated_pages.py compares them."""
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from tyro.conf import Positional
 
 import spanax
 from spanax import cli
@@ -12,7 +17,6 @@ from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.train.config import MAX, MIN, TYPES, TrainConfig
 from spanax.usage.examples import EXAMPLES
-from spanax.usage.topics import MIN_FLAGS, Flag, by_topic
 
 TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
 
@@ -37,29 +41,85 @@ COMMANDS: dict[str, Any] = {
 }
 """By command: the dataclass of its flags."""
 
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One flag of a command.
+
+    Attributes:
+      field: the name of its field.
+      text: the flag with the value that it takes, such as `--lr X`.
+      summary: its description.
+      default: its default; empty if the description states it, or if there is none.
+    """
+
+    field: str
+    text: str
+    summary: str
+    default: str = ""
+
+
+def listed(kind: type) -> list[Flag]:
+    """Returns the flags of a command, positional ones first."""
+    return sorted(flags_of(kind), key=lambda flag: flag.text.startswith("--"))
+
+
+def flags_of(kind: type) -> Iterator[Flag]:
+    """Yields the flags of a command, with those of its groups."""
+    documented = [param for base in kind.__mro__[::-1] for param in docstring_parser.parse(base.__doc__ or "").params]
+    summaries = {param.arg_name: " ".join((param.description or "").split()) for param in documented}
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        inner = next(iter(get_args(hints[field.name])), hints[field.name])
+        if dataclasses.is_dataclass(inner):
+            yield from flags_of(inner)
+        else:
+            yield flag_of(field, hints[field.name], summaries.get(field.name, ""))
+
+
+def flag_of(field: "dataclasses.Field[Any]", hint: Any, summary: str) -> Flag:
+    """Returns the flag of a field."""
+    extras = getattr(hint, "__metadata__", ())
+    is_positional = any(extra in get_args(Positional[int])[1:] for extra in extras)
+    word = "--" + (next((extra.name for extra in extras if getattr(extra, "name", None)), None) or field.name)
+    word = word.replace("_", "-")
+    is_required = field.default is field.default_factory is dataclasses.MISSING and not is_positional
+    default = "required" if is_required else field.default
+    if isinstance(default, bool):
+        text = f"--no-{word[2:]}" if default else word
+    else:
+        text = field.name.upper() if is_positional else f"{word} {metavar(hint)}"
+    is_value = default not in (None, "", (), dataclasses.MISSING) and not isinstance(default, bool)
+    return Flag(field.name, text, summary, str(default) if is_value and "Default:" not in summary else "")
+
+
+def metavar(hint: Any) -> str:
+    """Returns what stands for the value of a flag."""
+    if hasattr(hint, "__metadata__"):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    parts = [part for part in get_args(hint) if part not in (NoneType, ...)]
+    return " ".join(map(metavar, parts)) if parts else METAVARS.get(hint, "TEXT")
+
 
 def commands_page() -> str:
     """Returns docs/commands.md: every command with its examples, and every flag with its value, default and help."""
-    listed = [
+    overview = [
         [f"[`spanax {name}`](#spanax-{name.replace(' ', '-')})", summary(flags)] for name, flags in COMMANDS.items()
     ]
     parts = [
         f"# Commands and flags\n\n{NOTE} [The command line](command-line.md) describes what all\n"
-        "commands share. `--help` prints the flags of a command; where they are many, `--help TOPIC` prints one topic.",
-        table(("command", ""), listed),
+        "commands share. `--help` prints the flags of a command.",
+        table(("command", ""), overview),
     ]
     for name, flags in COMMANDS.items():
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
         parts.append("```bash\n" + "\n".join(EXAMPLES[name]) + "\n```")
-        parts += flag_tables(by_topic(flags))
+        parts.append(flag_table(listed(flags)))
     return "\n\n".join(parts) + "\n"
-
-
-def flag_tables(topics: dict[str, list[Flag]]) -> list[str]:
-    """Returns a table for each topic, as `--help` groups the flags; a single one if they are few."""
-    if sum(map(len, topics.values())) < MIN_FLAGS:
-        return [flag_table([flag for flags in topics.values() for flag in flags])]
-    return [f"**{topic.capitalize()}**\n\n{flag_table(flags)}" for topic, flags in topics.items()]
 
 
 def flag_table(flags: Sequence[Flag]) -> str:
@@ -71,17 +131,15 @@ def flag_table(flags: Sequence[Flag]) -> str:
 def settings_page() -> str:
     """Returns docs/settings.md: every key of the TOML file of `spanax train --config`."""
     defaults, hints = TrainConfig(), get_type_hints(TrainConfig, include_extras=True)
-    summaries = {flag.field: flag for flags in by_topic(TrainConfig).values() for flag in flags}
-    sections = []
-    for topic, flags in by_topic(TrainConfig).items():
-        rows = []
-        for name in (flag.field for flag in flags if flag.field not in ("config", "traceback")):
-            default = getattr(defaults, name)
-            shown = "" if default is None else toml(default)
-            rows.append(
-                [code(name), type_name(hints[name]), limits(name), code(shown), sentence(summaries[name].summary)]
-            )
-        sections.append(f"## {topic.capitalize()}\n\n" + table(("key", "type", "range", "default", ""), rows))
+    rows = []
+    for flag in listed(TrainConfig):
+        if flag.field in ("config", "traceback"):
+            continue
+        default = getattr(defaults, flag.field)
+        shown = "" if default is None else toml(default)
+        rows.append(
+            [code(flag.field), type_name(hints[flag.field]), limits(flag.field), code(shown), sentence(flag.summary)]
+        )
     head = f"""# Settings in TOML
 
 {NOTE} `spanax train --config settings.toml` reads
@@ -97,7 +155,7 @@ steps = 1000
 lr = 3e-4
 output_dir = "runs/a"
 ```"""
-    return "\n\n".join([head, *sections]) + "\n"
+    return "\n\n".join([head, table(("key", "type", "range", "default", ""), rows)]) + "\n"
 
 
 def api_page() -> str:

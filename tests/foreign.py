@@ -19,6 +19,7 @@ from unittest import mock
 
 from spanax import cli
 from spanax.entries.names import FILES, FOLDERS, IMPORTED, IN_STEP
+from spanax.sealed import sealed
 from spanax.train.record.events import Events
 from spanax.train.record.heartbeat import Pulse
 from spanax.train.store import manifest
@@ -103,7 +104,7 @@ class Place:
         for event in ({"event": "begin", "step": 0}, {"event": "end", "step": 4}):
             Events(run).append(**event)
         Pulse(run, 0, 0).beat("end", 4, seconds={"step": 1.0})
-        (run / "config.toml").write_text('workload = "tiny"\n')
+        (run / "config.toml").write_text(sealed('workload = "tiny"\n'))
         (run / "metrics.jsonl").write_text('{"event": "step", "step": 4, "loss": 0.5}\n')
         for name in ("env.json", "plan.json"):
             (run / name).write_text("{}")

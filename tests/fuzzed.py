@@ -40,7 +40,7 @@ from spanax.train.record.run_lock import claimed
 from spanax.train.state.restore import _meta
 from spanax.train.store import manifest
 
-OLD = Path(__file__).parent / "data" / "run_unsealed"
+RECORDED = Path(__file__).parent / "data" / "run"
 BEGAN = 1_700_000_000.0
 
 NESTED: Any = 0
@@ -61,7 +61,7 @@ def template() -> dict[str, bytes]:
     """The files of a run that died once and went on, by path."""
     with tempfile.TemporaryDirectory() as place:
         target = Path(place) / "run"
-        shutil.copytree(OLD, target)
+        shutil.copytree(RECORDED, target)
         config = with_settings(TrainConfig(), folder.read_config(target / CONFIG), "")
         folder.write_records(target, config.record(), (target / PLAN).read_text(), ["cpu:0"])
         for position, (event, values) in enumerate({
@@ -121,7 +121,7 @@ def rewritten(name: str, content: bytes, rng: random.Random) -> bytes:
             rng.shuffle(lines)
         return ("\n".join(lines) + rng.choice(["\n", ""])).encode()
     if name.endswith(".toml"):
-        values = changed(tomllib.loads(opened(content.decode()).text), rng)
+        values = changed(tomllib.loads(opened(content.decode())), rng)
         try:
             text = tomli_w.dumps({key: value for key, value in values.items() if value is not None})
             return (sealed(text) if rng.random() < 0.8 else text).encode()
@@ -129,7 +129,7 @@ def rewritten(name: str, content: bytes, rng: random.Random) -> bytes:
             return content
     if name.endswith(".json"):
         is_sealed = name in (PLAN, ENVIRONMENT)
-        data = json.loads(opened(content.decode()).text if is_sealed else content)
+        data = json.loads(opened(content.decode()) if is_sealed else content)
         text = json.dumps(changed(data, rng), indent=1) + "\n"
         return (sealed(text) if is_sealed and text.startswith("{\n") else text).encode()
     return rng.randbytes(rng.randrange(200))
@@ -201,7 +201,7 @@ def resume(place: Path) -> None:
         folder.open_metrics(place, 2)
 
 
-POSITION = json.loads((OLD / "checkpoints" / "2" / "meta.json").read_text())["meta"]["position"]
+POSITION = json.loads((RECORDED / "checkpoints" / "2" / "meta.json").read_text())["meta"]["position"]
 HERE = SimpleNamespace(source=POSITION["source"], _order=POSITION["order"])
 """The batches of the run, as far as a position is compared with them."""
 

@@ -14,6 +14,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.prediction import Prediction
 from spanax.plan.sharding.placement import Placement
+from spanax.sealed import sealed
 from spanax.train.record.events import Events
 
 BEGAN = 1_700_000_000.0
@@ -99,7 +100,7 @@ def a_run(folder: Path, plan: Plan, num_steps: int = 60) -> Path:
     for after, attempt, by, event in reported:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
         Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
-    (folder / "config.toml").write_text('workload = "gpt-nano"\n')
+    (folder / "config.toml").write_text(sealed('workload = "gpt-nano"\n'))
     (folder / "plan.json").write_text(plan.to_json())
     lines = [{"event": "start", "step": 0}]
     for step in range(1, num_steps + 1):

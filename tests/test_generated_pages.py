@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import spanax
-from generated_pages import API, COMMANDS, PAGES
+from generated_pages import API, COMMANDS, PAGES, flags_of
 from requested import flag_names
 from spanax import cli, sealed
 from spanax.check import report
@@ -21,7 +21,6 @@ from spanax.train.config import TrainConfig
 from spanax.train.record.events import KINDS
 from spanax.train.store import manifest
 from spanax.usage.examples import EXAMPLES
-from spanax.usage.topics import by_topic
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -45,8 +44,8 @@ def test_every_command_is_described_with_an_example() -> None:
 def test_every_flag_is_listed(name: str) -> None:
     page = (DOCS / "commands.md").read_text()
     section = re.split(r"^## ", page.partition(f"\n## spanax {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-    flags = [flag for group in by_topic(COMMANDS[name]).values() for flag in group]
-    assert {flag.field for flag in flags} == flag_names(COMMANDS[name])
+    flags = list(flags_of(COMMANDS[name]))
+    assert {flag.field for flag in flags} == flag_names(COMMANDS[name]) and all(flag.summary for flag in flags)
     assert not [flag.text for flag in flags if f"| `{flag.text}`".replace("|", "\\|")[1:] not in section]
 
 

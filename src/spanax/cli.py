@@ -32,8 +32,6 @@ from spanax.show.error_text import print_error
 from spanax.train.compilation_cache import drop_untrusted_folder
 from spanax.train.config import TrainConfig
 from spanax.usage.examples import described, wants_colors
-from spanax.usage.renamed_flags import current_arguments
-from spanax.usage.topics import help_request, help_text
 
 
 @dataclass(frozen=True)
@@ -122,10 +120,6 @@ def _run(argv: list[str]) -> None:
     name = argv[0] if argv else ""
     if name not in COMMANDS:
         _overview(argv)
-    topic = help_request(argv[1:]) if name != "launch" else None
-    if topic is not None:
-        print(help_text(name, COMMANDS[name].flags, topic))
-        sys.exit()
     command = parse(name, argv[1:])
     check_local_paths(command)
     answer = COMMANDS[name].answer(command)
@@ -144,7 +138,6 @@ def parse(name: str, argv: Sequence[str]) -> Any:
       SystemExit: the arguments cannot be parsed, or request help.
     """
     verb = COMMANDS[name]
-    argv = current_arguments(name, argv)
     if verb.parse is not None:
         return verb.parse(argv)
     return tyro.cli(verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from spanax.sealed import Opened, opened
+from spanax.sealed import opened
 
 MAX_BYTES = 1 << 24
 """The maximum size of a JSON file. The plan of a model with 10,000 arrays has 5 MB."""
@@ -60,7 +60,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return parse_toml(read_bytes(path, max_bytes=MAX_TOML_BYTES).decode("utf-8"))
 
 
-def read_opened(path: str | os.PathLike[str]) -> Opened:
+def read_opened(path: str | os.PathLike[str]) -> str:
     """Reads the text of a file with an optional seal.
 
     Raises:

@@ -1,32 +1,32 @@
 """TOML and JSON texts with a checksum (seal) in front, which detects truncated and modified texts.
 
-A sealed text is still valid TOML or JSON. Texts from earlier versions and handwritten texts have no seal.
+A sealed text is still valid TOML or JSON. Handwritten texts have no seal.
 """
 
 import re
 import zlib
-from dataclasses import dataclass
 
 FORMAT = 1
 """The version of the seal, at the start of a sealed text, so that a truncated text still shows its seal."""
 
 _TOML = re.compile(r'format = (\d+)\ncrc32 = "([0-9a-f]{8})"\n')
 _JSON = re.compile(r'\{\n "format": (\d+),\n "crc32": "([0-9a-f]{8})",\n')
-_REMNANT = re.compile(r'\b(format|crc32)"? ?[=:]')
-_HEAD_LENGTH = 48
-"""The length of the prefix to search for a damaged seal: no single change hides both of its keys."""
 
 
 class DamagedError(ValueError):
     """A sealed text was truncated, damaged or edited."""
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A text without its seal, and whether it was sealed."""
+class VersionError(ValueError):
+    """A file was written by another version of Spanax."""
 
-    text: str
-    is_sealed: bool
+    fix = "read it with the version of Spanax that wrote it, or write it again"
+
+
+def check_version(version: object, expected: int) -> None:
+    """Raises VersionError if a file has another version than `expected`, the one that this Spanax reads."""
+    if version != expected:
+        raise VersionError(f"it has version {str(version)[:40]}; this Spanax reads version {expected}")
 
 
 def sealed(text: str) -> str:
@@ -44,30 +44,34 @@ def sealed(text: str) -> str:
     return f'format = {FORMAT}\ncrc32 = "{crc}"\n{text}'
 
 
-def opened(text: str) -> Opened:
+def opened(text: str, *, is_record: bool = False) -> str:
     """Verifies and removes the seal of a text; a text without a seal is unchanged.
 
+    Args:
+      text: the text.
+      is_record: whether it has to be sealed.
+
     Raises:
-      DamagedError: the text does not match its seal, or the format of the seal is unknown to this version.
+      DamagedError: the text does not match its seal, or has none although it has to.
+      VersionError: the seal has another version.
 
     Example:
       >>> opened(sealed("steps = 7\\n"))
-      Opened(text='steps = 7\\n', is_sealed=True)
+      'steps = 7\\n'
       >>> opened(sealed("steps = 7\\n")[:-2])
       Traceback (most recent call last):
       spanax.sealed.DamagedError: it does not match its checksum: it was truncated, damaged or edited
     """
     match = _TOML.match(text) or _JSON.match(text)
     if match is None:
-        if _REMNANT.search(text[:_HEAD_LENGTH]):
+        if is_record:
             raise DamagedError("its checksum cannot be read: it was truncated, damaged or edited")
-        return Opened(text, is_sealed=False)
-    if int(match[1]) != FORMAT:
-        raise DamagedError(f"it has format {match[1]}, but this version reads format {FORMAT}")
+        return text
+    check_version(int(match[1]), FORMAT)
     content = ("{\n" if text.startswith("{") else "") + text[match.end() :]
     if checksum(content) != match[2]:
         raise DamagedError("it does not match its checksum: it was truncated, damaged or edited")
-    return Opened(content, is_sealed=True)
+    return content
 
 
 def checksum(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spanax import cli
+from spanax.sealed import sealed
 from spanax.show.report import duration_text, report_text, sections
 from spanax.train.record.events import Events
 from spanax.train.record.report import run_report
@@ -61,7 +62,7 @@ def a_run(folder: Path, *reported: tuple[float, int, str, dict[str, Any]]) -> Pa
     for after, attempt, by, event in reported:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
         Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
-    (folder / "config.toml").write_text('workload = "gpt-nano"\n')
+    (folder / "config.toml").write_text(sealed('workload = "gpt-nano"\n'))
     return folder
 
 

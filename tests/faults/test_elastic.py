@@ -142,7 +142,7 @@ def test_another_run_is_not_resumed(place: Path, setting: dict[str, Any]) -> Non
 def test_another_version_warns(place: Path) -> None:
     go_on(8, 2, layout="fsdp")
     path = place / "elastic" / "env.json"
-    environment = json.loads(opened(path.read_text()).text)
+    environment = json.loads(opened(path.read_text()))
     environment["packages"]["optax"] = "0.0.1"
     path.write_text(sealed(json.dumps(environment, indent=1)))
     output = go_on(8, 4, layout="fsdp")

@@ -76,7 +76,7 @@ def folder(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (place / name).write_bytes(content)
     config = TrainConfig(**record(TrainConfig)).record()
     run_folder.write_records(place, config, (place / PLAN).read_text().partition("\n")[0] + "\n}\n", [])
-    shutil.copy(fuzzed.OLD / "plan.json", place / "plan.json")
+    shutil.copy(fuzzed.RECORDED / "plan.json", place / "plan.json")
     environment = record(run_folder.Environment, packages={EVIL: EVIL, "jax": EVIL}, python=EVIL)
     (place / "env.json").write_text(sealed(json.dumps(environment, indent=1)))
     lines = [
@@ -105,7 +105,7 @@ def folder(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (step / EVIL).write_text("changed")
     (place / "checkpoints" / f"3{EVIL}").mkdir()
     (place / "plans").mkdir()
-    plan = json.loads((fuzzed.OLD / "plan.json").read_text())
+    plan = json.loads((fuzzed.RECORDED / "plan.json").read_text())
     for number, spoiled in enumerate([plan | {key: EVIL} for key in plan] + [plan | {EVIL: EVIL}]):
         (place / "plans" / f"{number}.json").write_text(json.dumps(spoiled))
     return place
@@ -154,7 +154,7 @@ def test_recorded_text_is_shown_escaped(folder: Path, capsys: pytest.CaptureFixt
         assert SHOWN in capsys.readouterr().out, argv
 
 
-@pytest.mark.parametrize("number", range(len(json.loads((fuzzed.OLD / "plan.json").read_text())) + 1))
+@pytest.mark.parametrize("number", range(len(json.loads((fuzzed.RECORDED / "plan.json").read_text())) + 1))
 def test_no_plan_file_prints_control_characters(number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["inspect"], ["report"], ["plan", "--diff", "run/plan.json"]):
         with pytest.raises(SystemExit) as stop:

@@ -26,7 +26,6 @@ COMMANDS = [
     "plan gpt-nano --on h100:8 --layout fsdp --diff data",
     "export-rules gpt-nano --mesh fsdp=4,model=2",
     "export-rules gpt-nano --mesh fsdp=4,model=2 --json",
-    *(f"{verb} --help" for verb in cli.COMMANDS),
 ]
 
 

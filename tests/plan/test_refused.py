@@ -184,8 +184,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a plan of a later version": (
         lambda: Plan.from_json('{"version": 99}'),
-        "the plan has version 99; this Spanax reads version 1.",
-        "",
+        "cannot read the plan.",
+        "read it with the version of Spanax that wrote it, or write it again",
     ),
     "a plan file that is not there": (lambda: Plan.load("/no/such/plan.json"), "cannot read the plan", ""),
 }

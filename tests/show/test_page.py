@@ -336,7 +336,7 @@ def test_the_kind_of_a_file_is_detected_from_its_content(tmp_path: Path, capsys:
         ("[1]", "it is not a JSON object"),
         ("<html>", "cannot read"),
         ('{"predicted": {}, "compiled": 3}', "this is not a certificate"),
-        ('{"predicted": {}, "compiled": {}, "version": 99}', "another version"),
+        ('{"predicted": {}, "compiled": {}, "version": 99}', "it has version 99"),
         ('{"fingerprint": 1, "leaves": []}', "this is not a plan file"),
     ],
 )

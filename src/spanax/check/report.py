@@ -13,6 +13,7 @@ from spanax.documents import parse_json
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, FileError, WriteError
 from spanax.schema import parsed
+from spanax.sealed import VersionError, check_version
 
 VERSION = 2
 
@@ -133,7 +134,7 @@ class Report:
         data = {"version": VERSION, **asdict(self), "errors": self.errors}
         for figures in (data["predicted"], data["compiled"]):
             if figures["host_bytes"] is None:
-                del figures["host_bytes"]  # earlier versions wrote reports without it
+                del figures["host_bytes"]
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
@@ -160,8 +161,10 @@ class Report:
         """
         if not isinstance(data, dict) or "predicted" not in data:
             raise ValueError("it has no 'predicted' figures")
-        if data.get("version", VERSION) != VERSION:
-            raise FileError("this certificate was written by another version of Spanax.")
+        try:
+            check_version(data.get("version", VERSION), VERSION)
+        except VersionError as error:
+            raise FileError("cannot read the certificate.", where=str(error), fix=error.fix) from None
         fields = {key: value for key, value in data.items() if key not in ADDED}
         collectives = [entry for entry in fields.get("collectives") or () if isinstance(entry, dict)]
         fields["collectives"] = [

@@ -1,6 +1,5 @@
 """`spanax launch`: `spanax launch PLACE [flags] -- COMMAND` runs `train ...` or a program in several processes."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union
@@ -11,8 +10,6 @@ from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
 from spanax.launch import kubernetes, local, ray, slurm, workers
 from spanax.usage.examples import described
-from spanax.usage.renamed_flags import current_arguments
-from spanax.usage.topics import help_request, help_text
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
@@ -52,11 +49,7 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"
-    if (topic := help_request(flags)) is not None:
-        print(help_text(name, kind, topic))
-        sys.exit()
-    arguments = current_arguments(name, flags[:end])
-    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=arguments)
+    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end])
     return LaunchCommand(place, parsed, flags[end + 1 :])
 
 

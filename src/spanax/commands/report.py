@@ -80,7 +80,7 @@ def read(path: Path) -> "Plan | Certificate":
     from spanax.plan.plan import Plan
 
     try:
-        text = read_opened(path).text
+        text = read_opened(path)
         data = parse_json(text)
     except (OSError, ValueError) as error:
         raise FileError(f"cannot read '{path}'.", where=str(error), fix=EXPECTED) from None

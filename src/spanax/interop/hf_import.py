@@ -52,11 +52,6 @@ class Imported:
     twice: tuple[str, ...]
     auxiliary_files: tuple[str, ...]
 
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The former name of `auxiliary_files`."""
-        return self.auxiliary_files
-
     def __str__(self) -> str:
         lines = [
             f"{self.kind}: {count_text(self.num_params)} parameters of {self.num_tensors} tensors in "

@@ -14,7 +14,6 @@ from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeE
 from spanax.train.config import TrainConfig, check, check_path, with_settings
 from spanax.train.record.folder import read_config
 from spanax.train.record.heartbeat import FOLDER_VARIABLE
-from spanax.usage.renamed_flags import current_arguments
 
 TRAIN = "train"
 """The first word of a command of Spanax; any other first word is a program."""
@@ -45,7 +44,7 @@ class TrainRequest:
         Raises:
           SpanaxError: it is not a valid `train` command; this is checked before it waits in a queue.
         """
-        args = current_arguments(TRAIN, argv[1:])
+        args = list(argv[1:])
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
         out = config.output_dir
         if out is None and config.config is not None:

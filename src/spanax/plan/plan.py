@@ -22,7 +22,7 @@ from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.constrained import constrain
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.schema import parsed
-from spanax.sealed import opened
+from spanax.sealed import VersionError, check_version, opened
 from spanax.trace.jaxpr.remat_policies import GATHERED, known_offload
 from spanax.units import bytes_text, count_text
 
@@ -150,7 +150,7 @@ class Plan:
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
         for key in ("allow", "anchors", "xla_flags"):
             if not data[key]:
-                del data[key]  # older versions read plans without these fields
+                del data[key]
         if self.price is None:
             del data["price"]
         elif not self.price.host_bytes:
@@ -177,8 +177,7 @@ class Plan:
         """
         try:
             data = parse_json(text)
-            if data["version"] != VERSION:
-                raise FileError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
+            check_version(data["version"], VERSION)
             data["mesh"] = MeshShape.of(dict(data["mesh"]))
             data["allow"] = _texts("allow", data.get("allow", []), "SPX001 embed")
             flags = _texts("xla_flags", data.get("xla_flags", []), "xla_gpu_triton_gemm_any=True")
@@ -187,6 +186,8 @@ class Plan:
             return _possible(parsed(Plan, data))
         except DataError:
             raise
+        except VersionError as error:
+            raise FileError("cannot read the plan.", where=str(error), fix=error.fix) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else first_line(error)
             raise FileError("this is not a plan file.", where=reason) from None
@@ -225,7 +226,7 @@ class Plan:
     @staticmethod
     def _read(read: Callable[[], bytes], path: str | Path) -> "Plan":
         try:
-            return Plan.from_json(opened(read().decode()).text)
+            return Plan.from_json(opened(read().decode()))
         except DataError:
             raise
         except (OSError, ValueError) as error:

@@ -1,10 +1,7 @@
-"""Reasons: every code renders, and plans written before reasons had codes still load."""
-
-from pathlib import Path
+"""Reasons: every code renders."""
 
 import pytest
 
-from spanax.plan.plan import Plan
 from spanax.plan.reason import Code, Reason
 
 
@@ -18,8 +15,3 @@ def test_reasons_are_equal_by_value() -> None:
     first, second = (Reason(Code.NOT_DIVISIBLE, "mlp", size=10, num_shards=shards) for shards in (4, 8))
     assert first == Reason(Code.NOT_DIVISIBLE, "mlp", size=10, num_shards=4) and first != second
     assert len({first, second}) == 2 and str(second) == "mlp (10) is not divisible by 8"
-
-
-def test_an_old_plan_loads_with_its_texts() -> None:
-    plan = Plan.load(Path(__file__).parents[2] / "data" / "run_unsealed" / "plan.json")
-    assert plan.why.startswith("as asked") and Plan.from_json(plan.to_json()) == plan

@@ -1,7 +1,6 @@
 """Records of a run: any setting reads back, and no cut, changed or missing record is resumed from."""
 
 import os
-import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -10,15 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import hostile
-from spanax import cli
 from spanax.documents import parse_toml
 from spanax.entries.names import CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER
 from spanax.errors import DataError, SpanaxError
-from spanax.sealed import FORMAT, DamagedError, opened, sealed
+from spanax.sealed import FORMAT, opened, sealed
 from spanax.train.config import TrainConfig, check, with_settings
 from spanax.train.record.folder import (
-    UNSEALED,
     changed_versions,
     check_records,
     config_text,
@@ -26,9 +22,6 @@ from spanax.train.record.folder import (
     saved_tokenizer,
     write_records,
 )
-
-OLD = Path(__file__).parents[2] / "data" / "run_unsealed"
-"""The folder of a run of `hostile.WORKLOAD`, from before records were sealed."""
 
 PLAN_JSON = '{\n "version": 1,\n "layout": "fsdp"\n}\n'
 
@@ -73,7 +66,7 @@ CONFIGS = st.builds(TrainConfig, **{name: of_hint(hint) for name, hint in get_ty
 @example(TrainConfig(data="\U0001f40d.txt", tokenizer='a"b\\c', field="\x00\x1b[2J\x7f\x85\u2028\u202e", init="a\nb\r"))
 @example(TrainConfig(data=",".join(f"./part.{number}.jsonl=0.5" for number in range(99))))
 def test_any_settings_read_back(config: TrainConfig) -> None:
-    settings_read = parse_toml(opened(sealed(config_text(config.record()))).text)
+    settings_read = parse_toml(opened(sealed(config_text(config.record()))))
     config_read = with_settings(TrainConfig(), settings_read, "config.toml")
     assert config_read.record() == config.record()
 
@@ -82,7 +75,7 @@ def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
     config = TrainConfig("\U0001f40d.py:x", data="caf\xe9\n\x1b[31m", tokenizer='"', lr=1e-5, init_partial=True)
     write_records(tmp_path, config.record(), PLAN_JSON, ["cpu:0"])
     assert with_settings(TrainConfig(), recorded(tmp_path), "").record() == config.record()
-    assert opened((tmp_path / PLAN).read_text()).text == PLAN_JSON and check_records(tmp_path) == []
+    assert opened((tmp_path / PLAN).read_text()) == PLAN_JSON
     assert changed_versions(tmp_path) == []
 
 
@@ -124,7 +117,7 @@ def test_every_truncated_or_changed_tokenizer_is_rejected(tmp_path: Path) -> Non
     text = '{"model": {"vocab": {"\u0120a": 0}}}'
     write_records(tmp_path, TrainConfig().record(), PLAN_JSON, ["cpu:0"], tokenizer=text)
     path = tmp_path / TOKENIZER
-    assert saved_tokenizer(tmp_path) == text == path.read_text() and check_records(tmp_path) == []
+    assert saved_tokenizer(tmp_path) == text == path.read_text()
     content = path.read_bytes()
     flipped = [content[:i] + bytes([content[i] ^ 1 << (i % 8)]) + content[i + 1 :] for i in range(len(content))]
     for damaged in (*(content[:end] for end in range(len(content))), *flipped, content + b"\n"):
@@ -145,10 +138,18 @@ def test_a_run_needs_its_records(name: str, tmp_path: Path) -> None:
     assert resumed(tmp_path) == ({} if name == CONFIG else recorded(tmp_path))
 
 
-def test_a_record_of_another_format_is_refused() -> None:
-    assert opened("lr = 1\n").is_sealed is False
-    with pytest.raises(DamagedError, match=f"format {FORMAT + 1}, but this version reads format {FORMAT}"):
-        opened(sealed("lr = 1\n").replace(f"format = {FORMAT}", f"format = {FORMAT + 1}"))
+def test_a_record_of_another_version_or_without_a_checksum_is_refused(tmp_path: Path) -> None:
+    path = run_folder(tmp_path) / CONFIG
+    record = path.read_text()
+    path.write_text(record.replace(f"format = {FORMAT}", f"format = {FORMAT + 1}"))
+    with pytest.raises(
+        DataError, match=f"it has version {FORMAT + 1}; this Spanax reads version {FORMAT}\n  fix: read"
+    ):
+        resumed(tmp_path)
+    for text in (opened(record), ""):
+        path.write_text(text)
+        with pytest.raises(DataError, match="its checksum cannot be read"):
+            resumed(tmp_path)
 
 
 def test_a_record_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,43 +169,3 @@ def test_a_record_is_flushed_before_it_is_renamed(tmp_path: Path, monkeypatch: p
     for name in (CONFIG, PLAN, ENVIRONMENT):
         position = done.index(f"name {name}")
         assert done[position - 1].startswith(f"flush .{name}.") and done[position + 1] == f"flush {tmp_path.name}"
-
-
-# ---- runs from before there were seals
-
-
-@pytest.fixture
-def old(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copytree(OLD, tmp_path / "old")
-    (tmp_path / "w.py").write_text(hostile.WORKLOAD)
-    monkeypatch.chdir(tmp_path)
-    return Path("old")
-
-
-def test_an_old_run_resumes_and_receives_checksums(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["train", "--output-dir", "old", "--resume", "--steps", "3"])
-    output = capsys.readouterr().out
-    assert "config.toml, plan.json, env.json of 'old' have no checksum" in output and "step 3  checkpoint" in output
-    assert check_records(old) == [] and recorded(old)["steps"] == 3
-
-
-def test_a_truncated_old_record_is_refused(old: Path) -> None:
-    assert set(UNSEALED) <= set(recorded(old))
-    content = (old / CONFIG).read_bytes()
-    for end in range(len(content)):
-        (old / CONFIG).write_bytes(content[:end])
-        with pytest.raises(DataError):
-            recorded(old)
-    plan = (old / PLAN).read_bytes()
-    (old / CONFIG).write_bytes(content)
-    for end in range(len(plan.rstrip())):
-        (old / PLAN).write_bytes(plan[:end])
-        with pytest.raises(DataError):
-            check_records(old)
-
-
-def test_an_empty_configuration_is_not_resumed_from(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (old / CONFIG).write_text("")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--output-dir", "old", "--resume", "--steps", "3"])
-    assert stop.value.code == 65 and "old/config.toml" in capsys.readouterr().err

@@ -170,9 +170,7 @@ def _machine(source: str, device_kind: str, size: str, requested: Cluster) -> Cl
       DataError: the record does not say on which devices.
     """
     if not device_kind or not size:
-        raise FileError(
-            f"'{source}' does not record its devices.", where="a run of an older version", fix="measure it again"
-        )
+        raise FileError(f"'{source}' does not record its devices.", fix="measure it again")
     if not is_of_kind(requested, device_kind):
         raise CalibrationError(
             f"'{source}' was measured on '{device_kind}', which is not {requested.chip.name}.",

@@ -40,9 +40,7 @@ def start_or_restore(job: Job, telemetry: Telemetry, *, resume: bool) -> Run:
     if resume:
         for change in run_folder.changed_versions(telemetry.folder):
             telemetry.warn(f"the environment has changed since the run was last started: {change}")
-        if unsealed := run_folder.check_records(telemetry.folder):
-            names = f"{', '.join(unsealed)} of '{telemetry.folder}'"
-            telemetry.warn(f"{names} have no checksum, so that damage may remain undetected")
+        run_folder.check_records(telemetry.folder)
         steps = Folder.of(telemetry.folder).inner(CHECKPOINTS)
         if manifest.steps(steps):
             return restore(job.program, plan, steps, devices=job.devices, warn=telemetry.warn, guard=config.guard)

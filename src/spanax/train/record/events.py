@@ -90,7 +90,7 @@ class Fault(Event):
 KINDS: Mapping[str, type[Event]] = {
     "begin": Begin, "ledger": Spent, "end": End, "stuck": Stuck,
     **dict.fromkeys(
-        ("died", "stopped", "restart", "preempted", "replanned", "bad_step", "skipped", "rolled_back", "save_failed"),
+        ("died", "stopped", "restart", "replanned", "bad_step", "skipped", "rolled_back", "save_failed"),
         Fault,
     ),
 }  # fmt: skip

@@ -20,22 +20,13 @@ from spanax.entries.local_path import local_path
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
 from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
 from spanax.schema import parsed
-from spanax.sealed import DamagedError, Opened, checksum, opened, sealed
+from spanax.sealed import DamagedError, VersionError, checksum, opened, sealed
 from spanax.train.record.append_log import AppendLog
 from spanax.train.record.run_lock import holds_run
 from spanax.train.store import manifest
-from spanax.usage.renamed_flags import current_settings
 
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state")
 """Settings that cannot change over a run: they determine its model and the order of its data."""
-
-UNSEALED = (
-    "workload", "steps_per_call", "seed", "optimizer_state", "init_partial", "save_every", "keep_last", "eval_every",
-    "eval_batches", "log_every", "on_bad_step", "max_bad_steps",
-)  # fmt: skip
-"""Settings in every config.toml written before records had checksums; a file without one of them was truncated."""
-
-EDITED = "restore it from a copy; if you edited it yourself, remove its lines `format` and `crc32`"
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 """Packages whose versions affect the numerical results of a run."""
@@ -46,8 +37,7 @@ class Environment:
     """The environment of a run: versions of Python and of all packages, devices, and JAX's environment variables.
 
     `device_kind` is that of the devices in JAX, and `size` their number as in the name of a cluster: `8`, `2x8`.
-    `tokenizer` is the CRC-32 of tokenizer.json, whose format has no place for one. All three are empty in records of
-    older versions.
+    `tokenizer` is the CRC-32 of tokenizer.json, whose format has no place for one; empty for a run that reads no text.
     """
 
     python: str
@@ -67,16 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
       DataError: the file is missing or not TOML, or does not match its checksum.
     """
     local_path(path)
-    return current_settings(_parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0], str(path))
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Returns the settings in the config.toml of a run, complete or not.
-
-    Raises:
-      DataError: the file is missing, or does not match its checksum; also its subclass EntryError.
-    """
-    return _read_record(Folder.of(folder), CONFIG, "configuration", _parse_settings)[0]
+    return _parsed(lambda: read_opened(path), path, "configuration", parse_toml)
 
 
 def recorded(folder: Path) -> dict[str, Any]:
@@ -88,37 +69,25 @@ def recorded(folder: Path) -> dict[str, Any]:
     place = Folder.of(folder)
     if not _is_recorded(place, CONFIG):
         return {}
-    settings, record = _read_record(place, CONFIG, "configuration", _parse_settings)
-    missing = [] if record.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
-    if missing or not record.text.endswith("\n"):
-        where = f"it has no checksum and no {(missing or ['final newline'])[0]}: it was truncated, or is not of a run"
-        raise FileError(f"cannot read the configuration '{place.path / CONFIG}'.", where=where, fix=EDITED)
-    return settings
+    return _read_record(place, CONFIG, "configuration", parse_toml)
 
 
-def check_records(folder: Path) -> list[str]:
+def check_records(folder: Path) -> None:
     """Checks the records of the run in a folder, if any, against their checksums.
-
-    Returns:
-      The records without a checksum, written by an old version.
 
     Raises:
       DataError: a record is missing, or does not match its checksum.
     """
     place = Folder.of(folder)
     parts = (
-        (CONFIG, "configuration", _parse_settings),
+        (CONFIG, "configuration", parse_toml),
         (PLAN, "plan", parse_json),
         (ENVIRONMENT, "environment", parse_json),
     )
     records = [part for part in parts if _is_recorded(place, part[0])]
     saved_tokenizer(folder)
-    return [str(name) for name, title, parse in records if not _read_record(place, name, title, parse)[1].is_sealed]
-
-
-def _parse_settings(text: str) -> dict[str, Any]:
-    """Returns the settings of a run, which an earlier version may have written under former names."""
-    return current_settings(parse_toml(text))
+    for name, title, parse in records:
+        _read_record(place, name, title, parse)
 
 
 def _is_recorded(place: Folder, name: Name) -> bool:
@@ -126,24 +95,29 @@ def _is_recorded(place: Folder, name: Name) -> bool:
     if place.kind(name) is not None:
         return True
     if holds_run(place):
-        fix = f"restore '{name}' from a copy, or start another run from these weights: --init {place} --output-dir ..."
-        raise FileError(f"the run folder '{place}' contains a run but no '{name}'.", fix=fix)
+        raise FileError(f"the run folder '{place}' contains a run but no '{name}'.", fix=_restored(place, name))
     return False
 
 
-def _read_record(place: Folder, name: Name, title: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
-    """Returns the parsed content of a record, and its text."""
-    return _parsed(lambda: opened(place.read(name).decode("utf-8")), place.path / name, title, parse)
+def _restored(folder: Folder | Path, name: str) -> str:
+    return f"restore '{name}' from a copy, or start another run from these weights: --init {folder} --output-dir ..."
 
 
-def _parsed(read: Callable[[], Opened], path: Path, title: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
+def _read_record(place: Folder, name: Name, title: str, parse: Callable[[str], Any]) -> Any:
+    """Returns the parsed content of a record."""
+    return _parsed(lambda: opened(place.read(name).decode("utf-8"), is_record=True), place.path / name, title, parse)
+
+
+def _parsed(read: Callable[[], str], path: Path, title: str, parse: Callable[[str], Any]) -> Any:
     try:
-        record = read()
-        return parse(record.text), record
+        return parse(read())
     except EntryError:
         raise
+    except VersionError as error:
+        raise FileError(f"cannot read the {title} '{path}'.", where=str(error), fix=error.fix) from None
     except DamagedError as error:
-        raise FileError(f"cannot read the {title} '{path}'.", where=str(error), fix=EDITED) from None
+        fix = _restored(path.parent, path.name)
+        raise FileError(f"cannot read the {title} '{path}'.", where=str(error), fix=fix) from None
     except (OSError, ValueError) as error:
         raise FileError(f"cannot read the {title} '{path}'.", where=str(error)) from None
 
@@ -194,7 +168,7 @@ def changed_versions(folder: Path) -> list[str]:
 
 
 def saved_tokenizer(folder: Path) -> str | None:
-    """Returns the tokenizer.json that a run has saved; None if it reads no text, or is of an older version.
+    """Returns the tokenizer.json that a run has saved; None if it reads no text.
 
     Raises:
       DataError: the file is missing, or does not match its checksum; also its subclass EntryError.
@@ -221,7 +195,7 @@ def read_environment(folder: Place) -> Environment:
     Raises:
       DataError: the record is missing, or does not match its checksum; also its subclass EntryError.
     """
-    return _read_record(Folder.of(folder), ENVIRONMENT, "environment", _parsed_environment)[0]
+    return _read_record(Folder.of(folder), ENVIRONMENT, "environment", _parsed_environment)
 
 
 def _parsed_environment(text: str) -> Environment:

@@ -9,7 +9,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
 from spanax.errors import DataError, EntryError, MissingFileError
 from spanax.train.record import heartbeat
-from spanax.train.record.folder import read_settings
+from spanax.train.record.folder import recorded
 from spanax.train.record.time_account import TimeAccount, account
 from spanax.train.store import view
 from spanax.usage.examples import resume_command
@@ -74,7 +74,7 @@ def run_report(folder: Path) -> RunReport:
         )
     times, notes, workload = account(folder), list[str](), ""
     try:
-        workload = str(read_settings(folder).get("workload", ""))
+        workload = str(recorded(folder).get("workload", ""))
     except EntryError:
         raise
     except DataError as error:
