@@ -31,7 +31,7 @@ from spanax.plan.choose import plan
 from spanax.plan.plan import Schedule
 from spanax.run.config import TrainConfig, check
 from spanax.run.data.batches import batches
-from spanax.run.data.source import Loader
+from spanax.run.data.source import Loader, Passes
 from spanax.run.distributed.devices import simulate
 from spanax.run.distributed.processes import Hosts
 from spanax.run.state.start import start
@@ -168,7 +168,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chunks: no logits": lambda: in_two(lambda weight, batch: weight.sum() + batch.sum()),
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
-    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), epochs=2),
+    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), Passes(epochs=2)),
     "loss: an operation without bfloat16": in_bfloat16,
     "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
     "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]

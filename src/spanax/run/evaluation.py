@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
-from spanax.run.data.source import with_rows
+from spanax.run.data.destination import with_rows
 from spanax.run.step.host_memory import to_device
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program

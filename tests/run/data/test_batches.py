@@ -20,10 +20,11 @@ import pytest
 from batched import TEXT_PLAN, B, T, leaf, plan_of, take, values
 from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
-from spanax.run.data.batches import Batches, batches, open_source
-from spanax.run.data.open_source import Reading
+from spanax.run.data.batches import Batches, batches
+from spanax.run.data.destination import Destination, local_rows
+from spanax.run.data.open_source import Reading, open_source
 from spanax.run.data.order import Order
-from spanax.run.data.source import local_rows
+from spanax.run.data.source import Passes
 
 IMAGE_PLAN = plan_of(leaf("image.pixels", (B, 3), "float32", (("data",),)), leaf("label", (B,), spec=(("data",),)))
 
@@ -105,12 +106,13 @@ def test_two_processes_read_the_batches_of_one(mesh: str, spec: str, kind: str, 
     leaves = tuple(leaf(p.path, p.shape, p.dtype, axes) for p in leaves)
     shardings = {p.path: p.sharding(built) for p in leaves}
     everything = list(built.devices.flat)
-    order = {"seed": 1, "shuffle": True, "epochs": None}
 
     def read(devices: list[Any], index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rows = local_rows(leaves, shardings, devices)
         items = [example(i) for i in range(30)] if kind == "examples" else [image_batch(k) for k in range(3)]
-        return rows, open_source(text if kind == "text" else items, leaves, rows, Reading(), **order).read(index)
+        return rows, open_source(
+            text if kind == "text" else items, Destination(leaves, None, rows), Reading(), Passes(1, epochs=None)
+        ).read(index)
 
     for index in (0, 1, 5):
         all_rows, complete = read(everything, index)
@@ -273,14 +275,6 @@ def test_batches_end_after_their_epochs(kind: str, epochs: int, opened: Callable
         assert len(take(rest, 99)) == 5 * epochs - index
         reader.restore(states[index])
         assert len(take(reader, 99)) == 5 * epochs - index
-
-
-def test_a_position_saved_before_epochs_were_counted(opened: Callable[..., Batches]) -> None:
-    reader = opened(sources()["IterDataset"](), IMAGE_PLAN)
-    take(reader, 2)
-    state = reader.state()
-    old = state | {"mark": state["mark"]["iterator"]}
-    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(reader, 99)
 
 
 def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches]) -> None:
@@ -487,7 +481,15 @@ def test_a_position_of_other_data_is_refused(
         opened(path, change.pop("plan", TEXT_PLAN), position=state, **change)
 
 
-NO_POSITIONS = [{}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "skipped": [{}]}, None, 7]
+NO_POSITIONS = [
+    {},
+    {"next_index": -1},
+    {"next_index": "3"},
+    {"next_index": 3, "skipped": [{}]},
+    None,
+    7,
+    {"next_index": 1, "mark": 3},
+]
 
 
 @pytest.mark.parametrize("state", NO_POSITIONS)

@@ -11,20 +11,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
 from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.run.data.destination import Destination
-from spanax.run.data.elements import BatchLeaf, Leaves, described, nested
-from spanax.run.data.examples import Remainder, Source, in_order, same_kind
-from spanax.run.data.open_source import Reading, examples, opened
-from spanax.run.data.source import batch_size, element_source
+from spanax.run.data.elements import Leaves, nested
+from spanax.run.data.open_source import Reading, open_source
+from spanax.run.data.source import Passes, Remainder, Source
 from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
@@ -97,40 +94,13 @@ def batches(
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise RangeError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
     join_group()
-    destination = Destination.of(plan, mesh)
-    leaves = destination.leaves
-    reading = Reading(tokenizer, split, field, cache_dir)
     if epochs is None and not drop_remainder:
         raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
-    opened_source = open_source(
-        source, leaves, destination.rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs,
-        drop_remainder=drop_remainder,
-    )  # fmt: skip
-    order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in leaves})}"
-    return Batches(opened_source, order, destination.place, position, prefetch)
-
-
-def open_source(
-    source: Any,
-    placements: Sequence[BatchLeaf],
-    rows_R: np.ndarray,
-    reading: Reading,
-    *,
-    seed: int,
-    shuffle: bool,
-    epochs: int | None,
-    drop_remainder: bool = True,
-) -> Source:
-    """Returns a source of the rows of each batch that this process reads."""
-    parts = opened(source, [leaf.path for leaf in placements], reading)
-    if len(parts) == 1 and parts[0][0] is source:
-        return element_source(
-            source, placements, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
-        )
-    size = batch_size(placements)
-    weighted = [(examples(part, placements, rows_R, size if drop_remainder else 1), weight) for part, weight in parts]
-    same_kind([part for part, _ in weighted])
-    return in_order(weighted, size, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder)
+    destination = Destination.of(plan, mesh)
+    passes = Passes(seed, shuffle, epochs, drop_remainder)
+    opened = open_source(source, destination, Reading(tokenizer, split, field, cache_dir), passes)
+    order = f"seed {seed}, shuffle {shuffle}, {destination.planned}"
+    return Batches(opened, order, destination.place, position, prefetch)
 
 
 @final
@@ -256,7 +226,9 @@ class Batches:
         index = state.get("next_index") if isinstance(state, Mapping) else None
         skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
         are_numbers = isinstance(skipped, list) and all(isinstance(number, int) for number in skipped)
-        if not isinstance(index, int) or index < 0 or not are_numbers:
+        mark = state.get("mark") if isinstance(state, Mapping) else None
+        is_mark = mark is None or (isinstance(mark, dict) and mark.keys() == {"epoch", "iterator"})
+        if not isinstance(index, int) or index < 0 or not are_numbers or not is_mark:
             raise DataError("this is not a position in data.", where=repr(state)[:120], fix="a Batches.state()")
         for key, now in (("source", self.source), ("order", self._order)):
             if state.get(key) != now:
@@ -338,5 +310,5 @@ def _close(feed: _Feed, source: Source) -> None:
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:
     leaves = source.read(index)
     if isinstance(leaves, Remainder):
-        return nested(source.like, leaves.content), source.mark()
+        return nested(source.like, leaves.leaves), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())

@@ -88,8 +88,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
     assert message_of(tmp_path / "no.txt") == (
         "no file or folder '.../no.txt'.\n"
         "  where: looked in ...\n"
-        "  fix: a text file or .jsonl, .parquet, .arrow, .array_record, a folder of them, a .bin of tokens, or "
-        "'python'; a .csv is read as text"
+        "  fix: a text file or .jsonl, .csv, .parquet, .arrow, .array_record, a folder of them, a .bin of tokens, "
+        "or 'python'"
     )
     assert {f".{kind}" for kind in SUFFIXES.values()} == {*TABLES.split(", ")}
 

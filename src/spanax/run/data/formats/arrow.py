@@ -1,11 +1,11 @@
-"""Reads the rows of Arrow, Feather and Parquet files with pyarrow.
+"""Reads the rows of Arrow, Feather, Parquet and CSV files with pyarrow, and those of Hugging Face datasets in memory.
 
-Uncompressed files are memory-mapped. Compressed files are streamed to read a column, and decompressed once into the
-cache for random access to rows.
+Uncompressed Arrow files are memory-mapped. Other files are streamed to read a column, and written once into the cache,
+as an uncompressed Arrow file, for random access to rows.
 
-The libraries' random access is not used: for 320 random rows of 470 MiB of Parquet, `CompressedTable` takes 4.3 s
-and 84 MiB of memory (0.05 s from the cache), `pyarrow.dataset` 202 s and 5.8 GiB, because it decodes row groups for
-each batch; of uncompressed Arrow, `MappedTable` takes 0.03 s and 15 MiB, `pyarrow.dataset` 1.6 s and 192 MiB. Grain's
+pyarrow's own random access is not used: for 320 random rows of 470 MiB of Parquet, `StreamedTable` takes 4.3 s and 84
+MiB of memory (0.05 s from the cache), `pyarrow.dataset` 202 s and 5.8 GiB, because it decodes row groups for each
+batch; of uncompressed Arrow, `MappedTable` takes 0.03 s and 15 MiB, `pyarrow.dataset` 1.6 s and 192 MiB. Grain's
 `ParquetIterDataset` has no random access, and takes 3.0 GiB for the first rows (`benchmarks/data_formats.py`).
 """
 
@@ -13,16 +13,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError, FileError, NotInstalledError, SpanaxError
-from spanax.run.data.cache import cache_folder, exclusive, keep
+from spanax.run.data.cache import cache_folder, check_expansion, exclusive, reserve, writing
 from spanax.run.data.elements import digest
-from spanax.run.data.formats.decompression import DecompressionLimit, DiskSpace
 
 ROWS_AT_ONCE = 256
 """The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
@@ -37,9 +36,12 @@ def pyarrow() -> Any:
     try:
         import pyarrow
         import pyarrow.compute
+        import pyarrow.csv
         import pyarrow.parquet
     except ImportError:
-        raise NotInstalledError("Arrow and Parquet files need pyarrow.", fix='pip install "spanax[parquet]"') from None
+        raise NotInstalledError(
+            "Arrow, Parquet and CSV files need pyarrow.", fix='pip install "spanax[parquet]"'
+        ) from None
     return pyarrow
 
 
@@ -70,11 +72,9 @@ class MappedTable:
         with _arrow_errors(self.path):
             for index in indices:
                 number = int(np.searchsorted(self._ends, index, side="right"))
-                first = int(self._ends[number - 1]) if number else 0
-                columns = ((field, self._checked(number, field)) for field in fields)
-                result.append({
-                    field: _value(self.path, index, column.slice(index - first, 1)) for field, column in columns
-                })  # fmt: skip
+                place = index - (int(self._ends[number - 1]) if number else 0)
+                columns = {field: self._checked(number, field).slice(place, 1) for field in fields}
+                result.append({field: _value(self.path, index, column) for field, column in columns.items()})
         return result
 
     def values(self, field: str) -> Iterator[Any]:
@@ -103,8 +103,8 @@ class MappedTable:
 
 
 @dataclass(frozen=True)
-class CompressedTable:
-    """The rows of a Parquet file, or of an Arrow file whose columns are compressed.
+class StreamedTable:
+    """The rows of a Parquet or CSV file, or of an Arrow file whose columns are compressed.
 
     Attributes:
       path: the file.
@@ -112,7 +112,7 @@ class CompressedTable:
       cache_dir: the directory for decompressed rows.
       schema: the columns and their types.
       batches: streams columns, a few rows at a time.
-      count: returns the number of rows.
+      known_rows: the number of rows, if the file has it; else the rows are counted.
     """
 
     path: Path
@@ -120,7 +120,7 @@ class CompressedTable:
     cache_dir: str | os.PathLike[str] | None
     schema: Any
     batches: Callable[[Sequence[str]], Iterator[Any]]
-    count: Callable[[], int]
+    known_rows: int | None = None
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -130,26 +130,31 @@ class CompressedTable:
     @cached_property
     def num_rows(self) -> int:
         """The number of rows."""
+        if self.known_rows is not None:
+            return self.known_rows
         with _arrow_errors(self.path):
-            return self.count()
+            return sum(batch.num_rows for batch in self.batches(self.fields[:1]))
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices; the first call decompresses these fields of all rows."""
-        columns = tuple(sorted(self._known(field) for field in fields))
+        columns = tuple(sorted(fields))
         if columns not in self._decompressed:
             self._decompressed[columns] = self._decompress(columns)
         return self._decompressed[columns].rows(indices, fields)
 
     def values(self, field: str) -> Iterator[Any]:
         """Yields a field of every row in order."""
-        yield from _values(self.path, self._limited([self._known(field)]), field)
+        yield from _values(self.path, self._limited([field]), field)
 
     def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
         """Yields the batches of columns; raises if the file expands to an implausible size."""
-        limit = DecompressionLimit(self.path)
+        num_bytes = 0
         with _arrow_errors(self.path):  # damage must not be reported as a failure to write
+            for column in columns:
+                _check_field(self.path, column, self.fields)
             for batch in self.batches(columns):
-                limit.add(batch.nbytes)
+                num_bytes += batch.nbytes
+                check_expansion(self.path, num_bytes)
                 yield batch
 
     @cached_property
@@ -159,28 +164,18 @@ class CompressedTable:
     def _decompress(self, columns: Sequence[str]) -> MappedTable:
         arrow = pyarrow()
         cached = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
-
-        def write(file: BinaryIO) -> None:
-            schema = arrow.schema([self.schema.field(column) for column in columns])
-            space = DiskSpace(cached.parent)
-            with arrow.ipc.new_file(file, schema) as sink:
-                for batch in self._limited(columns):
-                    batch.validate(full=True)
-                    space.reserve(batch.nbytes)
-                    sink.write_batch(batch.select(list(columns)))
-
         with _arrow_errors(self.path), exclusive(cached.with_suffix(".lock")):
             if not _has_rows(cached, self.num_rows):
-                keep(cached, write, self.cache_dir, is_required=True)
+                schema = arrow.schema([self.schema.field(column) for column in columns])
+                with writing(cached, self.cache_dir) as file, arrow.ipc.new_file(file, schema) as sink:
+                    for batch in self._limited(columns):
+                        batch.validate(full=True)
+                        reserve(cached.parent, batch.nbytes)
+                        sink.write_batch(batch.select(list(columns)))
         return MappedTable(cached)
 
-    def _known(self, field: str) -> str:
-        if field not in self.fields:
-            raise _no_field(self.path, field, self.fields)
-        return field
 
-
-def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | CompressedTable:
+def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | StreamedTable:
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
     with _arrow_errors(path):
@@ -188,11 +183,10 @@ def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -
         first = next(_batches(path), None)
         if first is None or arrow.total_allocated_bytes() == before:
             return MappedTable(path)
-        count = partial(_count, path)
-        return CompressedTable(path, key, cache_dir, first.schema, lambda columns: _batches(path), count)
+        return StreamedTable(path, key, cache_dir, first.schema, lambda columns: _batches(path))
 
 
-def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> CompressedTable:
+def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> StreamedTable:
     """Opens a Parquet file."""
     arrow = pyarrow()
 
@@ -204,7 +198,26 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
 
     with _arrow_errors(path):
         opened = open_()
-        return CompressedTable(path, key, cache_dir, opened.schema_arrow, batches, lambda: opened.metadata.num_rows)
+        return StreamedTable(path, key, cache_dir, opened.schema_arrow, batches, opened.metadata.num_rows)
+
+
+def open_csv(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> StreamedTable:
+    """Opens a CSV file with a header; the first megabyte determines whether a column has numbers or texts."""
+    arrow = pyarrow()
+
+    def open_(schema: Any = None, columns: Sequence[str] = ()) -> Any:
+        convert = arrow.csv.ConvertOptions(column_types=schema, include_columns=columns, strings_can_be_null=False)
+        read = arrow.csv.ReadOptions(use_threads=False)  # with threads, an error names no row
+        parse = arrow.csv.ParseOptions(newlines_in_values=True)
+        return arrow.csv.open_csv(str(path), read, parse, convert)
+
+    with _arrow_errors(path):
+        types = arrow.types
+        fields = list(open_().schema)
+        kinds = (types.is_integer, types.is_floating, types.is_boolean)
+        texts = [field.name for field in fields if not any(is_kind(field.type) for is_kind in kinds)]
+        schema = arrow.schema([arrow.field(f.name, arrow.string()) if f.name in texts else f for f in fields])
+        return StreamedTable(path, key, cache_dir, schema, lambda columns: open_(schema, columns))
 
 
 @contextmanager
@@ -237,26 +250,23 @@ def _batches(path: Path) -> Iterator[Any]:
         yield from reader
 
 
-def _count(path: Path) -> int:
-    return sum(batch.num_rows for batch in _batches(path))
-
-
 def _has_rows(path: Path, num_rows: int) -> bool:
     """Returns whether a file of the cache exists and is complete."""
     try:
-        return path.is_file() and _count(path) == num_rows
+        return path.is_file() and sum(batch.num_rows for batch in _batches(path)) == num_rows
     except (OSError, ValueError):
         return False
 
 
-def _no_field(path: Path, field: str, fields: Sequence[str]) -> DataError:
-    return DataError(f"'{path}' has no field '{field}'.", where=f"it has {', '.join(fields)[:120]}", fix="--field NAME")
+def _check_field(path: Path, field: str, fields: Sequence[str]) -> None:
+    if field not in fields:
+        where = f"it has {', '.join(fields)[:120]}"
+        raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
 
 
 def _column(path: Path, batch: Any, field: str) -> Any:
     """Returns a validated column; invalid offsets would crash the process."""
-    if field not in batch.schema.names:
-        raise _no_field(path, field, batch.schema.names)
+    _check_field(path, field, batch.schema.names)
     column = batch.column(batch.schema.names.index(field))
     column.validate(full=True)
     column = getattr(column, "storage", column)
@@ -307,3 +317,35 @@ def _is_text(col: Any) -> bool:
 def _check_all(path: Path, index: int, col: Any) -> None:
     if col.null_count:
         raise DataError(f"row {index:,} of '{path}' has a null in a field.", fix="rows with a value in each field")
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """The rows of a `datasets.Dataset`, in NumPy types unless the dataset has a format.
+
+    Attributes:
+      dataset: the dataset.
+    """
+
+    dataset: Any
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(self.dataset.column_names)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self.dataset)
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns fields of the rows at the given indices."""
+        dataset = self.dataset if self.dataset.format["type"] else self.dataset.with_format("numpy")
+        columns = dataset[[int(index) for index in indices]]
+        return [{field: columns[field][i] for field in fields} for i in range(len(indices))]
+
+    def values(self, field: str) -> Iterator[Any]:
+        """Yields a field of every row in order."""
+        for batch in self.dataset.select_columns([field]).with_format(None).iter(ROWS_AT_ONCE):
+            yield from batch[field]

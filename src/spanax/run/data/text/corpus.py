@@ -16,7 +16,7 @@ HELD_OUT = 20
 """One in this many parts is held out for validation."""
 
 
-TABLES = ".jsonl, .parquet, .arrow, .array_record"
+TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"
 """The kinds of tables, which are read by rows; other files are read as text."""
 
 PYTHON_CORPUS_BYTES = 8_000_000
@@ -86,7 +86,7 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
         raise MissingFileError(
             f"no file or folder '{path}'.",
             where=f"looked in {path.absolute().parent}",
-            fix=f"a text file or {TABLES}, a folder of them, a .bin of tokens, or 'python'; a .csv is read as text",
+            fix=f"a text file or {TABLES}, a folder of them, a .bin of tokens, or 'python'",
         )
     return _folder_corpus(path) if path.is_dir() else _file_corpus(path.name, read_text(path))
 
