@@ -54,7 +54,7 @@ def batches(
     """Returns an iterator over the batches of a source on the devices, in an order determined by the seed alone.
 
     Args:
-      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL,
+      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL, CSV,
         Parquet, Arrow or ArrayRecord file, a folder of them or a pattern such as `shards/*.parquet`; a Hugging Face
         Dataset or DatasetDict, or the folder one was saved to; a `grain.MapDataset` or any sequence of examples;
         a `spanax.mixture` of these, or its text `a.jsonl=0.7,b.parquet=0.3`; a `grain.IterDataset`, any iterable
@@ -85,6 +85,7 @@ def batches(
       SpanaxError: `epochs` is neither a positive integer nor None, or `plan` is neither a plan nor a batch.
 
     Example:
+      >>> import numpy as np
       >>> example = {"x": np.zeros(4, "int32")}
       >>> data = batches([{"x": i} for i in range(8)], example, shuffle=False, epochs=2)
       >>> len(data), [batch["x"].tolist() for batch in data]

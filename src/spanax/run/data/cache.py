@@ -83,7 +83,7 @@ def _temporary_folder() -> Path:
 def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathLike[str] | None) -> None:
     """Writes a file of the cache atomically; warns if the default cache cannot be written."""
     try:
-        with writing(path, cache_dir) as file:
+        with writing(path) as file:
             write(file)
     except WriteError as error:
         if cache_dir is not None:
@@ -92,12 +92,8 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
 
 
 @contextmanager
-def writing(path: Path, cache_dir: str | os.PathLike[str] | None) -> Iterator[BinaryIO]:
-    """Opens a file of the cache to write, which replaces the previous one when it is complete.
-
-    Raises:
-      WriteError: the file cannot be written.
-    """
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file of the cache to write, which appears when it is complete; raises WriteError if it cannot."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
@@ -110,11 +106,8 @@ def writing(path: Path, cache_dir: str | os.PathLike[str] | None) -> Iterator[Bi
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        setting = "XDG_CACHE_HOME=DIR" if cache_dir is None else "cache_dir=DIR"
-        raise WriteError(
-            f"cannot write '{path.name}' to '{path.parent}': {error.strerror}.",
-            fix=f"{setting}, a writable directory with free space",
-        ) from None
+        message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
+        raise WriteError(message, fix="XDG_CACHE_HOME=DIR, a writable directory with free space") from None
 
 
 def reserve(folder: Path, num_bytes: int) -> None:

@@ -139,12 +139,11 @@ def _dataset_table(dataset: Any, split: str) -> Table:
     """Returns a table of all rows of a dataset."""
     from spanax.run.data.formats.arrow import DatasetRows
 
-    places = (
-        np.linspace(0, len(dataset), NUM_ROWS_HASHED, endpoint=False, dtype=np.int64).tolist() if len(dataset) else []
-    )
+    places = np.linspace(0, len(dataset), NUM_ROWS_HASHED, endpoint=False, dtype=np.int64).tolist()
     stored = dataset.with_format("arrow")
-    key = digest(f"{len(dataset)} {dataset.column_names}", *(repr(stored[place].to_pydict()) for place in places))
-    return Table("Dataset", (DatasetRows(dataset),), key, dataset.data.nbytes, split, holds_out=False)
+    rows = (repr(stored[place].to_pydict()) for place in places if len(dataset))
+    key = digest(f"{len(dataset)} {dataset.column_names}", *rows)
+    return Table("Dataset", (DatasetRows(dataset),), key, key, dataset.data.nbytes, split, holds_out=False)
 
 
 def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:

@@ -23,6 +23,9 @@ MAX_LINE_BYTES = 1 << 26
 
 RECORDS_AT_ONCE = 256
 
+Parser = Callable[[bytes], dict[str, Any]]
+"""Returns the fields of a record."""
+
 
 @dataclass(frozen=True)
 class Lines:
@@ -30,17 +33,16 @@ class Lines:
 
     path: Path
 
-    @cached_property
-    def starts(self) -> Sequence[int]:
-        """The offset of every line, 8 bytes each; the first access reads all of the file."""
-        return array("q", (start for _, start, _ in self._numbered()))
-
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self._starts)
 
-    def parser(self, first: bytes) -> Callable[[bytes], dict[str, Any]]:
-        """Returns the function that parses a line."""
+    def parser(self, first: bytes) -> Parser:
         return _json_row
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        """The offset of every line, 8 bytes each; the first access reads all of the file."""
+        return array("q", (start for start, _ in self._with_starts()))
 
     def read(self, indices: Sequence[int]) -> Iterator[bytes]:
         """Yields the lines at the given indices."""
@@ -48,15 +50,15 @@ class Lines:
             raise FileError(f"rows of '{self.path.name}' cannot be read at random.", fix=f"gunzip {self.path.name}")
         with open(self.path, "rb") as file:
             for index in indices:
-                file.seek(self.starts[index])
+                file.seek(self._starts[index])
                 yield file.readline(MAX_LINE_BYTES)
 
     def stream(self) -> Iterator[bytes]:
         """Yields every line."""
-        return (line for _, _, line in self._numbered())
+        return (line for _, line in self._with_starts())
 
-    def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yields the number of each line, its offset, and the line."""
+    def _with_starts(self) -> Iterator[tuple[int, bytes]]:
+        """Yields the offset of each line, and the line."""
         number, start = 0, 0
         is_compressed = self.path.name.lower().endswith(".gz")
         try:
@@ -67,7 +69,7 @@ class Lines:
                     if len(line) > MAX_LINE_BYTES:
                         raise _bad(self.path, number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
                     if not line.isspace():
-                        yield number, start, line
+                        yield start, line
                         number += 1
                     start += len(line)
         except (OSError, EOFError) as error:
@@ -93,8 +95,7 @@ class ArrayRecords:
         except Exception as error:  # the library raises the exceptions of its C++ code
             raise _bad(self.path, 0, error) from None
 
-    def parser(self, first: bytes) -> Callable[[bytes], dict[str, Any]]:
-        """Returns the function that parses records like the first."""
+    def parser(self, first: bytes) -> Parser:
         if first.lstrip()[:1] == b"{":
             return _json_row
         try:
@@ -133,27 +134,22 @@ class RecordRows:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self.records.path
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field names of the first row."""
         return tuple(self._row(0, self._first))
 
     @property
     def num_rows(self) -> int:
-        """The number of rows."""
         return len(self.records)
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns fields of the rows at the given indices."""
         numbered = zip(indices, self.records.read(indices), strict=True)
         parsed = ((index, self._row(index, record)) for index, record in numbered)
         return [{field: self._value(index, row, field) for field in fields} for index, row in parsed]
 
     def values(self, field: str) -> Iterator[Any]:
-        """Yields a field of every row in order."""
         for index, record in enumerate(self.records.stream()):
             yield self._value(index, self._row(index, record), field)
 
@@ -164,7 +160,7 @@ class RecordRows:
         raise DataError(f"'{self.path}' is empty.", fix="a file with rows in it")
 
     @cached_property
-    def _parse(self) -> Callable[[bytes], dict[str, Any]]:
+    def _parse(self) -> Parser:
         return self.records.parser(self._first)
 
     def _row(self, index: int, record: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spanax.errors import DataError, FileError, MissingFileError
+from spanax.run.data.cache import cache_folder
 from spanax.run.data.elements import digest
 from spanax.run.data.text.corpus import HELD_OUT, check_inside, check_split
 
@@ -58,7 +59,7 @@ class Table:
       name: the name in errors and saved positions.
       parts: the rows of each file, concatenated in order.
       digest: a hash of the content.
-      changed: the modification times of the files if the digest covers only samples of them; else empty.
+      cache_key: the key in the cache, which also changes when files are modified of which the hash covers only samples.
       size_bytes: the size of all files.
       split: `"train"` or `"validation"`.
       holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
@@ -75,15 +76,10 @@ class Table:
     name: str
     parts: tuple[Part, ...]
     digest: str
+    cache_key: str
     size_bytes: int
     split: str = "train"
     holds_out: bool = True
-    changed: str = ""
-
-    @property
-    def cache_key(self) -> str:
-        """The key in the cache, which changes when the files are modified."""
-        return digest(self.digest, self.changed) if self.changed else self.digest
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -153,9 +149,8 @@ def open_table(
 ) -> Table:
     """Opens one split of a file, of the files of a folder, or of the files that match a pattern.
 
-    The folder may be one written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. If the folder has splits
-    (saved as such, or files named `train-...` and `validation-...`), they are used; otherwise a twentieth of the rows
-    is held out for validation.
+    If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
+    are used; otherwise a twentieth of the rows is held out for validation.
 
     Raises:
       DataError: no such file exists, or the files are of several kinds.
@@ -165,9 +160,9 @@ def open_table(
     kinds = sorted({str(kind_of(path)) for path in paths})
     if len(kinds) > 1:
         raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
-    size_bytes, key, changed = sum(map(_size_bytes, paths)), _digest(paths), _changed(paths)
+    key, cache_key = _digests(paths)
     parts = tuple(_opened(path, kinds[0], cache_dir) for path in paths)
-    return Table(name, parts, key, size_bytes, split, holds_out, changed)
+    return Table(name, parts, key, cache_key, sum(map(_size_bytes, paths)), split, holds_out)
 
 
 def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:
@@ -236,8 +231,9 @@ def _opened(path: Path, kind: str, cache_dir: str | os.PathLike[str] | None) -> 
         return RecordRows(Lines(path) if kind == "jsonl" else ArrayRecords(path))
     from spanax.run.data.formats.arrow import open_arrow, open_csv, open_parquet
 
+    _, key = _digests([path])
     open_ = {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind]
-    return open_(path, digest(_digest([path]), _changed([path])), cache_dir)
+    return open_(path, lambda columns: cache_folder(cache_dir) / f"rows-{digest(key, *columns)}.arrow")
 
 
 def _size_bytes(path: Path) -> int:
@@ -250,21 +246,13 @@ def _size_bytes(path: Path) -> int:
         raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
 
 
-def _is_small(paths: Sequence[Path]) -> bool:
-    return sum(map(_size_bytes, paths)) <= HASH_ALL_BYTES
-
-
-def _changed(paths: Sequence[Path]) -> str:
-    """Returns the modification times in nanoseconds; empty if the digest covers all of the content."""
-    return "" if _is_small(paths) else " ".join(str(path.stat().st_mtime_ns) for path in paths)
-
-
-def _digest(paths: Sequence[Path]) -> str:
-    contents: list[str | bytes] = []
+def _digests(paths: Sequence[Path]) -> tuple[str, str]:
+    """Returns a hash of the content of files, and a key that also changes when large files are modified."""
+    sizes = [_size_bytes(path) for path in paths]
+    is_small = sum(sizes) <= HASH_ALL_BYTES
     num_samples = max(2, NUM_SAMPLES // len(paths))
-    is_small = _is_small(paths)
-    for path in paths:
-        size_bytes = _size_bytes(path)
+    contents: list[str | bytes] = []
+    for path, size_bytes in zip(paths, sizes, strict=True):
         contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
             if is_small:
@@ -273,4 +261,6 @@ def _digest(paths: Sequence[Path]) -> str:
             for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
                 file.seek(start)
                 contents.append(file.read(SAMPLE_BYTES))
-    return digest(*contents)
+    key = digest(*contents)
+    changed = " ".join(str(path.stat().st_mtime_ns) for path in paths)
+    return key, key if is_small else digest(key, changed)

@@ -63,7 +63,7 @@ class Tokens:
 
 def corpus_tokens(corpus: Corpus, tokenizer: Tokenizer, split: str, cache_dir: str | os.PathLike[str] | None) -> Tokens:
     """Returns the tokens of one split of a corpus; all but bytes are encoded once."""
-    text = corpus.text(split)
+    text = corpus.train if split == "train" else corpus.validation
     path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy" if tokenizer.name != "bytes" else None
     ids = _cached_ids(path) if path else None
     if ids is None:
@@ -154,16 +154,13 @@ class Column:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Identifies the text that a tokenizer is trained on."""
         return (self.table.digest, self.field)
 
     @property
     def size_bytes(self) -> int:
-        """The approximate size: the size of the files."""
         return self.table.size_bytes
 
     def documents(self) -> Iterator[bytes]:
-        """Returns the texts of the training split."""
         return (text for is_held_out, text in self._texts() if not is_held_out)
 
     def tokens(self, tokenizer: Tokenizer | None, *, cache_dir: str | os.PathLike[str] | None = None) -> Tokens:
@@ -184,15 +181,13 @@ class Column:
         if ids is None:
             with exclusive(path.with_name(f"{prefix}.lock")):
                 if (ids := _cached_ids(path)) is None:
-                    self._write(tokenizer, path, prefix, cache_dir)
+                    self._write(tokenizer, path, prefix)
                     ids = _cached_ids(path)
         assert ids is not None, path
         name = f"{table.name}[{self.field}] {table.split} {encoding} {digest(table.digest, *settings)}"
         return Tokens(name, ids, tokenizer)
 
-    def _write(
-        self, tokenizer: Tokenizer | None, path: Path, prefix: str, cache_dir: str | os.PathLike[str] | None
-    ) -> None:
+    def _write(self, tokenizer: Tokenizer | None, path: Path, prefix: str) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
@@ -200,7 +195,7 @@ class Column:
         sizes = [0] * len(splits)
         with ExitStack() as stack:
             paths = [path.with_name(f"{prefix}-{split}.npy") for split in splits]
-            files = [stack.enter_context(writing(each, cache_dir)) for each in paths]
+            files = [stack.enter_context(writing(each)) for each in paths]
             for file in files:
                 _write_header(file, dtype, 0)
             for is_held_out, ids in parts:
