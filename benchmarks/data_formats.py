@@ -3,7 +3,8 @@
     python benchmarks/data_formats.py --folder /tmp/data_formats
 
 Each row runs in a process of its own: seconds for the work, and peak resident memory above that after the imports. The
-files have 160,000 images of 3 KiB (Parquet in two row groups, Arrow in batches of 1,000) and 60,000 lines of JSON.
+files have 160,000 images of 3 KiB (Parquet in two row groups, Arrow in batches of 1,000), 60,000 lines of JSON
+and 160,000 rows of CSV.
 """
 
 import argparse
@@ -40,14 +41,17 @@ def write(folder: Path) -> None:
     text = "to be or not to be " * 40
     rows = ({"text": f"{number} {text}", "number": number} for number in range(NUM_LINES))
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    numbers = (",".join(map(str, [i, *pixels[i : i + 8]])) for i in range(NUM_IMAGES))
+    (folder / "a.csv").write_text("\n".join(["label,a,b,c,d,e,f,g,h", *numbers]) + "\n")
 
 
 def table_rows(path: Path) -> list[Any]:
-    """Random rows with Spanax; of a Parquet file, the unpacking of the first use counts."""
+    """Random rows with Spanax; of a Parquet or CSV file, the conversion of the first use counts."""
     from spanax.train.data.formats.table import open_table
 
     part = open_table(path, cache_dir=path.parent / "cache").parts[0]
-    return [part.rows(places.tolist(), ["pixels", "label"]) for places in PLACES]
+    fields = ["a", "label"] if path.suffix == ".csv" else ["pixels", "label"]
+    return [part.rows(places.tolist(), fields) for places in PLACES]
 
 
 def dataset_take(path: Path) -> list[Any]:
@@ -71,7 +75,7 @@ def table_values(path: Path) -> None:
     """A field of all rows with Spanax."""
     from spanax.train.data.formats.table import open_table
 
-    _drain(open_table(path).parts[0].values("text" if path.suffix == ".jsonl" else "pixels"))
+    _drain(open_table(path).parts[0].values({".jsonl": "text", ".csv": "label"}.get(path.suffix, "pixels")))
 
 
 def dataset_batches(path: Path) -> None:
@@ -108,11 +112,11 @@ def grain_order(path: Path) -> None:
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "random rows": (table_rows, ("a.arrow", "a.parquet")),
+    "random rows": (table_rows, ("a.arrow", "a.parquet", "a.csv")),
     "random rows, second start": (table_rows, ("a.parquet",)),
     "random rows, pyarrow.dataset.take": (dataset_take, ("a.arrow", "a.parquet")),
     "first rows, grain ParquetIterDataset": (grain_parquet, ("a.parquet",)),
-    "all rows": (table_values, ("a.arrow", "a.parquet", "a.jsonl")),
+    "all rows": (table_values, ("a.arrow", "a.parquet", "a.jsonl", "a.csv")),
     "all rows, pyarrow.dataset.to_batches": (dataset_batches, ("a.arrow", "a.parquet")),
     "all rows, pyarrow.json": (pyarrow_json, ("a.jsonl",)),
     "order": (spanax_order, ("",)),

@@ -12,7 +12,7 @@ from spanax.plan.plan import Plan
 from spanax.step.host_memory import to_device
 from spanax.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
-from spanax.train.data.source import with_rows
+from spanax.train.data.destination import with_rows
 
 
 class Means:

@@ -11,11 +11,12 @@ import pytest
 
 from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError
-from spanax.train.data.batches import batches, open_source
+from spanax.train.data.batches import batches
+from spanax.train.data.destination import Destination, local_rows
 from spanax.train.data.mixture import Mixture, mixture, named, picked, places_until
-from spanax.train.data.open_source import Reading
+from spanax.train.data.open_source import Reading, open_source
 from spanax.train.data.order import Order
-from spanax.train.data.source import local_rows
+from spanax.train.data.source import Passes
 
 PLAN = plan_of(leaf("x", (B,), spec=(("data",),)))
 TEXT = plan_of(leaf("inputs", (B, 4)), leaf("targets", (B, 4)))
@@ -91,7 +92,7 @@ def test_two_processes_read_the_batches_of_one(mesh: str) -> None:
 
     def read(devices: list[Any], index: int) -> dict[int, int]:
         rows = local_rows(plan.batch, shardings, devices)
-        source = open_source(mixture(PARTS), plan.batch, rows, Reading(), seed=1, shuffle=True, epochs=None)
+        source = open_source(mixture(PARTS), Destination(plan.batch, None, rows), Reading(), Passes(1, epochs=None))
         return dict(zip(rows.tolist(), source.read(index)["x"].tolist(), strict=True))
 
     devices = list(built.devices.flat)

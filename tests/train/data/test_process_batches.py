@@ -54,6 +54,10 @@ result["first row on"] = next(device.process_index for device, index in places i
 straight = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 result["straight"] = values(spanax.local_batch(np.repeat(mine, 2, 0)[:4], NamedSharding(straight, P("data"))))
 
+example = {"x": jax.ShapeDtypeStruct((4,), "int32", sharding=NamedSharding(straight, P("data")))}
+read = spanax.batches([{"x": i} for i in range(40)], example, seed=5)
+result["batches"] = [values(batch["x"]) for batch in read]
+
 raised(spanax.local_batch, {"x": rows, "y": 0 * rows})
 raised(spanax.local_batch, {"x": rows.reshape(4, 3)[: 2 + rank]})
 raised(spanax.local_batch, np.float32(3))
@@ -119,6 +123,8 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     four = np.concatenate([np.repeat(rows[:3], 2, 0)[:4], np.repeat(rows[3:], 2, 0)[:4]]).tolist()
     assert results[0]["three"] == rows.tolist()
     assert results[0]["four"] == results[0]["reverse"] == results[0]["straight"] == four
+    alone_read = spanax.batches([{"x": i} for i in range(40)], {"x": np.zeros(4, "int32")}, seed=5)
+    assert results[0]["batches"] == [batch["x"].tolist() for batch in alone_read]
     expected = [
         "same rows on all processes",
         "differ in shape",

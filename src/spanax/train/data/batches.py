@@ -11,21 +11,18 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
 from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.processes.processes import join_group
 from spanax.train.data.destination import Destination
-from spanax.train.data.elements import BatchLeaf, Leaves, described, nested
-from spanax.train.data.examples import Remainder, Source, in_order, same_kind
-from spanax.train.data.open_source import Reading, examples, opened
-from spanax.train.data.source import batch_size, element_source
+from spanax.train.data.elements import Leaves, nested
+from spanax.train.data.open_source import Reading, open_source
+from spanax.train.data.source import Passes, Remainder, Source
 
 if TYPE_CHECKING:
     import jax
@@ -57,7 +54,7 @@ def batches(  # noqa: PLR0913
     """Returns an iterator over the batches of a source on the devices, in an order determined by the seed alone.
 
     Args:
-      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL,
+      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL, CSV,
         Parquet, Arrow or ArrayRecord file, a folder of them or a pattern such as `shards/*.parquet`; a Hugging Face
         Dataset or DatasetDict, or the folder one was saved to; a `grain.MapDataset` or any sequence of examples;
         a `spanax.mixture` of these, or its text `a.jsonl=0.7,b.parquet=0.3`; a `grain.IterDataset`, any iterable
@@ -88,6 +85,7 @@ def batches(  # noqa: PLR0913
       SpanaxError: `epochs` is neither a positive integer nor None, or `plan` is neither a plan nor a batch.
 
     Example:
+      >>> import numpy as np
       >>> example = {"x": np.zeros(4, "int32")}
       >>> data = batches([{"x": i} for i in range(8)], example, shuffle=False, epochs=2)
       >>> len(data), [batch["x"].tolist() for batch in data]
@@ -97,40 +95,13 @@ def batches(  # noqa: PLR0913
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise RangeError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
     join_group()
-    destination = Destination.of(plan, mesh)
-    leaves = destination.leaves
-    reading = Reading(tokenizer, split, field, cache_dir)
     if epochs is None and not drop_remainder:
         raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
-    opened_source = open_source(
-        source, leaves, destination.rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs,
-        drop_remainder=drop_remainder,
-    )  # fmt: skip
-    order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in leaves})}"
-    return Batches(opened_source, order, destination.place, position, prefetch)
-
-
-def open_source(
-    source: Any,
-    placements: Sequence[BatchLeaf],
-    rows_R: np.ndarray,
-    reading: Reading,
-    *,
-    seed: int,
-    shuffle: bool,
-    epochs: int | None,
-    drop_remainder: bool = True,
-) -> Source:
-    """Returns a source of the rows of each batch that this process reads."""
-    parts = opened(source, [leaf.path for leaf in placements], reading)
-    if len(parts) == 1 and parts[0][0] is source:
-        return element_source(
-            source, placements, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
-        )
-    size = batch_size(placements)
-    weighted = [(examples(part, placements, rows_R, size if drop_remainder else 1), weight) for part, weight in parts]
-    same_kind([part for part, _ in weighted])
-    return in_order(weighted, size, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder)
+    destination = Destination.of(plan, mesh)
+    passes = Passes(seed, shuffle, epochs, drop_remainder)
+    opened = open_source(source, destination, Reading(tokenizer, split, field, cache_dir), passes)
+    order = f"seed {seed}, shuffle {shuffle}, {destination.planned}"
+    return Batches(opened, order, destination.place, position, prefetch)
 
 
 @final
@@ -256,7 +227,9 @@ class Batches:
         index = state.get("next_index") if isinstance(state, Mapping) else None
         skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
         are_numbers = isinstance(skipped, list) and all(isinstance(number, int) for number in skipped)
-        if not isinstance(index, int) or index < 0 or not are_numbers:
+        mark = state.get("mark") if isinstance(state, Mapping) else None
+        is_mark = mark is None or (isinstance(mark, dict) and mark.keys() == {"epoch", "iterator"})
+        if not isinstance(index, int) or index < 0 or not are_numbers or not is_mark:
             raise DataError("this is not a position in data.", where=repr(state)[:120], fix="a Batches.state()")
         for key, now in (("source", self.source), ("order", self._order)):
             if state.get(key) != now:
@@ -338,5 +311,5 @@ def _close(feed: _Feed, source: Source) -> None:
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:
     leaves = source.read(index)
     if isinstance(leaves, Remainder):
-        return nested(source.like, leaves.content), source.mark()
+        return nested(source.like, leaves.leaves), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())

@@ -1,6 +1,7 @@
-"""The cache folder, and atomic writes of files to it."""
+"""The cache folder, atomic writes of files to it, and limits on what files may become."""
 
 import atexit
+import errno
 import fcntl
 import functools
 import os
@@ -14,7 +15,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spanax.entries.local_path import local_path
-from spanax.errors import WriteError
+from spanax.errors import FileError, WriteError, first_line
+from spanax.units import bytes_text
+
+ALWAYS_BYTES = 1 << 28
+"""The decompressed size allowed for any file."""
+
+MAX_RATIO = 200
+"""The maximum compression ratio. Text compresses 3 to 20 times; gzip at most 1,032 times."""
+
+FREE_BYTES = 1 << 26
+"""The disk space that must remain free."""
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -69,23 +80,25 @@ def _temporary_folder() -> Path:
     return Path(folder)
 
 
-def keep(
-    path: Path,
-    write: Callable[[BinaryIO], Any],
-    cache_dir: str | os.PathLike[str] | None,
-    *,
-    is_required: bool = False,
-) -> None:
-    """Writes a file of the cache atomically; warns if the default cache cannot be written and is not required.
+def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathLike[str] | None) -> None:
+    """Writes a file of the cache atomically; warns if the default cache cannot be written."""
+    try:
+        with writing(path) as file:
+            write(file)
+    except WriteError as error:
+        if cache_dir is not None:
+            raise
+        warnings.warn(f"{first_line(error)} It is computed again at each start.", stacklevel=2)  # a read-only home
 
-    Raises:
-      WriteError: `cache_dir`, or a required cache, cannot be written.
-    """
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file of the cache to write, which appears when it is complete; raises WriteError if it cannot."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
             try:
-                write(file)  # type: ignore[arg-type]
+                yield file  # type: ignore[misc]
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(file.name, path)
@@ -94,10 +107,31 @@ def keep(
                 raise
     except OSError as error:
         message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
-        if cache_dir is not None or is_required:
-            setting = "XDG_CACHE_HOME=DIR" if cache_dir is None else "cache_dir=DIR"
-            raise WriteError(message, fix=f"{setting}, a writable directory with free space") from None
-        warnings.warn(f"{message} It is computed again at each start.", stacklevel=2)  # a read-only home is allowed
+        raise WriteError(message, fix="XDG_CACHE_HOME=DIR, a writable directory with free space") from None
+
+
+def reserve(folder: Path, num_bytes: int) -> None:
+    """Raises OSError if less than `FREE_BYTES` of the disk of a folder would remain free."""
+    if shutil.disk_usage(folder).free < FREE_BYTES + num_bytes:
+        raise OSError(errno.ENOSPC, f"less than {bytes_text(FREE_BYTES)} would remain free")
+
+
+def check_expansion(path: Path, num_bytes: int) -> None:
+    """Raises FileError if a compressed file has become `num_bytes`, more than any text compresses.
+
+    Example:
+      >>> check_expansion(Path(os.devnull), ALWAYS_BYTES)
+      >>> check_expansion(Path(os.devnull), ALWAYS_BYTES + 1)
+      Traceback (most recent call last):
+      spanax.errors.FileError: '/dev/null' decompresses to more than 256 MiB, over 200 times its size. [SPX504]
+        fix: decompress it yourself, if you trust it
+    """
+    limit = max(ALWAYS_BYTES, MAX_RATIO * path.stat().st_size)
+    if num_bytes > limit:
+        raise FileError(
+            f"'{path}' decompresses to more than {bytes_text(limit)}, over {MAX_RATIO} times its size.",
+            fix="decompress it yourself, if you trust it",
+        )
 
 
 @contextmanager

@@ -7,7 +7,6 @@ two trains on a part of the data, or on every row several times, so processes co
 Shapes: B examples in the global batch, R of them read by this process.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 from spanax.errors import BatchError, DeviceCountError
 from spanax.processes.agreement import verdict
 from spanax.processes.processes import join_group
+from spanax.train.data.elements import digest
 
 if TYPE_CHECKING:
     import jax
@@ -83,7 +83,13 @@ def global_batch(
         return list(leaves)
     number, on_host = next(_GLOBAL_CALLS), [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
     if _is_power_of_2(number):
-        _check_global(number, _described(names, leaves), on_host)
+        text = json.dumps([f"batch {number}: {_described(names, leaves)}", _digest(on_host)])
+        if difference := verdict(text, _judge_global):
+            raise BatchError(
+                "the global batch differs between processes.",
+                where=difference,
+                fix="read the same batch on every process, or pass each its rows: spanax.local_batch(batch)",
+            )
     return [
         leaf if isinstance(leaf, jax.Array) else _placed(leaf, sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -152,12 +158,12 @@ def _by_process(num_rows_R: int) -> "jax.sharding.NamedSharding":
 def _check_local(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None:
     # Constant arrays, as in a benchmark, are equal without being the same rows.
     is_constant = all(bool((array == array.flat[0]).all()) for array in arrays)
-    text = json.dumps([f"batch {number}: {shapes}", "" if is_constant else _digest(arrays)])
-    difference = verdict(text, _judge_local)
+    what = f"batch {number}: {shapes}"
+    difference = verdict(json.dumps([what, "" if is_constant else _digest(arrays)]), _judge_local)
     if difference == SAME:
         raise BatchError(
             "local_batch received the same rows on all processes.",
-            where=f"batch {number}: {shapes}",
+            where=what,
             fix="rows by spanax.distributed().process_index; a batch that is equal everywhere goes to the step itself",
         )
     if difference:
@@ -168,31 +174,21 @@ def _check_local(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None
         )
 
 
-def _check_global(number: int, shapes: str, arrays: Sequence[np.ndarray]) -> None:
-    if difference := verdict(json.dumps([f"batch {number}: {shapes}", _digest(arrays)]), _judge_global):
-        raise BatchError(
-            "the global batch differs between processes.",
-            where=difference,
-            fix="read the same batch on every process, or pass each its rows: spanax.local_batch(batch)",
-        )
-
-
 def _judge_local(texts: Sequence[str]) -> str:
     shapes, digests = zip(*map(json.loads, texts), strict=True)
-    if len({*shapes}) > 1:
-        return _difference(shapes)
+    if difference := _difference(shapes):
+        return difference
     return SAME if len(texts) > 1 and len({*digests}) == 1 and digests[0] else ""
 
 
 def _judge_global(texts: Sequence[str]) -> str:
-    shapes, digests = zip(*map(json.loads, texts), strict=True)
-    described = [f"{shape} with digest {digest}" for shape, digest in zip(shapes, digests, strict=True)]
-    return _difference(described) if len({*described}) > 1 else ""
+    return _difference(["{} with digest {}".format(*json.loads(text)) for text in texts])
 
 
 def _difference(texts: Sequence[str]) -> str:
-    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    return f"process 0 has {texts[0]}; process {other} has {texts[other]}"
+    """Returns how the text of a process differs from that of process 0; empty if none does."""
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    return "" if other is None else f"process 0 has {texts[0]}; process {other} has {texts[other]}"
 
 
 def _described(names: Sequence[str], arrays: Sequence[Any]) -> str:
@@ -200,10 +196,7 @@ def _described(names: Sequence[str], arrays: Sequence[Any]) -> str:
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> str:
-    state = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        state.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return state.hexdigest()
+    return digest(*(np.ascontiguousarray(array) for array in arrays))
 
 
 def _is_power_of_2(number: int) -> bool:

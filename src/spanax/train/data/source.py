@@ -1,4 +1,4 @@
-"""Sources of batches from datasets, sequences, iterables, and functions that return iterables.
+"""Sources of batches: examples with random access in the order of a seed, and sequences and iterables of a program.
 
 Shape suffix: R rows of the global batch that this process reads.
 """
@@ -7,160 +7,305 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from spanax.batch_dims import dims_by_name, num_examples
-from spanax.errors import ArgumentError, ConflictError, DataError
-from spanax.train.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, digest, flat, nested
-from spanax.train.data.examples import Examples, Remainder, Share, Source, check_enough
+from spanax.errors import ArgumentError, BatchError, ConflictError, DataError, TooFewExamplesError
+from spanax.train.data.destination import Destination
+from spanax.train.data.elements import Leaves, digest, flat, nested
+from spanax.train.data.mixture import picked, places_until
 from spanax.train.data.order import Order
+from spanax.train.data.text.tokens import Tokens
 
 NUM_READERS = 16
 
 END = object()
 """The sentinel after the last element of a loader."""
 
-Fetch = Callable[[int, np.ndarray], Any]
-"""Maps the index of a batch and the rows to read to a list of elements, or a Remainder; None after the last batch."""
 
+@dataclass(frozen=True)
+class Passes:
+    """In which order, and how often, a source is read.
 
-def local_rows(placements: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
-    """Returns the sorted rows of the global batch on the given devices, of shape [R].
-
-    Processes read the same rows if the batch has fewer shards than there are processes (a model sharded over several
-    hosts).
+    Attributes:
+      seed: the seed of the order.
+      shuffle: whether examples are shuffled.
+      epochs: the number of passes over the source; None repeats it forever.
+      drop_remainder: whether the examples that do not fill the last batch are dropped.
     """
-    rows: set[int] = set()
-    for leaf, dim in zip(placements, dims_by_name(placements), strict=True):
-        if dim is not None:
-            indices = shardings[leaf.path].devices_indices_map(leaf.shape)
-            for device in devices:
-                rows.update(range(*indices[device][dim].indices(leaf.shape[dim])))
-    return np.array(sorted(rows), np.int64)
+
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = 1
+    drop_remainder: bool = True
 
 
-def element_source(
-    source: Any,
-    placements: Sequence[BatchLeaf],
-    rows_R: np.ndarray,
-    *,
-    seed: int,
-    shuffle: bool,
-    epochs: int | None,
-    drop_remainder: bool = True,
-) -> Source:
-    """Returns the source of a dataset, a sequence, an iterable or a function that returns one."""
-    name = type(source).__name__
-    is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
-        raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
-    loader = None if is_sequence else Loader(source, epochs, drop_remainder)
-    size = len(source) if is_sequence else 0
-    first = loader.peeked if loader else source[0] if size else END
-    if first is END:
-        raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
-    in_batches = _is_batch(flat(first), placements)
-    num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (batch_size(placements), rows_R)
-    if not in_batches:
-        check_examples(name, placements)
-    num_fewer = partial(_num_fewer, placements, rows_R) if in_batches and not drop_remainder else lambda item: 0
+@dataclass(frozen=True)
+class Remainder:
+    """The leaves of the examples after the last full batch, all of them in every process."""
 
-    def conform(item: Any) -> Leaves:
-        count = num_fewer(item)
-        return _conform(item, _resized(placements, count) if count else placements, rows_R, name)
+    leaves: Leaves
 
-    if is_sequence and drop_remainder:
-        check_enough(name, size, num_elements, num_elements)
-    leaves = conform(first)
-    if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
-        # A hash of one process's rows would differ between processes.
-        name = f"{name} {digest(str(size), *(part for leaf in placements for part in (leaf.path, leaves[leaf.path])))}"
-    order = Order(size, num_elements, seed, shuffle and not in_batches)
-    size_B = batch_size(placements)
-    shares = () if loader or size >= sys.maxsize else (Share(name, 1.0, size * size_B // num_elements, size_B),)
-    fetch: Fetch
-    fetch, num_batches = (
-        (partial(loader.read, num_elements), None) if loader else sequence_fetch(source, order, epochs, drop_remainder)
-    )
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples with random access by index.
+
+    Attributes:
+      name: the name of the source, with a hash of its content.
+      like: a pytree with the structure of an example.
+      num_examples: the number of examples.
+      read: maps indices of shape [R] to the leaves of a batch of these examples.
+      tokens: the tokens, if the examples are windows of tokens.
+
+    Example:
+      >>> squares = Examples("squares", {"x": None}, 9, lambda indices_R: {"x": indices_R**2})
+      >>> squares.read(np.array([2, 3]))["x"].tolist()
+      [4, 9]
+    """
+
+    name: str
+    like: Any
+    num_examples: int
+    read: Callable[[np.ndarray], Leaves]
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """A source of a mixture, or the single source.
+
+    Attributes:
+      source: the name of the source.
+      share: the fraction of all examples that come from the source.
+      num_examples: the number of examples in the source.
+      batch_size: the number of examples in a global batch.
+
+    Example:
+      >>> Share("a.jsonl", 0.7, num_examples=1400, batch_size=8).epochs(num_batches=500)
+      2.0
+    """
+
+    source: str
+    share: float
+    num_examples: int
+    batch_size: int
+
+    def epochs(self, num_batches: int) -> float:
+        """Returns the number of epochs of this source in `num_batches` batches."""
+        return num_batches * self.batch_size * self.share / self.num_examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of batches: `read(index)` returns the leaves of a batch, or None after the last batch.
+
+    `like` is a pytree with the structure of a batch. `mark()` returns the state of the source after the last read;
+    `seek(index, mark)` restores it, also after `close()`. `shares` is empty if the number of examples is unknown.
+    """
+
+    name: str
+    like: Any
+    read: Callable[[int], Leaves | Remainder | None]
+    num_batches: int | None = None
+    tokens: Tokens | None = None
+    mark: Callable[[], Any] = lambda: None
+    seek: Callable[[int, Any], None] = lambda index, mark: None
+    close: Callable[[], None] = lambda: None
+    shares: tuple[Share, ...] = ()
+
+
+def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
+    """Raises TooFewExamplesError if a source has fewer than `least` examples."""
+    if num_examples < least:
+        message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
+        raise TooFewExamplesError(message, fix="more data, or a smaller batch")
+
+
+def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, passes: Passes) -> Source:
+    """Returns a source that reads examples in the order of the seed, and several parts in proportion to their weights.
+
+    Example:
+      >>> parts = [(Examples(str(k), None, 6, lambda indices_R, k=k: {"x": indices_R + 10 * k}), 3 - k) for k in (1, 2)]
+      >>> destination = Destination.of({"x": np.zeros(3, "int32")}, None)
+      >>> source = in_order(parts, destination, Passes(shuffle=False, epochs=None))
+      >>> [source.read(index)["x"].tolist() for index in (0, 1, 2)]
+      [[10, 11, 20], [12, 13, 21], [14, 15, 22]]
+    """
+    weights = [weight for _, weight in parts]
+    sizes = [part.num_examples for part, _ in parts]
+    batch_size = destination.batch_size
+    # Each part has its own seed: with a common seed, parts of equal size would have the same order.
+    orders = [Order(size, batch_size, passes.seed + number, passes.shuffle) for number, size in enumerate(sizes)]
+    num_full, num_rest, num_batches = 0, 0, None
+    if passes.epochs is not None:
+        num_full, num_rest = divmod(places_until([size * passes.epochs for size in sizes], weights), batch_size)
+        num_batches = num_full + (num_rest > 0 and not passes.drop_remainder)
 
     def read(index: int) -> Leaves | Remainder | None:
-        items = fetch(index, rows)
-        if items is None:
-            return None
-        is_smaller = isinstance(items, Remainder)
-        items = items.content if isinstance(items, Remainder) else items
-        elements = [conform(item) for item in items]
-        is_smaller |= in_batches and num_fewer(items[0]) > 0
-        leaves = elements[0] if in_batches else _stacked(elements, placements)
-        return Remainder(leaves) if is_smaller else leaves
+        if num_batches is None or index < num_full:
+            return read_rows(index, destination.rows_R)
+        return Remainder(read_rows(index, np.arange(num_rest))) if index < num_batches else None
 
-    like = nested(first, dict.fromkeys(flat(first)))
-    if not loader:
-        return Source(name, like, read, num_batches, shares=shares)
-    return Source(name, like, read, mark=loader.mark, seek=loader.seek, close=loader.close)
+    def read_rows(index: int, rows_R: np.ndarray) -> Leaves:
+        part_R, inner_R = picked(index * batch_size + rows_R.astype(np.int64), weights)
+        dims = {leaf.path: dim or 0 for leaf, dim in zip(destination.leaves, destination.dims, strict=True)}
+        mixed: Leaves = {}
+        for number in np.unique(part_R):
+            mask_R = part_R == number
+            for path, array in parts[number][0].read(orders[number].examples_at(inner_R[mask_R])).items():
+                rows = np.moveaxis(array, dims[path], 0)
+                mixed.setdefault(path, np.empty((len(rows_R), *rows.shape[1:]), rows.dtype))[mask_R] = rows
+        return {path: np.ascontiguousarray(np.moveaxis(rows, 0, dims[path])) for path, rows in mixed.items()}
+
+    shares = tuple(Share(part.name, weight / sum(weights), part.num_examples, batch_size) for part, weight in parts)
+    first = parts[0][0]
+    if len(parts) == 1:
+        return Source(first.name, first.like, read, num_batches, first.tokens, shares=shares)
+    named = " + ".join(f"{weight} x {part.name}" for part, weight in parts)
+    for part, _ in parts[1:]:
+        if part.like != first.like:
+            raise BatchError(
+                "the examples of a mixture have different structures.",
+                where=f"{first.name}: {first.like}; {part.name}: {part.like}"[:200],
+                fix="sources whose examples have the same leaves",
+            )
+    return Source(f"mixture {digest(named)} of {named}", first.like, read, num_batches, shares=shares)
 
 
-def sequence_examples(source: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, least: int) -> Examples:
-    """Returns the examples of a sequence, for a part of a mixture.
+def element_source(source: Any, destination: Destination, passes: Passes) -> Source:
+    """Returns the source of a dataset, a sequence, an iterable or a function that returns one."""
+    name = type(source).__name__
+    if isinstance(source, Mapping) or not (_is_sequence(source) or callable(source) or isinstance(source, Iterable)):
+        raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
+    loader = None if _is_sequence(source) else Loader(source, passes)
+    first = loader.peeked if loader else source[0] if len(source) else END
+    if first is END:
+        raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
+    if loader:
+        return _loaded(loader, destination, passes, name)
+    if destination.holds(first):
+        return _batch_sequence(source, destination, passes)
+    least = destination.batch_size if passes.drop_remainder else 1
+    examples = sequence_examples(source, destination, least)
+    if _is_grain(source):
+        return _grain_source(source, examples, destination, passes)
+    return in_order([(examples, 1)], destination, passes)
 
-    Raises:
-      SpanaxError: the source has no random access, or its elements are batches.
-    """
-    name, grain = type(source).__name__, sys.modules.get("grain")
-    if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
-    if grain and isinstance(source, grain.MapDataset):
-        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
-    if len(source) and _is_batch(flat(source[0]), placements):
-        raise ArgumentError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
-    check_enough(name, len(source), least, batch_size(placements))
-    first = source[0]
-    leaves = _conform(first, placements, rows_R, name)
-    name = f"{name} {digest(str(len(source)), *(part for path in sorted(leaves) for part in (path, leaves[path])))}"
+
+def _grain_source(dataset: Any, examples: Examples, destination: Destination, passes: Passes) -> Source:
+    """Returns the source of a MapDataset: Grain shuffles and repeats it, and reseeds random transformations."""
+    shares: tuple[Share, ...] = ()
+    if (size := len(dataset)) < sys.maxsize:
+        shares = (Share(examples.name, 1.0, size, destination.batch_size),)
+        dataset = dataset.shuffle(seed=passes.seed % 2**32) if passes.shuffle else dataset
+        dataset = dataset if passes.epochs == 1 else dataset.repeat(passes.epochs)
+    name, read_all = type(dataset).__name__, ThreadPoolExecutor(NUM_READERS, "spanax-read").map
 
     def read(indices_R: np.ndarray) -> Leaves:
-        return conformed([source[index] for index in indices_R.tolist()], placements, name)
+        return destination.stacked(list(read_all(dataset.__getitem__, indices_R.tolist())), name)
 
-    return Examples(name, nested(first, dict.fromkeys(flat(first))), len(source), read)
-
-
-def conformed(items: Sequence[Any], placements: Sequence[BatchLeaf], name: str) -> Leaves:
-    """Returns the stacked leaves of examples in the shapes and dtypes of the plan.
-
-    Raises:
-      DataError: an example does not match the plan.
-    """
-    examples = [_conform(item, placements, np.zeros(0, np.int64), name) for item in items]
-    return _stacked(examples, placements)
+    examples = replace(examples, num_examples=len(dataset), read=read)
+    once = replace(passes, shuffle=False, epochs=None if len(dataset) >= sys.maxsize else 1)
+    return replace(in_order([(examples, 1)], destination, once), shares=shares)
 
 
-def sequence_fetch(
-    source: Any, order: Order, epochs: int | None, drop_remainder: bool = True
-) -> tuple[Fetch, int | None]:
-    """Returns the function that fetches a batch of a sequence, and the number of batches; None if it is infinite."""
-    endless = order.num_examples >= sys.maxsize
-    num_full, num_rest = divmod((epochs or 1) * order.num_examples, order.batch_size)
-    num_batches = None if epochs is None or endless else num_full + (num_rest > 0 and not drop_remainder)
-    read: Callable[[list[int]], Any] = partial(map, source.__getitem__)
+def sequence_examples(source: Any, destination: Destination, least: int) -> Examples:
+    """Returns the examples of a sequence; raises TooFewExamplesError if there are fewer than `least`."""
+    name = type(source).__name__
+    check_enough(name, len(source), least, destination.batch_size)
+    first = source[0]
+    destination.check_examples(name)
+    named = _with_digest(name, len(source), destination.conform(first, name))
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        return destination.stacked([source[index] for index in indices_R.tolist()], name)
+
+    return Examples(named, _structure(first), len(source), read)
+
+
+def check_mixable(source: Any, destination: Destination) -> None:
+    """Raises SpanaxError if an object cannot be part of a mixture."""
+    name = type(source).__name__
+    if isinstance(source, Mapping) or not _is_sequence(source):
+        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
+    if _is_grain(source):
+        raise ArgumentError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
+    if len(source) and destination.holds(source[0]):
+        raise ArgumentError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
+
+
+def _is_sequence(source: Any) -> bool:
+    return hasattr(source, "__len__") and hasattr(source, "__getitem__")
+
+
+def _is_grain(source: Any) -> bool:
     grain = sys.modules.get("grain")  # without an import, the source is not one of its datasets
-    if grain and isinstance(source, grain.MapDataset):
-        # Grain shuffles and repeats the dataset: it reseeds random transformations for each epoch.
-        source = source.shuffle(seed=order.seed % 2**32) if order.shuffle and not endless else source
-        source = source.repeat(epochs) if epochs != 1 and not endless else source
-        order = Order(len(source), order.batch_size, shuffle=False)
-        read = partial(ThreadPoolExecutor(NUM_READERS, "spanax-read").map, source.__getitem__)
+    return bool(grain and isinstance(source, grain.MapDataset))
 
-    def fetch(index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
+
+def _structure(item: Any) -> Any:
+    return nested(item, dict.fromkeys(flat(item)))
+
+
+def _with_digest(name: str, size: int, leaves: Leaves) -> str:
+    return f"{name} {digest(str(size), *(part for path, array in leaves.items() for part in (path, array)))}"
+
+
+def _batch(item: Any, destination: Destination, passes: Passes, name: str) -> Leaves | Remainder:
+    """Returns the leaves of a batch of the user; the last one may be smaller, as the remainder of examples."""
+    count = 0 if passes.drop_remainder else destination.num_fewer(item)
+    return Remainder(destination.resized(count).conform(item, name)) if count else destination.conform(item, name)
+
+
+def _batches_named(name: str, size: int, batch: Leaves | Remainder, destination: Destination) -> str:
+    """Returns the name with a hash of the first batch; a hash of one process's rows would differ between processes."""
+    first = destination.leaves[0]
+    is_global = isinstance(batch, dict) and batch[first.path].shape == first.shape
+    return _with_digest(name, size, batch) if isinstance(batch, dict) and is_global else name
+
+
+def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> Source:
+    """Returns the source of a sequence of batches, which are not shuffled."""
+    name, size, epochs = type(source).__name__, len(source), passes.epochs
+    num_batches = None if epochs is None or size >= sys.maxsize else epochs * size
+    named = _batches_named(name, size, _batch(source[0], destination, passes, name), destination)
+    repeated = source.repeat(epochs) if _is_grain(source) and epochs != 1 and size < sys.maxsize else source
+    total, num_examples = len(repeated), size * destination.batch_size
+    shares = () if size >= sys.maxsize else (Share(named, 1.0, num_examples, destination.batch_size),)
+
+    def read(index: int) -> Leaves | Remainder | None:
         if num_batches is not None and index >= num_batches:
             return None
-        if num_batches is not None and index == num_full:
-            return Remainder(list(read(order.examples(index, np.arange(num_rest)).tolist())))
-        return list(read(order.examples(index, rows_R).tolist()))
+        return _batch(repeated[index % total], destination, passes, name)
 
-    return fetch, num_batches
+    return Source(named, _structure(source[0]), read, num_batches, shares=shares)
+
+
+def _loaded(loader: "Loader", destination: Destination, passes: Passes, name: str) -> Source:
+    """Returns the source of an iterable of examples or batches."""
+    first = loader.peeked
+    in_batches = destination.holds(first)
+    if in_batches:
+        named = _batches_named(name, 0, _batch(first, destination, passes, name), destination)
+    else:
+        destination.check_examples(name)
+        named = _with_digest(name, 0, destination.conform(first, name))
+
+    def read(index: int) -> Leaves | Remainder | None:
+        items = loader.read(1 if in_batches else destination.batch_size, index)
+        if not items:
+            return None
+        if in_batches:
+            return _batch(items[0], destination, passes, name)
+        if len(items) < destination.batch_size:
+            return Remainder(destination.stacked(items, name))
+        return destination.stacked([items[row] for row in destination.rows_R], name)
+
+    return Source(named, _structure(first), read, mark=loader.mark, seek=loader.seek, close=loader.close)
 
 
 class Loader:
@@ -170,29 +315,29 @@ class Loader:
       peeked: an element that was read ahead, first to inspect its structure; `END` if there is none.
     """
 
-    def __init__(self, source: Any, epochs: int | None, drop_remainder: bool = True):
+    def __init__(self, source: Any, passes: Passes):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
         self._items: Any = iter(self._open())
         self._is_closed, self._once = False, self._items is source
-        if self._once and epochs is not None and epochs > 1:
+        self._passes, self._epoch, self._index = passes, 0, 0
+        if self._once and passes.epochs is not None and passes.epochs > 1:
             raise ConflictError(
-                f"an iterator is read only once; epochs={epochs} reads it again.",
+                f"an iterator is read only once; epochs={passes.epochs} reads it again.",
                 where=type(source).__name__,
                 fix="a function that returns a new iterator",
             )
-        self._epochs, self._epoch, self._index, self._drop_remainder = epochs, 0, 0, drop_remainder
         self.peeked = next(self._items, END)
 
-    def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
-        """Returns rows of a batch after skipping earlier batches; None after the last batch."""
+    def read(self, num_elements: int, index: int) -> list[Any]:
+        """Returns the elements of a batch after skipping earlier batches; fewer after the last full batch."""
         elements: list[Any] = []
         while self._index <= index:
             elements = [self._element() for _ in range(num_elements)]
             if elements[-1] is END:
-                last = [element for element in elements if element is not END]
-                return Remainder(last) if last and not self._drop_remainder and self._index == index else None
+                is_rest = not self._passes.drop_remainder and self._index == index
+                return [element for element in elements if element is not END] if is_rest else []
             self._index += 1
-        return [elements[row] for row in rows_R]
+        return elements
 
     def mark(self) -> Any:
         """Returns the epoch and the state of the iterator, if it has one in JSON as Grain's have; else None."""
@@ -210,8 +355,6 @@ class Loader:
         if self._is_closed:
             self._start(0)
         if mark is not None and hasattr(self._items, "set_state"):
-            if not isinstance(mark, dict) or mark.keys() != {"epoch", "iterator"}:
-                mark = {"epoch": 0, "iterator": mark}  # saved before positions counted epochs
             self._items.set_state(mark["iterator"])
             self._epoch, self._index, self.peeked = mark["epoch"], index, END
         elif index < self._index:
@@ -240,94 +383,8 @@ class Loader:
     def _element(self) -> Any:
         element, self.peeked = self.peeked, END
         element = next(self._items, END) if element is END else element
-        if element is END and not self._once and (self._epochs is None or self._epoch + 1 < self._epochs):
+        is_last = self._passes.epochs is not None and self._epoch + 1 >= self._passes.epochs
+        if element is END and not self._once and not is_last:
             self._start(self._epoch + 1)
             element = next(self._items, END)
         return element
-
-
-def _conform(item: Any, placements: Sequence[BatchLeaf], rows_R: np.ndarray, name: str) -> Leaves:
-    """Returns copies of the leaves in the dtypes of the plan; loaders may reuse their buffers."""
-    values, planned = flat(item), {leaf.path: leaf for leaf in placements}
-    in_batches = _is_batch(values, placements)
-
-    def refuse(message: str) -> DataError:
-        actual = described({path: np.asarray(value) for path, value in values.items()})
-        return DataError(message, where=f"{name} has {actual}", fix=f"the plan expects {described(planned)}")
-
-    if item is None:  # a filtered MapDataset has None for an excluded example
-        raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
-    if values.keys() != planned.keys():
-        extra, missing = sorted(values.keys() - planned.keys()), sorted(planned.keys() - values.keys())
-        raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan has no leaf '{extra[0]}'.")
-    leaves = {}
-    for (path, leaf), dim in zip(planned.items(), dims_by_name(placements), strict=True):
-        array, dtype = np.asarray(values[path]), np.dtype(leaf.dtype)
-        shapes = (leaf.shape, with_rows(leaf.shape, dim, len(rows_R))) if in_batches else (example_shape(leaf, dim),)
-        if array.shape not in shapes:
-            raise refuse(f"'{path}' has shape {array.shape}; expected {shapes[0]}.")
-        # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
-        narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
-        if array.dtype != dtype and not narrowed:
-            raise refuse(f"'{path}' has dtype {array.dtype}; expected {dtype}.")
-        leaves[path] = array.astype(dtype)
-        if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[path], array):
-            raise refuse(f"'{path}' has values that do not fit {dtype}.")
-    return leaves
-
-
-def _resized(placements: Sequence[BatchLeaf], num_examples: int) -> list[BatchLeaf]:
-    pairs = zip(placements, dims_by_name(placements), strict=True)
-    return [
-        ExampleLeaf(leaf.path, with_rows(leaf.shape, dim, num_examples), leaf.dtype, getattr(leaf, "axes", ()))
-        for leaf, dim in pairs
-    ]
-
-
-def _num_fewer(placements: Sequence[BatchLeaf], rows_R: np.ndarray, item: Any) -> int:
-    """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
-    size, values, dims = batch_size(placements), flat(item), dims_by_name(placements)
-    pairs = [(np.shape(values.get(leaf.path, ())), dim) for leaf, dim in zip(placements, dims, strict=True)]
-    if None in dims or any(len(shape) <= dim for shape, dim in pairs if dim is not None):
-        return 0
-    counts = {shape[dim] for shape, dim in pairs if dim is not None}
-    return min(counts) if len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size else 0
-
-
-def batch_size(placements: Sequence[BatchLeaf]) -> int:
-    """Returns the number of examples in a global batch."""
-    return num_examples([leaf.shape for leaf in placements], dims_by_name(placements))
-
-
-def check_examples(name: str, placements: Sequence[BatchLeaf]) -> None:
-    """Checks that every array of a batch has examples, so that a source of examples can fill it.
-
-    Raises:
-      DataError: an array has none.
-    """
-    if None in dims_by_name(placements):
-        planned = described({leaf.path: leaf for leaf in placements})
-        raise DataError(f"{name} has examples, and {planned} differ in their number.", fix="a source of batches")
-
-
-def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
-    """Returns the shape of an array of a batch with another number of examples along a dim."""
-    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
-
-
-def example_shape(leaf: BatchLeaf, dim: int | None) -> tuple[int, ...]:
-    """Returns the shape of one example of an array of a batch."""
-    return leaf.shape if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
-
-
-def _is_batch(values: Mapping[str, Any], placements: Sequence[BatchLeaf]) -> bool:
-    """Returns whether an element is a batch; an example has one dim less."""
-    return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in values)
-
-
-def _stacked(examples: list[Leaves], placements: Sequence[BatchLeaf]) -> Leaves:
-    stacked = {}
-    for leaf, dim in zip(placements, dims_by_name(placements), strict=True):
-        rows = np.array([leaves[leaf.path] for leaves in examples], leaf.dtype)
-        stacked[leaf.path] = np.ascontiguousarray(np.moveaxis(rows.reshape(-1, *example_shape(leaf, dim)), 0, dim or 0))
-    return stacked

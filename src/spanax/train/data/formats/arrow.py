@@ -1,85 +1,135 @@
-"""Reads the rows of Arrow, Feather and Parquet files with pyarrow.
+"""Reads the rows of Arrow, Feather, Parquet and CSV files with pyarrow, and those of Hugging Face datasets in memory.
 
-Uncompressed files are memory-mapped. Compressed files are streamed to read a column, and decompressed once into the
-cache for random access to rows.
+Uncompressed Arrow files are memory-mapped. Other files are streamed to read a column, and written once into the cache,
+as an uncompressed Arrow file, for random access to rows.
 
-The libraries' random access is not used: for 320 random rows of 470 MiB of Parquet, `CompressedTable` takes 4.3 s
-and 84 MiB of memory (0.05 s from the cache), `pyarrow.dataset` 202 s and 5.8 GiB, because it decodes row groups for
-each batch; of uncompressed Arrow, `MappedTable` takes 0.03 s and 15 MiB, `pyarrow.dataset` 1.6 s and 192 MiB. Grain's
+pyarrow's own random access is not used: for 320 random rows of 470 MiB of Parquet, `ArrowRows` takes 4.3 s and 84
+MiB of memory (0.05 s from the cache), `pyarrow.dataset` 202 s and 5.8 GiB, because it decodes row groups for each
+batch; of uncompressed Arrow, it takes 0.03 s and 15 MiB, `pyarrow.dataset` 1.6 s and 192 MiB. Grain's
 `ParquetIterDataset` has no random access, and takes 3.0 GiB for the first rows (`benchmarks/data_formats.py`).
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError, FileError, NotInstalledError, SpanaxError
-from spanax.train.data.cache import cache_folder, exclusive, keep
-from spanax.train.data.elements import digest
-from spanax.train.data.formats.decompression import DecompressionLimit, DiskSpace
+from spanax.train.data.cache import check_expansion, exclusive, reserve, writing
 
 ROWS_AT_ONCE = 256
 """The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
 
 
 def pyarrow() -> Any:
-    """Imports and returns pyarrow.
-
-    Raises:
-      SpanaxError: pyarrow is not installed.
-    """
+    """Imports and returns pyarrow; raises SpanaxError if it is not installed."""
     try:
         import pyarrow
         import pyarrow.compute
+        import pyarrow.csv
         import pyarrow.parquet
     except ImportError:
-        raise NotInstalledError("Arrow and Parquet files need pyarrow.", fix='pip install "spanax[parquet]"') from None
+        raise NotInstalledError(
+            "Arrow, Parquet and CSV files need pyarrow.", fix='pip install "spanax[parquet]"'
+        ) from None
     return pyarrow
 
 
 @dataclass(frozen=True)
-class MappedTable:
-    """The rows of an uncompressed Arrow file; the untrusted data is validated before use.
+class ArrowRows:
+    """The rows of a file that pyarrow reads.
 
     Attributes:
       path: the file.
+      cached: the file of the cache with the rows of some columns; None if the file itself is uncompressed Arrow.
+      schema: the columns and their types.
+      batches: streams columns, a few rows at a time.
+      known_rows: the number of rows, if the file has it; else the rows are counted.
     """
 
     path: Path
-
-    @cached_property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the columns."""
-        with _arrow_errors(self.path):
-            return tuple(_reader(self.path).schema.names)
+    cached: Callable[[Sequence[str]], Path] | None
+    schema: Any
+    batches: Callable[[Sequence[str]], Iterator[Any]]
+    known_rows: int | None = None
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self.schema.names)
+
+    @cached_property
     def num_rows(self) -> int:
-        """The number of rows."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        if self.known_rows is not None:
+            return self.known_rows
+        with _arrow_errors(self.path):
+            return sum(batch.num_rows for batch in self.batches(self.fields[:1]))
+
+    def values(self, field: str) -> Iterator[Any]:
+        yield from _values(self.path, self._limited([field]), field)
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns fields of the rows at the given indices; the first call converts these fields of all rows."""
+        columns = tuple(sorted(fields))
+        with _arrow_errors(self.path):
+            if columns not in self._mapped:
+                self._mapped[columns] = MappedRows(self.path, self._written(columns) if self.cached else self.path)
+            return self._mapped[columns].rows(indices, fields)
+
+    @cached_property
+    def _mapped(self) -> "dict[tuple[str, ...], MappedRows]":
+        return {}
+
+    def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
+        """Yields the batches of columns; raises if the file expands to an implausible size."""
+        num_bytes = 0
+        with _arrow_errors(self.path):  # damage must not be reported as a failure to write
+            for column in columns:
+                _check_field(self.path, column, self.fields)
+            for batch in self.batches(columns):
+                num_bytes += batch.nbytes if self.cached else 0
+                check_expansion(self.path, num_bytes)
+                yield batch
+
+    def _written(self, columns: Sequence[str]) -> Path:
+        """Writes the rows of columns to the cache, unless they are there."""
+        assert self.cached is not None
+        arrow, cached = pyarrow(), self.cached(columns)
+        with exclusive(cached.with_suffix(".lock")):
+            if not _has_rows(cached, self.num_rows):
+                schema = arrow.schema([self.schema.field(column) for column in columns])
+                with writing(cached) as file, arrow.ipc.new_file(file, schema) as sink:
+                    for batch in self._limited(columns):
+                        batch.validate(full=True)
+                        reserve(cached.parent, batch.nbytes)
+                        sink.write_batch(batch.select(list(columns)))
+        return cached
+
+
+@dataclass(frozen=True)
+class MappedRows:
+    """The rows of an uncompressed Arrow file, memory-mapped; the untrusted data is validated before use.
+
+    Attributes:
+      path: the file that errors name.
+      mapped: the file that is read, the same or one of the cache.
+    """
+
+    path: Path
+    mapped: Path
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices."""
         result = []
-        with _arrow_errors(self.path):
-            for index in indices:
-                number = int(np.searchsorted(self._ends, index, side="right"))
-                first = int(self._ends[number - 1]) if number else 0
-                columns = ((field, self._checked(number, field)) for field in fields)
-                result.append({
-                    field: _value(self.path, index, column.slice(index - first, 1)) for field, column in columns
-                })  # fmt: skip
+        for index in indices:
+            number = int(np.searchsorted(self._ends, index, side="right"))
+            place = index - (int(self._ends[number - 1]) if number else 0)
+            columns = {field: self._checked(number, field).slice(place, 1) for field in fields}
+            result.append({field: _value(self.path, index, column) for field, column in columns.items()})
         return result
-
-    def values(self, field: str) -> Iterator[Any]:
-        """Yields a field of every row in order."""
-        yield from _values(self.path, _batches(self.path), field)
 
     def _checked(self, number: int, field: str) -> Any:
         """Returns a column of a batch; the first access validates all of it."""
@@ -94,105 +144,24 @@ class MappedTable:
 
     @cached_property
     def _batches(self) -> list[Any]:
-        with _arrow_errors(self.path):
-            return list(_batches(self.path))
+        return list(_batches(self.mapped))
 
     @cached_property
     def _ends(self) -> np.ndarray:
         return np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class CompressedTable:
-    """The rows of a Parquet file, or of an Arrow file whose columns are compressed.
-
-    Attributes:
-      path: the file.
-      key: identifies the content.
-      cache_dir: the directory for decompressed rows.
-      schema: the columns and their types.
-      batches: streams columns, a few rows at a time.
-      count: returns the number of rows.
-    """
-
-    path: Path
-    key: str
-    cache_dir: str | os.PathLike[str] | None
-    schema: Any
-    batches: Callable[[Sequence[str]], Iterator[Any]]
-    count: Callable[[], int]
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The names of the columns."""
-        return tuple(self.schema.names)
-
-    @cached_property
-    def num_rows(self) -> int:
-        """The number of rows."""
-        with _arrow_errors(self.path):
-            return self.count()
-
-    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns fields of the rows at the given indices; the first call decompresses these fields of all rows."""
-        columns = tuple(sorted(self._known(field) for field in fields))
-        if columns not in self._decompressed:
-            self._decompressed[columns] = self._decompress(columns)
-        return self._decompressed[columns].rows(indices, fields)
-
-    def values(self, field: str) -> Iterator[Any]:
-        """Yields a field of every row in order."""
-        yield from _values(self.path, self._limited([self._known(field)]), field)
-
-    def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Yields the batches of columns; raises if the file expands to an implausible size."""
-        limit = DecompressionLimit(self.path)
-        with _arrow_errors(self.path):  # damage must not be reported as a failure to write
-            for batch in self.batches(columns):
-                limit.add(batch.nbytes)
-                yield batch
-
-    @cached_property
-    def _decompressed(self) -> dict[tuple[str, ...], MappedTable]:
-        return {}
-
-    def _decompress(self, columns: Sequence[str]) -> MappedTable:
-        arrow = pyarrow()
-        cached = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
-
-        def write(file: BinaryIO) -> None:
-            schema = arrow.schema([self.schema.field(column) for column in columns])
-            space = DiskSpace(cached.parent)
-            with arrow.ipc.new_file(file, schema) as sink:
-                for batch in self._limited(columns):
-                    batch.validate(full=True)
-                    space.reserve(batch.nbytes)
-                    sink.write_batch(batch.select(list(columns)))
-
-        with _arrow_errors(self.path), exclusive(cached.with_suffix(".lock")):
-            if not _has_rows(cached, self.num_rows):
-                keep(cached, write, self.cache_dir, is_required=True)
-        return MappedTable(cached)
-
-    def _known(self, field: str) -> str:
-        if field not in self.fields:
-            raise _no_field(self.path, field, self.fields)
-        return field
-
-
-def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | CompressedTable:
+def open_arrow(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows:
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
     with _arrow_errors(path):
-        before = arrow.total_allocated_bytes()
+        schema, before = _reader(path).schema, arrow.total_allocated_bytes()
         first = next(_batches(path), None)
-        if first is None or arrow.total_allocated_bytes() == before:
-            return MappedTable(path)
-        count = partial(_count, path)
-        return CompressedTable(path, key, cache_dir, first.schema, lambda columns: _batches(path), count)
+        is_mapped = first is None or arrow.total_allocated_bytes() == before
+        return ArrowRows(path, None if is_mapped else cached, schema, lambda columns: _batches(path))
 
 
-def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> CompressedTable:
+def open_parquet(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows:
     """Opens a Parquet file."""
     arrow = pyarrow()
 
@@ -204,7 +173,22 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
 
     with _arrow_errors(path):
         opened = open_()
-        return CompressedTable(path, key, cache_dir, opened.schema_arrow, batches, lambda: opened.metadata.num_rows)
+        return ArrowRows(path, cached, opened.schema_arrow, batches, opened.metadata.num_rows)
+
+
+def open_csv(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows:
+    """Opens a CSV file with a header; the first megabyte determines whether a column has numbers or texts."""
+    arrow = pyarrow()
+
+    def open_(schema: Any = None, columns: Sequence[str] = ()) -> Any:
+        convert = arrow.csv.ConvertOptions(column_types=schema, include_columns=columns, strings_can_be_null=False)
+        read = arrow.csv.ReadOptions(use_threads=False)  # with threads, an error names no row
+        return arrow.csv.open_csv(str(path), read, arrow.csv.ParseOptions(newlines_in_values=True), convert)
+
+    with _arrow_errors(path):
+        fields, text = list(open_().schema), arrow.string()
+        schema = arrow.schema([field if _is_numeric(field) else field.with_type(text) for field in fields])
+        return ArrowRows(path, cached, schema, lambda columns: open_(schema, columns))
 
 
 @contextmanager
@@ -237,26 +221,23 @@ def _batches(path: Path) -> Iterator[Any]:
         yield from reader
 
 
-def _count(path: Path) -> int:
-    return sum(batch.num_rows for batch in _batches(path))
-
-
 def _has_rows(path: Path, num_rows: int) -> bool:
     """Returns whether a file of the cache exists and is complete."""
     try:
-        return path.is_file() and _count(path) == num_rows
+        return path.is_file() and sum(batch.num_rows for batch in _batches(path)) == num_rows
     except (OSError, ValueError):
         return False
 
 
-def _no_field(path: Path, field: str, fields: Sequence[str]) -> DataError:
-    return DataError(f"'{path}' has no field '{field}'.", where=f"it has {', '.join(fields)[:120]}", fix="--field NAME")
+def _check_field(path: Path, field: str, fields: Sequence[str]) -> None:
+    if field not in fields:
+        where = f"it has {', '.join(fields)[:120]}"
+        raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
 
 
 def _column(path: Path, batch: Any, field: str) -> Any:
     """Returns a validated column; invalid offsets would crash the process."""
-    if field not in batch.schema.names:
-        raise _no_field(path, field, batch.schema.names)
+    _check_field(path, field, batch.schema.names)
     column = batch.column(batch.schema.names.index(field))
     column.validate(full=True)
     column = getattr(column, "storage", column)
@@ -272,6 +253,8 @@ def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
                 column = _column(path, batch.slice(start, ROWS_AT_ONCE), field)
                 if _is_text(column) and not column.null_count:
                     yield from column.to_pylist()
+                elif _is_numeric(column) and not column.null_count:
+                    yield from column.to_numpy(zero_copy_only=False)
                 else:
                     yield from (_value(path, number + i, column.slice(i, 1)) for i in range(len(column)))
                 number += len(column)
@@ -290,13 +273,18 @@ def _value(path: Path, index: int, col: Any) -> Any:
     _check_all(path, index, col)
     if _is_text(col):
         return np.array(col.to_pylist(), object) if shape else col[0].as_py()
-    if not (types.is_integer(col.type) or types.is_floating(col.type) or types.is_boolean(col.type)):
+    if not _is_numeric(col):
         raise DataError(
             f"'{path}' has a field of type {str(col.type)[:80]}, which is neither text nor numbers.",
             fix="numbers; for images, pass a datasets.Dataset in Python, which decodes them",
         )
     array = col.to_numpy(zero_copy_only=False).reshape(shape)
     return array if shape else array[()]
+
+
+def _is_numeric(col: Any) -> bool:
+    types = pyarrow().types
+    return bool(types.is_integer(col.type) or types.is_floating(col.type) or types.is_boolean(col.type))
 
 
 def _is_text(col: Any) -> bool:
@@ -307,3 +295,27 @@ def _is_text(col: Any) -> bool:
 def _check_all(path: Path, index: int, col: Any) -> None:
     if col.null_count:
         raise DataError(f"row {index:,} of '{path}' has a null in a field.", fix="rows with a value in each field")
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """The rows of a `datasets.Dataset`, in NumPy types unless the dataset has a format."""
+
+    dataset: Any
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self.dataset.column_names)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.dataset)
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        dataset = self.dataset if self.dataset.format["type"] else self.dataset.with_format("numpy")
+        columns = dataset[[int(index) for index in indices]]
+        return [{field: columns[field][i] for field in fields} for i in range(len(indices))]
+
+    def values(self, field: str) -> Iterator[Any]:
+        for batch in self.dataset.select_columns([field]).with_format(None).iter(ROWS_AT_ONCE):
+            yield from batch[field]

@@ -4,16 +4,16 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from spanax.documents import read_json
 from spanax.errors import DataError, FileError, MissingFileError
+from spanax.train.data.cache import cache_folder
 from spanax.train.data.elements import digest
 from spanax.train.data.text.corpus import HELD_OUT, check_inside, check_split
 
@@ -26,7 +26,7 @@ HASH_ALL_BYTES = 1 << 26
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
     ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
-    ".array_record": "array_record", ".arrayrecord": "array_record",
+    ".array_record": "array_record", ".arrayrecord": "array_record", ".csv": "csv",
 }  # fmt: skip
 
 _ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNORECASE)
@@ -59,7 +59,7 @@ class Table:
       name: the name in errors and saved positions.
       parts: the rows of each file, concatenated in order.
       digest: a hash of the content.
-      changed: the modification times of the files if the digest covers only samples of them; else empty.
+      cache_key: the key in the cache, which also changes when files are modified of which the hash covers only samples.
       size_bytes: the size of all files.
       split: `"train"` or `"validation"`.
       holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
@@ -76,15 +76,10 @@ class Table:
     name: str
     parts: tuple[Part, ...]
     digest: str
+    cache_key: str
     size_bytes: int
     split: str = "train"
     holds_out: bool = True
-    changed: str = ""
-
-    @property
-    def cache_key(self) -> str:
-        """The key in the cache, which changes when the files are modified."""
-        return digest(self.digest, self.changed) if self.changed else self.digest
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -141,9 +136,7 @@ def is_table(source: str | os.PathLike[str]) -> bool:
       (True, True, False)
     """
     path = Path(source)
-    if not path.is_dir():
-        return kind_of(path) is not None
-    return bool(_saved_splits(path)) or _is_saved(path) or bool(_table_files(path))
+    return (_is_saved(path) or bool(_table_files(path))) if path.is_dir() else kind_of(path) is not None
 
 
 def kind_of(path: Path) -> str | None:
@@ -156,58 +149,53 @@ def open_table(
 ) -> Table:
     """Opens one split of a file, of the files of a folder, or of the files that match a pattern.
 
-    The folder may be one written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. If the folder has splits
-    (saved as such, or files named `train-...` and `validation-...`), they are used; otherwise a twentieth of the rows
-    is held out for validation.
+    If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
+    are used; otherwise a twentieth of the rows is held out for validation.
 
     Raises:
       DataError: no such file exists, or the files are of several kinds.
     """
     check_split(split)
     paths, name, holds_out = _files(source, split)
-    kinds = {kind_of(path) for path in paths}
+    kinds = sorted({str(kind_of(path)) for path in paths})
     if len(kinds) > 1:
-        listed = ", ".join(sorted(str(kind) for kind in kinds))
-        raise DataError(f"'{source}' has several kinds of tables: {listed}.", fix=f"'{source}/*.jsonl'")
-    opener = _opener(kinds.pop() or "", cache_dir)
-    table = Table(name, tuple(opener(path) for path in paths), _digest(paths), sum(map(_size_bytes, paths)), split)
-    return replace(table, holds_out=holds_out, changed=_changed(paths))
+        raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
+    key, cache_key = _digests(paths)
+    parts = tuple(_opened(path, kinds[0], cache_dir) for path in paths)
+    return Table(name, parts, key, cache_key, sum(map(_size_bytes, paths)), split, holds_out)
 
 
 def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:
     """Returns the files of a split in order, their name, and whether validation rows must be held out."""
     path = Path(source)
+    if path.is_dir():
+        files, name, holds_out = _files_of_folder(path, split)
+        check_inside(path, files)
+        return files, name, holds_out
     if path.is_file() or (kind_of(path) and not glob.has_magic(str(source))):
         return [path], path.name, True
-    if not path.is_dir():
-        matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
-        if not matches:
-            raise MissingFileError(
-                f"no file matches '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet"
-            )
-        return matches, str(source), True
-    listed, name, holds_out = _files_of_folder(path, split)
-    check_inside(path, listed)
-    return listed, name, holds_out
+    files = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
+    if not files:
+        where = f"looked in {Path.cwd()}"
+        raise MissingFileError(f"no file matches '{source}'.", where=where, fix="shards/*.parquet")
+    return files, str(source), True
 
 
 def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
-    if splits := _saved_splits(path):
-        side = split if split in splits or split == "train" else "train"
-        if side not in splits:
-            raise DataError(
-                f"'{path}' has no split 'train'.", where=f"it has {', '.join(splits)}", fix=f"{path}/{splits[0]}"
-            )
-        return _saved_files(path / side), f"{path.name}/{side}", "validation" not in splits
-    if _is_saved(path):
-        return _saved_files(path), path.name, True
-    files = _table_files(path)
-    sides = {file: _side(file.relative_to(path)) for file in files}
-    if "train" not in sides.values() or None in sides.values():
+    files, is_dict = _table_files(path), (path / "dataset_dict.json").is_file()
+    names = [file.relative_to(path) for file in files]
+    sides = [name.parts[0] if is_dict else _side(name) for name in names]
+    if is_dict and "train" not in sides:
+        where, fix = f"it has {', '.join(sorted({*map(str, sides)}))}", f"{path}/{sides[0] if sides else 'train'}"
+        raise DataError(f"'{path}' has no split 'train'.", where=where, fix=fix)
+    if not files:
+        raise DataError(f"'{path}' has no rows.", fix="Dataset.save_to_disk again")
+    if not is_dict and ("train" not in sides or None in sides):
         return files, path.name, True
-    has_validation = "validation" in sides.values()
+    has_validation = "validation" in sides
     chosen = split if has_validation else "train"
-    return [file for file in files if sides[file] == chosen], f"{path.name}/{chosen}", not has_validation
+    listed = [file for file, side in zip(files, sides, strict=True) if side == chosen]
+    return listed, f"{path.name}/{chosen}", not has_validation
 
 
 def _side(path: Path) -> str | None:
@@ -222,58 +210,30 @@ def _table_files(folder: Path) -> list[Path]:
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        files += [Path(parent) / name for name in names if not name.startswith(".")]
+        is_saved = "state.json" in names  # where `datasets` also caches results
+        files += [Path(parent) / n for n in names if not n.startswith("cache-" if is_saved else ".") and n[0] != "."]
     tables = [file for file in files if kind_of(file)]
     others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
     return [] if others else sorted(tables)
 
 
-def _saved_splits(folder: Path) -> list[str]:
-    """Returns the splits of a saved DatasetDict; empty for other folders."""
-    if not (folder / "dataset_dict.json").is_file():
-        return []
-    splits = _metadata(folder / "dataset_dict.json").get("splits")
-    return [name for name in splits if Path(str(name)).name == name] if isinstance(splits, list) else []
-
-
 def _is_saved(folder: Path) -> bool:
-    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    """Returns whether `save_to_disk` of Hugging Face wrote a folder."""
+    names = ("dataset_dict.json", "state.json")
+    return any((folder / name).is_file() for name in names)
 
 
-def _saved_files(folder: Path) -> list[Path]:
-    listed = _metadata(folder / "state.json").get("_data_files")
-    names = (
-        [str(entry.get("filename")) for entry in listed if isinstance(entry, Mapping)]
-        if isinstance(listed, list)
-        else []
-    )
-    if not names or any(Path(name).name != name or not name.endswith(".arrow") for name in names):
-        raise DataError(f"'{folder}' does not list its files.", where="state.json", fix="Dataset.save_to_disk again")
-    return [folder / name for name in names]
+def _opened(path: Path, kind: str, cache_dir: str | os.PathLike[str] | None) -> Part:
+    """Opens a file; imports only the library of its kind."""
+    if kind in ("jsonl", "array_record"):
+        from spanax.train.data.formats.records import ArrayRecords, Lines, RecordRows
 
+        return RecordRows(Lines(path) if kind == "jsonl" else ArrayRecords(path))
+    from spanax.train.data.formats.arrow import open_arrow, open_csv, open_parquet
 
-def _metadata(path: Path) -> Mapping[str, Any]:
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot read '{path}'.", where=str(error), fix="Dataset.save_to_disk again") from None
-    return content if isinstance(content, Mapping) else {}
-
-
-def _opener(kind: str, cache_dir: str | os.PathLike[str] | None) -> Callable[[Path], Part]:
-    """Returns the function that opens files of a kind; imports only the library of that kind."""
-    if kind == "jsonl":
-        from spanax.train.data.formats.jsonl import JsonRows
-
-        return JsonRows
-    if kind == "array_record":
-        from spanax.train.data.formats.array_record import ArrayRecordRows
-
-        return ArrayRecordRows
-    from spanax.train.data.formats.arrow import open_arrow, open_parquet
-
-    open_ = open_arrow if kind == "arrow" else open_parquet
-    return lambda path: open_(path, digest(_digest([path]), _changed([path])), cache_dir)
+    _, key = _digests([path])
+    open_ = {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind]
+    return open_(path, lambda columns: cache_folder(cache_dir) / f"rows-{digest(key, *columns)}.arrow")
 
 
 def _size_bytes(path: Path) -> int:
@@ -283,26 +243,16 @@ def _size_bytes(path: Path) -> int:
             raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise FileError(
-            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
-        ) from None
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
 
 
-def _is_small(paths: Sequence[Path]) -> bool:
-    return sum(map(_size_bytes, paths)) <= HASH_ALL_BYTES
-
-
-def _changed(paths: Sequence[Path]) -> str:
-    """Returns the modification times in nanoseconds; empty if the digest covers all of the content."""
-    return "" if _is_small(paths) else " ".join(str(path.stat().st_mtime_ns) for path in paths)
-
-
-def _digest(paths: Sequence[Path]) -> str:
-    contents: list[str | bytes] = []
+def _digests(paths: Sequence[Path]) -> tuple[str, str]:
+    """Returns a hash of the content of files, and a key that also changes when large files are modified."""
+    sizes = [_size_bytes(path) for path in paths]
+    is_small = sum(sizes) <= HASH_ALL_BYTES
     num_samples = max(2, NUM_SAMPLES // len(paths))
-    is_small = _is_small(paths)
-    for path in paths:
-        size_bytes = _size_bytes(path)
+    contents: list[str | bytes] = []
+    for path, size_bytes in zip(paths, sizes, strict=True):
         contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
             if is_small:
@@ -311,4 +261,6 @@ def _digest(paths: Sequence[Path]) -> str:
             for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
                 file.seek(start)
                 contents.append(file.read(SAMPLE_BYTES))
-    return digest(*contents)
+    key = digest(*contents)
+    changed = " ".join(str(path.stat().st_mtime_ns) for path in paths)
+    return key, key if is_small else digest(key, changed)

@@ -4,7 +4,7 @@ import errno
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ HELD_OUT = 20
 """One in this many parts is held out for validation."""
 
 
-TABLES = ".jsonl, .parquet, .arrow, .array_record"
+TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"
 """The kinds of tables, which are read by rows; other files are read as text."""
 
 PYTHON_CORPUS_BYTES = 8_000_000
@@ -35,35 +35,26 @@ class Corpus:
       name: the name in errors and saved positions.
       train: UTF-8 text; documents are joined by a newline.
       validation: UTF-8 text held out from training.
-      skipped: the binary files of a folder, which are excluded.
 
     Example:
-      >>> Corpus("notes", b"to be or not", b" to be").text("validation")
-      b' to be'
+      >>> Corpus("notes", b"to be or not", b" to be").size_bytes
+      12
     """
 
     name: str
     train: bytes
     validation: bytes
-    skipped: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """Identifies the text that a tokenizer is trained on."""
         return (self.train,)
 
     @property
     def size_bytes(self) -> int:
-        """The size of the training text."""
         return len(self.train)
 
-    def documents(self) -> Iterator[bytes]:
-        """Yields the training text."""
-        yield self.train
-
-    def text(self, split: str) -> bytes:
-        """Returns the text of a split, `"train"` or `"validation"`."""
-        return self.train if check_split(split) == "train" else self.validation
+    def documents(self) -> list[bytes]:
+        return [self.train]
 
 
 def load_corpus(source: str | os.PathLike[str]) -> Corpus:
@@ -86,40 +77,43 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
         raise MissingFileError(
             f"no file or folder '{path}'.",
             where=f"looked in {path.absolute().parent}",
-            fix=f"a text file or {TABLES}, a folder of them, a .bin of tokens, or 'python'; a .csv is read as text",
+            fix=f"a text file or {TABLES}, a folder of them, a .bin of tokens, or 'python'",
         )
-    return _folder_corpus(path) if path.is_dir() else _file_corpus(path.name, read_text(path))
+    if path.is_dir():
+        return _folder_corpus(path)
+    text = _read_text(path)
+    if not text:
+        raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
+    return _file_corpus(path.name, text)
 
 
-def read_text(path: Path) -> bytes:
-    """Returns the bytes of a UTF-8 text file.
-
-    Raises:
-      DataError: the file cannot be read, is empty, or is not UTF-8; includes the first invalid byte.
-    """
+def _read_text(path: Path, *, may_be_binary: bool = False) -> bytes:
+    """Returns the bytes of a UTF-8 text file, and nothing of a binary file if it may be one."""
     try:
         if not path.is_file():
             raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+    if may_be_binary and b"\0" in text[:8192]:  # git's test for a binary file
+        return b""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise FileError(
-            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
+            f"'{path}' is not UTF-8 text.",
+            where=f"byte {error.start:,} is 0x{text[error.start]:02x}",
+            fix="convert it (iconv -f latin1 -t utf-8), or remove it from the folder",
         ) from None
-    if not text:
-        raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
-    _check_utf8(text, str(path))
     return text
 
 
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Checks that no file is a link out of the folder, which could expose any file of this machine.
-
-    Raises:
-      DataError: a file is outside of the folder.
-    """
+    """Checks that no file is a link out of the folder, which could expose any file of this machine."""
     root = Path(os.path.realpath(folder))
     for path in paths:
-        if not (target := Path(os.path.realpath(path))).is_relative_to(root):
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(root):
             raise FileError(
                 f"'{path}' is a link out of the data folder.",
                 where=f"to {target}",
@@ -144,39 +138,28 @@ def _python_corpus() -> Corpus:
     # Sorted by hash, so that the size limit selects a uniform sample of the library.
     for name in sorted(names, key=digest):
         document = (folder / name).read_bytes()
-        if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and document.strip() and _is_utf8(document):
+        is_text = document.strip() and document.decode("utf-8", "ignore").encode() == document
+        if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and is_text:
             documents[name] = document
             num_bytes += len(document)
     if len(documents) < 2:
-        raise DataError(
-            "this Python has no source of its standard library.", where=str(folder), fix="a text file or folder"
-        )
+        message = "this Python has no source of its standard library."
+        raise DataError(message, where=str(folder), fix="a text file or folder")
     return _split(f"python-{platform.python_version()}", documents)
 
 
 def _folder_corpus(folder: Path) -> Corpus:
-    documents: dict[str, bytes] = {}
-    skipped = []
     names = _walk(folder, SKIPPED_FOLDERS)
     check_inside(folder, (folder / name for name in names))
-    for name in names:
-        try:
-            document = (folder / name).read_bytes()
-        except OSError as error:
-            raise FileError(f"cannot read '{folder / name}': {error.strerror}.", fix="remove it") from None
-        if b"\0" in document[:8192]:  # git's test for a binary file
-            skipped.append(name)
-        elif document:
-            _check_utf8(document, str(folder / name))
-            documents[name] = document
+    texts = {name: _read_text(folder / name, may_be_binary=True) for name in names}
+    documents = {name: text for name, text in texts.items() if text}
     if not documents:
-        other = f"; skipped binary files: {len(skipped)}, such as '{skipped[0]}'" if skipped else ""
+        other = f"; skipped files: {len(names)}, such as '{names[0]}'" if names else ""
         raise DataError(f"folder '{folder}' has no text{other}.", fix="a folder with text files in it")
     if len(documents) == 1:
         ((name, document),) = documents.items()
         return _file_corpus(name, document)
-    corpus = _split(folder.name, documents)
-    return Corpus(corpus.name, corpus.train, corpus.validation, tuple(skipped))
+    return _split(folder.name, documents)
 
 
 def _file_corpus(name: str, text: bytes) -> Corpus:
@@ -193,10 +176,8 @@ def _split(name: str, documents: dict[str, bytes]) -> Corpus:
     if len(held_out) == len(documents):
         held_out.remove(max(documents, key=digest))
 
-    def join(predicate: Callable[[str], bool]) -> bytes:
-        return b"\n".join(documents[path] for path in sorted(documents) if predicate(path))
-
-    return Corpus(name, join(lambda path: path not in held_out), join(lambda path: path in held_out))
+    train = b"\n".join(documents[path] for path in sorted(documents) if path not in held_out)
+    return Corpus(name, train, b"\n".join(documents[path] for path in sorted(held_out)))
 
 
 def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
@@ -207,22 +188,3 @@ def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
         base = Path(parent).relative_to(folder)
         paths += [(base / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(name for name in paths if (folder / name).is_file())
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _check_utf8(text: bytes, path: str) -> None:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"'{path}' is not UTF-8 text.",
-            where=f"byte {error.start:,} is 0x{text[error.start]:02x}",
-            fix="convert it (iconv -f latin1 -t utf-8), or remove it from the folder",
-        ) from None

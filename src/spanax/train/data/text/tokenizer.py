@@ -35,18 +35,15 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 class TrainingText(Protocol):
-    """Text for training a tokenizer."""
+    """Text for training a tokenizer: what identifies it, its approximate size, and its parts."""
 
     @property
-    def key(self) -> Sequence[str | bytes]:
-        """Identifies the text."""
+    def key(self) -> Sequence[str | bytes]: ...
 
     @property
-    def size_bytes(self) -> int:
-        """The approximate size."""
+    def size_bytes(self) -> int: ...
 
-    def documents(self) -> Iterable[bytes]:
-        """Returns the text in parts."""
+    def documents(self) -> Iterable[bytes]: ...
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,7 @@ def load_tokenizer(
     name = tokenizer.name if isinstance(tokenizer, TrainedTokenizer) else tokenizer
     kind, colon, size = name.partition(":")
     if name == "bytes":
-        return Tokenizer(
-            "bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts], _bytes_json
-        )
+        return Tokenizer("bytes", 256, _encode_bytes, lambda texts: list(map(_encode_bytes, texts)), _bytes_json)
     if kind == "bpe":
         if colon and (whole_number(size) or 0) < 257:
             raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
