@@ -48,10 +48,10 @@ def test_layouts_that_do_not_fit_are_on_the_page() -> None:
     machine = cluster("h100:8")
     program = zoo_program("mlp")
     roomy = search(program, machine, top=50)
-    peaks = sorted(roomy.upper_bytes(candidate) for candidate in roomy.candidates)
+    peaks = sorted(candidate.upper_bytes for candidate in roomy.candidates)
     for limit, fits in ((peaks[len(peaks) // 2], {"yes", "no"}), (1, {"no"})):
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
-        assert all(tight.upper_bytes(item) > limit for item in tight.too_large)
+        assert all(item.upper_bytes > limit for item in tight.too_large)
         assert bool(tight.candidates) == ("yes" in fits)
         read = Read(document(search_page(summarize(tight), None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits

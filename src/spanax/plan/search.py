@@ -153,7 +153,7 @@ def _search(
         for some in (space, sequences)
     ]  # fmt: skip
     limit, repeats = cluster.memory_bytes, (layout is not None, True)
-    possible = [pricer.possible(first, repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
+    possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
     bound = Bound(limit, None if each else top, stage_margin, counts_stages)
     priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
     if not any(entry.fits(limit).any() for entry in priced):
