@@ -44,7 +44,6 @@ from spanax.check.hlo.module import read_module  # noqa: E402
 from spanax.errors import CompilerError  # noqa: E402
 from spanax.models import unet  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
-from spanax.plan.cost.memory.margins import margin_of, upper_bytes  # noqa: E402
 from spanax.plan.evaluate import evaluate  # noqa: E402
 
 ARGUMENTS = ("parameters", "optimizer", "other state", "batch", "padding of the state")
@@ -208,11 +207,10 @@ def compare(cell: Cell, truth: dict[str, Any]) -> dict[str, Any]:
     groups = {name: int(values[0]) for name, values in cost.memory.groups.items()}
     return {
         "cell": cell.name,
-        "kind": margin_of(cell.program, cost.peak_bytes).kind,
         "group": f"{cell.cluster.split(':')[0]}, {'small' if truth['peak'] < SMALL_BYTES else 'at size'}",
         "half": zlib.crc32(cell.model.encode()) % 2,
         "predicted": round(cost.peak_bytes),
-        "upper": float(upper_bytes(cell.program, np.asarray(cost.peak_bytes))),
+        "upper": float(cost.memory.upper_bytes[0]),
         "compiled": truth["peak"],
         "error": cost.peak_bytes / truth["peak"] - 1,
         "arguments": sum(groups.get(name, 0) for name in ARGUMENTS),

@@ -1,7 +1,6 @@
 """Partial remat policies that a search chooses: where, with how many layers, and what it traces for it."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,6 @@ from spanax.plan.candidates import partial_remat
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import chosen, searched
-from spanax.plan.cost.memory import margins
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.reason import Code, Reason
@@ -46,8 +44,7 @@ def under(remat: str) -> Candidate:
 
 
 def upper_bytes(remat: str) -> int:
-    peak = np.asarray(float(under(remat).peak_bytes))
-    return math.ceil(margins.upper_bytes(program(), peak))
+    return under(remat).upper_bytes
 
 
 def searched_in(memory_bytes: int | None, request: Request = REQUEST) -> Search:

@@ -252,7 +252,7 @@ def test_the_nearest_layouts_are_returned_where_nothing_fits() -> None:
 
 def test_layouts_that_do_not_fit_are_counted() -> None:
     everything = searched("gpt-nano", "cpu:8")
-    uppers = [everything.upper_bytes(each) for each in everything.candidates]
+    uppers = [each.upper_bytes for each in everything.candidates]
     limit = sorted(uppers)[len(uppers) // 2]
     result = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING, assign=False)
     assert 0 < result.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(result.candidates)

@@ -276,10 +276,10 @@ def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, caps
 def test_layouts_that_do_not_fit_come_last() -> None:
     machine, program = cluster("h100:8"), zoo_program("mlp")
     roomy = search(program, machine, top=50)
-    peaks = sorted(roomy.upper_bytes(candidate) for candidate in roomy.candidates)
+    peaks = sorted(candidate.upper_bytes for candidate in roomy.candidates)
     for limit, fits in ((peaks[len(peaks) // 2], ["yes", "no"]), (1, ["no"])):
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
-        assert all(tight.upper_bytes(item) > limit for item in tight.too_large)
+        assert all(item.upper_bytes > limit for item in tight.too_large)
         assert [key for key, _ in itertools.groupby(row[4] for row in layouts_part(tight)["rows"])] == fits
         content = shown(document(search_page(summarize(tight), None, "gpt")))
         assert tight.best is not None or "the layout with the lowest peak needs" in content

@@ -18,14 +18,14 @@ from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import HOST_MEMORY, Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
-from spanax.check.predictions import predictions
+from spanax.check.predictions import figures
 from spanax.check.report import Figures, Report
 from spanax.errors import DeviceCountError, NotInstalledError, RangeError, UnknownNameError, UnsupportedError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
-from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.tiles import padded_bytes
+from spanax.plan.evaluate import evaluate
 from spanax.plan.place import check_made_for
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
@@ -142,23 +142,22 @@ def _kernel(program: Program, cluster: Cluster) -> Op | None:
 def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
     """Returns the report of level 0: the predictions, and the exact bytes of the state with the padding of the chip."""
     # Levels 1 and 2 read the program right after the partitioner, before collectives are combined.
-    predicted = predictions(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
+    cost = evaluate(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
     platform = platform_of(cluster)
     state, host = (
         sum(_padded(leaf, platform) for leaf in plan.leaves if leaf.memory_kind == kind) for kind in (DEVICE, HOST)
     )
-    limit = cluster.memory_bytes
-    upper = upper_bytes(program, np.asarray(float(predicted.peak_bytes or 0)))
+    limit, upper = cluster.memory_bytes, rounded_up(cost.memory.upper_bytes[0])
     return Report(
         level=level,
         target=str(cluster),
         layout=plan.layout.name,
         mesh=repr(plan.mesh),
-        fits=None if limit is None else bool(upper <= limit),
+        fits=None if limit is None else upper <= limit,
         fits_by="the plan",
-        predicted=replace(predicted, state_bytes=state, host_bytes=host),
+        predicted=replace(figures(cost), state_bytes=state, host_bytes=host),
         compiled=Figures(state_bytes=state, host_bytes=host),
-        upper_bytes=rounded_up(float(upper)),
+        upper_bytes=upper,
         limit_bytes=limit,
         versions=report_cache.versions(PACKAGES),
     )

@@ -2,7 +2,7 @@
 
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
-from spanax.plan.evaluate import evaluate
+from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 
@@ -16,5 +16,10 @@ def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: b
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
     """
-    cost = evaluate(program, plan, cluster, adds_first=adds_first)
+    return figures(evaluate(program, plan, cluster, adds_first=adds_first))
+
+
+def figures(cost: Evaluation) -> Figures:
+    """Returns the figures of an evaluated plan."""
+    plan = cost.plan
     return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives, plan.host_bytes)

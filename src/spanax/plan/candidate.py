@@ -9,7 +9,6 @@ from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.memory.margins import Margin, margin_of, upper_bytes
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import NARROWER, contraction_dtypes
@@ -31,8 +30,9 @@ from spanax.units import bytes_text
 class Candidate:
     """One layout with its cost. Bytes and seconds are per device and per step.
 
-    `memory` is device memory by group, `host_bytes` the offloaded state in host memory. `hidden` are seconds of
-    communication by term that run during computation; `step_seconds` excludes them.
+    `memory` is device memory by group, and `upper_bytes` the upper estimate of their sum, by which the layout fits.
+    `host_bytes` is the offloaded state in host memory. `hidden` are seconds of communication by term that run during
+    computation; `step_seconds` excludes them.
     `assigned` is the layout where a local search changed a preset. `repeats_most` is as in `Costs`.
     """
 
@@ -53,6 +53,7 @@ class Candidate:
     context: str = GATHERED
     assigned: Layout | None = None
     host_bytes: int = 0
+    upper_bytes: int = 0
     repeats_most: bool = False
 
     @staticmethod
@@ -84,6 +85,7 @@ class Candidate:
             hidden={name: float(values[index]) for name, values in costs.hidden.items()},
             context=program.context,
             host_bytes=rounded_up(memory.host_bytes[index]),
+            upper_bytes=rounded_up(memory.upper_bytes[index]),
             repeats_most=bool(costs.repeats_most[index]),
         )
 
@@ -245,15 +247,6 @@ class Search:
             hfu=candidate.flops * num_devices / peak if peak else None,
         )
 
-    def margin(self, candidate: Candidate) -> Margin:
-        """Returns by how much compilers have exceeded the predicted memory of programs like a candidate."""
-        return margin_of(self.programs[candidate.remat], candidate.peak_bytes)
-
-    def upper_bytes(self, candidate: Candidate) -> int:
-        """Returns the upper estimate of a candidate's peak memory, which must fit."""
-        peak = np.asarray(float(candidate.peak_bytes))
-        return rounded_up(float(upper_bytes(self.programs[candidate.remat], peak)))
-
     def program_of(self, candidate: Candidate) -> Program:
         """Returns the program of a candidate, with its remat policy and its attention."""
         program = self.programs[candidate.remat]
@@ -269,7 +262,7 @@ def shortfall(search: Search) -> str:
     """Returns why nothing fits, as a sentence: the lowest peak of any layout, and the memory of a device."""
     if not search.nearest or search.cluster.memory_bytes is None:
         return "no layout divides these devices and this batch"
-    needed = search.upper_bytes(search.nearest[0])
+    needed = search.nearest[0].upper_bytes
     limit = bytes_text(search.cluster.memory_bytes)
     return f"the layout with the lowest peak needs {bytes_text(needed)} per device, and a device has {limit}"
 

@@ -163,7 +163,7 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     ]
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
-    possible = [pricer.possible(first, repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
+    possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
     bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages)
     priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
     if not any(entry.fits(limit).any() for entry in priced):

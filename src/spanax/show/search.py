@@ -1,6 +1,5 @@
 """Formats the result of a search as text and JSON."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -52,7 +51,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "host_bytes": candidate.host_bytes,
         "offload": list(search.offload),
         "padded": dict(search.programs[candidate.remat].form.padded),
-        "upper_bytes": search.upper_bytes(candidate),
+        "upper_bytes": candidate.upper_bytes,
         "mfu": rates.mfu,
         "hfu": rates.hfu,
         "bottleneck": candidate.bottleneck,
@@ -71,7 +70,7 @@ def search_json(summary: Summary, top: int) -> dict[str, Any]:
         "dtypes": list(setting.dtypes),
         "usable_bytes": search.cluster.memory_bytes,
         "reserve": summary.reserve,
-        "memory_margin": None if summary.margin is None else dataclasses.asdict(summary.margin),
+        "memory_margin": {"share": 1 / (1 - summary.reserve) - 1},
         "candidates": [candidate_json(search, candidate) for candidate in search.candidates[:top]],
         "rejected": {str(reason): count for reason, count in search.rejected.items()},
         "compute_dtype": program.compute_dtype,
@@ -150,21 +149,9 @@ def ranked_text(rows: Sequence[Candidate]) -> str:
     return f"ranked by step time{''.join(f'; {handicap}' for handicap in handicaps)}:"
 
 
-def _margin_lines(summary: Summary, candidate: Candidate) -> list[str]:
-    """Returns by how much compilers have exceeded such predictions, where the memory of a device is known."""
-    limit, margin = summary.search.cluster.memory_bytes, summary.margin
-    if limit is None or margin is None:
-        return []
-    upper = bytes_text(summary.search.upper_bytes(candidate))
-    return [
-        f"          fits: at most {upper} of {bytes_text(limit)}; compilers exceeded the prediction by up to "
-        f"{100 * margin.observed:.0f} % on {margin.num_cells} {margin.kind}"
-    ]
-
-
 def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]:
     search, rates = summary.search, summary.search.rates(candidate)
-    limit, usable = search.cluster.memory_bytes, 100 * (1 - summary.reserve)
+    limit = search.cluster.memory_bytes
     times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
     hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
@@ -181,9 +168,8 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         *([f"          hidden: {hidden}"] if hidden else []),
         *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
-        + (f" of {bytes_text(limit)} usable, of which a prediction may use {usable:.0f} %" if limit else "")
+        + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
-        *_margin_lines(summary, candidate),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "

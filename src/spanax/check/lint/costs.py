@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.plan.candidate import Candidate
-from spanax.plan.cost.memory.margins import RESERVE, margin_of
 from spanax.units import bytes_text
+
+RESERVE = 0.05
+"""Fraction of the memory that a compiled step leaves free, for fragmentation."""
 
 MIN_SPEEDUP = 1.05
 """An alternative is reported from this speedup: the median error of predicted step times is as large."""
@@ -44,7 +46,7 @@ def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
         return
     compiled = subject.report.compiled.peak_bytes if subject.report is not None else None
     peak, source = (compiled, "the compiler") if compiled else (subject.candidate.peak_bytes, "the plan")
-    reserve = RESERVE if compiled else margin_of(subject.program, peak).reserve
+    reserve = RESERVE if compiled else 1 - peak / max(subject.candidate.upper_bytes, 1)
     if peak <= limit * (1 - reserve):
         return
     verdict = "does not fit" if peak > limit else f"leaves less than {100 * reserve:.0f} % free"

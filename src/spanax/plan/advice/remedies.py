@@ -28,9 +28,7 @@ def remedies(result: Search) -> list[str]:
     if not result.nearest or result.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
     program, leanest = next(iter(result.programs.values())), result.nearest[0]
-    switches = list(
-        _switches(result, program, leanest, result.cluster.memory_bytes * (1 - result.margin(leanest).reserve))
-    )
+    switches = list(_switches(result, program, leanest, result.cluster.memory_bytes))
     enough = [text for text, fits in switches if fits]
     joined = " with ".join(text for text, fits in switches if not fits)
     lines = enough or [joined] * bool(joined)
@@ -44,17 +42,17 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     same_layout = _search(previous, program, leanest.remat, leanest)
     if same_layout.best is not None:
         yield f"--microbatches {same_layout.best.microbatches}", True
-    elif same_layout.nearest and same_layout.nearest[0].peak_bytes < leanest.peak_bytes:
+    elif same_layout.nearest and same_layout.nearest[0].upper_bytes < leanest.upper_bytes:
         yield f"--microbatches {same_layout.nearest[0].microbatches}", False
     if leanest.remat != "full" and "full" not in previous.programs and _has_full(program):
         full = _search(previous, program, "full", leanest)
         yield "--remat full", full.best is not None
     count, saved = chunks_to_try(previous)
     if count > 1:
-        yield f"--loss-chunks {count}", leanest.peak_bytes - saved <= limit
+        yield f"--loss-chunks {count}", leanest.upper_bytes - saved <= limit
     optimizer = leanest.memory["optimizer"]
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
-        yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
+        yield "--optimizer-state bfloat16", leanest.upper_bytes - optimizer / 2 <= limit
     if optimizer and not previous.offload and previous.cluster.chip.host_bytes_per_second is not None:
         offloaded = _search(previous, program, leanest.remat, leanest, (OPTIMIZER_STATE,))
         yield "--offload optimizer", offloaded.best is not None
@@ -95,7 +93,7 @@ def _has_full(program: Program) -> bool:
 
 def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int | None:
     """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST."""
-    limit, cluster = (previous.cluster.memory_bytes or 0) * (1 - previous.margin(leanest).reserve), previous.cluster
+    limit, cluster = previous.cluster.memory_bytes or 0, previous.cluster
     remat = "full" if _has_full(program) else leanest.remat
     for factor in (2**power for power in range(1, MOST.bit_length())):
         if leanest.state_bytes / factor > limit:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, plan_of, shortfall
-from spanax.plan.cost.memory.margins import RESERVE, Margin
 from spanax.plan.evaluate import Moved, collectives_of
 from spanax.plan.layout import Layout
 
@@ -28,30 +27,24 @@ class Summary:
       best: the layout of `search.best`; None if nothing fits.
       shortfall: why nothing fits; empty otherwise.
       remedies: options, each of which makes a layout fit; empty if one fits.
-      margin: by how much compilers have exceeded predictions for such programs; None if nothing was priced.
     """
 
     search: Search
     best: Best | None
     shortfall: str = ""
     remedies: tuple[str, ...] = ()
-    margin: Margin | None = None
 
     @property
     def reserve(self) -> float:
-        """The share of the memory that no layout may use."""
-        return RESERVE if self.margin is None else self.margin.reserve
+        """The share of the memory that the prediction of the best candidate, or of the leanest, must not use."""
+        candidate = next(iter((*self.search.candidates, *self.search.nearest)), None)
+        return 0.0 if candidate is None else 1 - candidate.peak_bytes / candidate.upper_bytes
 
 
 def summarize(search: Search) -> Summary:
     """Returns the summary of a search; where nothing fits, prices further layouts for the remedies."""
     candidate = search.best
     if candidate is None:
-        margin = search.margin(search.nearest[0]) if search.nearest else None
-        return Summary(search, None, shortfall(search), tuple(remedies(search)), margin)
+        return Summary(search, None, shortfall(search), tuple(remedies(search)))
     plan = plan_of(search, candidate)
-    return Summary(
-        search,
-        Best(plan.layout, collectives_of(search, candidate), rule(search, candidate, plan)),
-        margin=search.margin(candidate),
-    )
+    return Summary(search, Best(plan.layout, collectives_of(search, candidate), rule(search, candidate, plan)))

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spanax.errors import IdleAxisError, SpanaxError, first_line
-from spanax.plan.candidate import Candidate, Search, plan_of, rounded_up
+from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.moves import assignment_text, moves
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN
@@ -43,16 +42,15 @@ class _Point:
     candidate: Candidate
     layout: Layout
     sharded: ShardedProgram
-    upper_bytes: int
 
     def cost(self, limit: int | None) -> tuple[bool, float]:
         """Returns a sort key: the step time where the layout fits, and the memory where it does not."""
         fits = self.fits(limit)
-        return not fits, self.candidate.step_seconds if fits else self.upper_bytes
+        return not fits, self.candidate.step_seconds if fits else self.candidate.upper_bytes
 
     def fits(self, limit: int | None) -> bool:
         """Returns whether the upper estimate of the memory fits into `limit` bytes."""
-        return limit is None or self.upper_bytes <= limit
+        return limit is None or self.candidate.upper_bytes <= limit
 
 
 def with_assignments(
@@ -130,7 +128,7 @@ class _Walked:
         layout = layout_on(candidate.storing, candidate.sequence, candidate.mesh)
         sharded = self._sharded(layout, candidate)
         self._known.add(_key(sharded.resolver, candidate))
-        return _Point(candidate, candidate, layout, sharded, self._result.upper_bytes(candidate))
+        return _Point(candidate, candidate, layout, sharded)
 
     def neighbors(self, point: _Point) -> list[_Point]:
         """Returns assignments that differ from a point in one change, priced; none beyond the budget."""
@@ -189,8 +187,7 @@ class _Walked:
             return None
         memory = layout_costs.memory([grid])[0]
         candidate = Candidate.of(layout, seed.storing, seed.mesh, program, grid, costs, memory)
-        upper = float(upper_bytes(program, memory.peak_bytes)[0])
-        return _Point(seed, replace(candidate, assigned=layout), layout, sharded, rounded_up(upper))
+        return _Point(seed, replace(candidate, assigned=layout), layout, sharded)
 
 
 def _key(resolver: Resolver, seed: Candidate) -> object:

@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-import numpy as np
-
 from spanax.errors import SpanaxError, first_line
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.forms import REMAT
-from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.defaults import PARTIAL_REMAT_MARGIN
 from spanax.plan.evaluate import evaluate
 from spanax.plan.reason import Code, Reason
@@ -26,14 +23,21 @@ MOST_SEEDS = 2
 MOST_TRACED = 2
 """The most partial policies that a search traces and prices."""
 
+COSTS = ("step_seconds", "seconds", "memory", "upper_bytes", "flops", "hidden", "host_bytes")
+"""The costs of a candidate, which depend on the policy."""
+
 
 @dataclass(frozen=True)
 class _Point:
-    """A candidate under a remat policy, with the upper estimate of its peak memory."""
+    """A candidate under a remat policy."""
 
     candidate: Candidate
     program: Program
-    upper_bytes: float
+
+    @property
+    def upper_bytes(self) -> int:
+        """The upper estimate of its peak memory."""
+        return self.candidate.upper_bytes
 
     @property
     def seconds(self) -> float:
@@ -141,9 +145,8 @@ def _priced(result: Search, seed: Candidate, program: Program) -> _Point:
     candidate = replace(seed, remat=program.remat)
     plan = plan_of(replace(result, programs={program.remat: program}), candidate)
     priced = evaluate(program, plan, result.cluster).candidate
-    costs = {name: getattr(priced, name) for name in ("step_seconds", "seconds", "memory", "flops", "hidden")}
-    candidate = replace(candidate, **costs, host_bytes=priced.host_bytes)
-    return _Point(candidate, program, float(upper_bytes(program, np.asarray(float(candidate.peak_bytes)))))
+    costs = {name: getattr(priced, name) for name in COSTS}
+    return _Point(replace(candidate, **costs), program)
 
 
 def _sharding(candidate: Candidate) -> tuple[object, ...]:

@@ -13,7 +13,6 @@ from spanax.plan.candidates.forms import MOST_IN_RING, REMAT, Forms
 from spanax.plan.candidates.grids import PLAIN, ZERO_BUBBLE, Grids
 from spanax.plan.candidates.ranking import Priced, slowest_rank
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.memory.margins import upper_bytes
 from spanax.plan.cost.memory.state import State
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid, GridTable, Table
@@ -69,7 +68,7 @@ class Pricer:
         grids = [None if each is None else each.select(next(masks)) for each in self.grids]
         return replace(self, grids=grids)._with_table()
 
-    def possible(self, program: Program, *, repeats: bool) -> "Pricer":
+    def possible(self, *, repeats: bool) -> "Pricer":
         """Returns the pricer of the candidates whose state fits, and that repeat no attention kernel unless `repeats`.
 
         No other candidate is chosen where one of these fits; `left_out` counts them.
@@ -80,7 +79,7 @@ class Pricer:
                 continue
             grid = grids.plain
             least = state.least_bytes(shard_counts(grid.sizes), grid.shares, grid.num_microbatches, grid.scale)
-            fits = upper_bytes(program, least) <= (np.inf if limit is None else limit)
+            fits = least <= (np.inf if limit is None else limit)
             if not repeats and repeating_axes(family.resolver, AXES):
                 left_out[Reason(Code.KERNEL_REPEATED)] += grids.size
                 fits = np.zeros_like(fits)
@@ -186,8 +185,7 @@ class Pricer:
                         costs.append((grid, plain.select(columns).scheduled(grid)))
                 uses = layout.memory([grid for grid, _ in costs])
                 for (grid, seconds), memory in zip(costs, uses, strict=True):
-                    upper = upper_bytes(program, memory.peak_bytes)
-                    result.append(Priced(family, program, layout.terms, grid, memory, upper, seconds, repeats))
+                    result.append(Priced(family, program, layout.terms, grid, memory, seconds, repeats))
         return result
 
 

@@ -19,23 +19,19 @@ from spanax.trace.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Every mesh of a family under one form of the program and one schedule, with its cost.
-
-    `upper_bytes` is the upper estimate of the peak memory of each mesh, which has to fit.
-    """
+    """Every mesh of a family under one form of the program and one schedule, with its cost."""
 
     family: Family
     program: Program
     terms: Terms
     grid: Grid
     memory: MemoryUse
-    upper_bytes: np.ndarray
     costs: Costs
     repeats: tuple[int, ...] = ()
 
     def fits(self, limit: int | None) -> np.ndarray:
         """Returns for each mesh whether its upper estimate fits into `limit` bytes."""
-        return self.upper_bytes <= (np.inf if limit is None else limit)
+        return self.memory.upper_bytes <= (np.inf if limit is None else limit)
 
     @property
     def is_repeated(self) -> np.ndarray:
@@ -50,9 +46,7 @@ class Priced:
     def select(self, columns: np.ndarray) -> "Priced":
         """Returns the priced meshes of some columns."""
         grid = self.grid.select(columns)
-        memory = self.memory.select(columns)
-        upper_bytes, costs = self.upper_bytes[columns], self.costs.select(columns)
-        return replace(self, grid=grid, memory=memory, upper_bytes=upper_bytes, costs=costs)
+        return replace(self, grid=grid, memory=self.memory.select(columns), costs=self.costs.select(columns))
 
 
 def without_repeated_kernels(priced: Sequence[Priced], limit: int | None, rejected: Rejections) -> list[Priced]:
@@ -93,7 +87,7 @@ def ranked(
     """
     rows = []
     for index, entry in enumerate(priced):
-        peak = entry.upper_bytes
+        peak = entry.memory.upper_bytes
         fits = entry.fits(limit)
         rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)

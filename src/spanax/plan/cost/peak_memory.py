@@ -14,7 +14,7 @@ import numpy as np
 
 from spanax.plan.cost.memory.columns import Column, Columns
 from spanax.plan.cost.memory.on_chip import OnChip
-from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, state_padding
+from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, is_table, state_padding, table_copies
 from spanax.plan.cost.memory.tables import Counts, counted, num_window_tuples, table_bytes
 from spanax.plan.cost.memory.tiles import Tiled
 from spanax.plan.cost.roofline import shard_counts
@@ -25,6 +25,7 @@ from spanax.plan.sharding.resolve import axes_of
 from spanax.plan.spmd.ring_attention import temporary_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import LANES, WORD_BYTES
+from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.liveness import SCATTERS, Liveness
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
 from spanax.trace.rewrites.attention.operation import RING
@@ -46,6 +47,14 @@ compilers copy more of them at once (llama3-8b on v5e:2x4: 13.0 GB predicted, 15
 PADDING, TABLES = "padding of the state", "compiler's tables"
 """The groups of memory that only TPUs have."""
 
+LIVE_MARGIN = 0.15
+"""Fraction of the live values that an upper estimate for a TPU adds: fragmentation, and the order of operations.
+Source: the programs in docs/planning.md."""
+
+SMALL_MARGIN, MARGIN, MARGIN_BYTES = 0.95, 0.12, 16 << 20
+"""What an upper estimate for other chips adds: the first fraction or, if less, the second and the bytes, for parts of
+sums and combined collectives. Source: the programs in tests/data/memory_cells.json."""
+
 LARGE_SHARE = 1 / 64
 """Padding is computed for values of at least this share of the largest live bytes of a body; others are merged."""
 
@@ -65,16 +74,20 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum, without those in host memory."""
+    """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum, without those in host memory.
+
+    `upper_bytes` is the upper estimate of the sum, by which a layout fits.
+    """
 
     groups: dict[str, Array]
     peak_bytes: Array
+    upper_bytes: Array
     host_bytes: Array
 
     def select(self, columns: Array | slice) -> "MemoryUse":
         """Returns the bytes of some candidates."""
         groups = {name: values[columns] for name, values in self.groups.items()}
-        return MemoryUse(groups, self.peak_bytes[columns], self.host_bytes[columns])
+        return MemoryUse(groups, self.peak_bytes[columns], self.upper_bytes[columns], self.host_bytes[columns])
 
 
 def walk(sharded: ShardedProgram, *, is_tpu: bool = False, has_host: bool = True) -> Level:
@@ -140,7 +153,15 @@ def memory_use(
     groups["optimizer"] = groups["optimizer"] + np.maximum(updated - groups["activations"], 0.0)
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
     host_bytes = by_kind[OFFLOADED] + _host_bytes(level, columns)
-    return MemoryUse(groups, np.sum([*groups.values()], 0), host_bytes)
+    peak_bytes = np.sum([*groups.values()], 0)
+    if on_chip is None:
+        upper = np.minimum(peak_bytes * (1 + SMALL_MARGIN), peak_bytes * (1 + MARGIN) + MARGIN_BYTES)
+    else:
+        live = on_chip.most_in_main_memory(_upper(level, columns))
+        live = np.maximum(live, table_copies(state, num_shards, scale, num_stages))
+        tables = table_bytes(state, level.counts, np.ones(1), windows, is_upper=True)
+        upper = peak_bytes - peak.sum(0) - groups[TABLES] + (1 + LIVE_MARGIN) * live + tables
+    return MemoryUse(groups, peak_bytes, upper, host_bytes)
 
 
 def memory_per_device(
@@ -204,6 +225,15 @@ def _peak(level: Level, columns: Columns) -> Array:
     return totals_by_group
 
 
+def _upper(level: Level, columns: Columns) -> Array:
+    """Returns the most live bytes of each candidate, with every value in its largest form."""
+    shares = [columns.share(column, is_upper=True) for column in level.columns]
+    totals = level.live_bytes @ np.reshape(shares, (len(level.columns), columns.count))
+    for moment, inner in level.inside.items():
+        totals[moment] += np.max([_upper(body, columns) for body in inner], 0)
+    return np.asarray(totals.max(0, initial=0.0))
+
+
 def _host_bytes(level: Level, columns: Columns) -> Array:
     """Returns the largest bytes of values in host memory at one moment, for each candidate."""
     rows = [index for index, column in enumerate(level.columns) if column.is_on_host]
@@ -236,7 +266,8 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
         of_group.append(columns.setdefault(column, len(columns)))
     stored, divided = sharded.traced.memory_plans[body].kept, sharded.traced.divided[body]
     spans = [*_gathered(sharded, ops, stored), *_summed(sharded, body, divided), *_worked(sharded, divided)]
-    spans += _row_major(sharded, divided) if is_tpu else ()
+    spans += (*_row_major(sharded, divided), *_windows(sharded, divided)) if is_tpu else ()
+    spans += _reduced(sharded, live, ops) if is_tpu and body is sharded.traced.graph.body else ()
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
@@ -326,6 +357,8 @@ def _summed(sharded: ShardedProgram, body: Body, divided: Sequence[tuple[int, Op
                 (value,) = op.outputs
                 column = _column(sharded, value)._replace(axes=shift.unchanged)
                 yield Span(index, max(index, last_loop), column, sharded.num_bytes(value))
+                words = math.prod(sharded.traced.graph.shape(value)) * WORD_BYTES
+                yield Span(index, index, column._replace(is_upper=True), words)
 
 
 def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
@@ -340,7 +373,7 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
         numbers, table = op.params["dimension_numbers"], op.outputs[0] if op.name in SCATTERS else op.inputs[0]
         indexed = numbers.scatter_dims_to_operand_dims if op.name in SCATTERS else numbers.start_index_map
         shape, column = sharded.traced.graph.shape(table), _column(sharded, table, is_tiled=True)
-        if column.tiled is None or len(shape) < 2 or shape[-1] >= LANES or len(shape) - 1 in indexed:
+        if column.tiled is None or len(shape) < 2 or shape[-1] % LANES == 0 or len(shape) - 1 in indexed:
             continue
         division, axes = sharded.division(op), column.tiled.axes
         for shift in division.partition.shifts if division.partition and op.name in SCATTERS else ():
@@ -348,7 +381,40 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
         if op.name == "gather" and division.operands is not None and division.operands.inputs[0] is not None:
             axes = sharded.masks_of(table, division.operands.inputs[0])
         tiled = column.tiled._replace(axes=axes, indexed=tuple(indexed))
-        yield Span(index, index, column._replace(axes=union(axes), tiled=tiled), sharded.num_bytes(table))
+        column, num_bytes = column._replace(axes=union(axes), tiled=tiled), sharded.num_bytes(table)
+        if shape[-1] < LANES:
+            yield Span(index, index, column, num_bytes)
+        yield Span(index, index, column._replace(is_upper=True), num_bytes)  # a copy to it from the last one
+
+
+def _windows(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
+    """Yields the windows of convolutions of activations, which only the upper estimate has."""
+    for index, op in divided:
+        if op.name != "conv_general_dilated" or sharded.is_batched(op.inputs[1]):
+            continue
+        value = max((op.inputs[0], op.outputs[0]), key=sharded.num_bytes)
+        width = max(
+            sharded.traced.graph.shape(op.inputs[1])[dim] for dim in op.params["dimension_numbers"].rhs_spec[2:]
+        )
+        column = _column(sharded, value, is_tiled=True)
+        if width > 1 and column.tiled is not None:
+            tiled = column.tiled._replace(window=width)
+            yield Span(index, index, column._replace(tiled=tiled, is_upper=True), sharded.num_bytes(value))
+
+
+def _reduced(sharded: ShardedProgram, live: Liveness, ops: Sequence[Op]) -> Iterator[Span]:
+    """Yields what the gradients of weights need in addition, which only the upper estimate has.
+
+    The compiler sums them in float32, holds a sum and its terms at once, and keeps a narrower copy of the weight.
+    """
+    for first, last, group in zip(live.first.tolist(), live.last.tolist(), live.group.tolist(), strict=True):
+        value = live.values[group]
+        column = _column(sharded, value)
+        if column.group == GRADIENTS and ops[first].name in CONTRACTIONS:
+            num_words = math.prod(sharded.traced.graph.shape(value))
+            is_narrow = sharded.num_bytes(value) < num_words * WORD_BYTES
+            num_bytes = (1 + is_narrow) * num_words * WORD_BYTES
+            yield Span(0, last, column._replace(is_upper=True), num_bytes)
 
 
 def _worked(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
@@ -384,8 +450,22 @@ def _new_column(sharded: ShardedProgram, value: int, *, is_tiled: bool) -> Colum
         is_layers = tuple(label is not None and label in traced.layer_labels for label in labels)
         itemsize = getattr(aval.dtype, "itemsize", WORD_BYTES)
         indexed = tuple(range(len(labels) - 1)) if labels in sharded.kernel_labels else ()
-        tiled = Tiled(traced.graph.shape(value), sharded.masks(value), is_batch, is_layers, itemsize, indexed=indexed)
+        spatial = tuple(dim for dim, label in enumerate(labels) if label in traced.spatial_labels)
+        tiled = Tiled(
+            traced.graph.shape(value), sharded.masks(value), is_batch, is_layers, itemsize, False, indexed, spatial
+        )
+        if not is_batched and is_table(labels, traced.looked_up):
+            lookups, axes = _lookups(sharded, labels)
+            tiled = tiled._replace(lookups=lookups, lookup_axes=axes)
     return Column(union(sharded.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group, tiled)
+
+
+def _lookups(sharded: ShardedProgram, labels: Labels) -> tuple[int, int]:
+    """Returns the largest number of rows that one operation looks up in a table, and the mesh axes that shard it."""
+    graph, gathers = sharded.traced.graph, sharded.traced.first_ops.get("gather", ())
+    indices = [op.inputs[1] for op in gathers if sharded.traced.sharding_keys[op.inputs[0]].labels == labels]
+    most = max(indices, key=lambda value: math.prod(graph.shape(value)), default=None)
+    return (1, 0) if most is None else (math.prod(graph.shape(most)), union(sharded.masks(most)))
 
 
 def _fullest(live_bytes: Array, rows: Array) -> list[int]:

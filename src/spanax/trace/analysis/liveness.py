@@ -13,7 +13,7 @@ import numpy as np
 
 from spanax.trace.analysis.fusion import ALIASES, Kept
 from spanax.trace.analysis.sharding_keys import ShardingKey
-from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.traced import Traced
 
 SCATTERS = ("scatter-add", "scatter_add")
@@ -115,7 +115,7 @@ def _last_reads(
     last, fused = dict(plan.last_reads(ops)), set[int]()
     for op in ops:
         for value in op.outputs:
-            if in_matmuls and value in plan.written and readers[value] == {"dot_general"}:
+            if in_matmuls and value in plan.written and readers[value] and readers[value] <= CONTRACTIONS:
                 fused.add(value)
                 last |= {operand: max(last.get(operand, 0), last.get(value, 0)) for operand in plan.sources(value)}
         if op.name in SCATTERS and op.params["dimension_numbers"].operand_batching_dims:

@@ -209,6 +209,16 @@ class StepAnalysis:
         return result
 
     @cached_property
+    def spatial_labels(self) -> frozenset[int | None]:
+        """Returns the classes of dims over which the windows of convolutions slide."""
+        values = [
+            (value, spec)
+            for op in self.first_ops.get("conv_general_dilated", ())
+            for value, spec in zip((op.inputs[0], op.outputs[0]), op.params["dimension_numbers"][::2], strict=True)
+        ]
+        return frozenset(self.axes.classes[value][dim] for value, spec in values for dim in spec[2:]) - {None}
+
+    @cached_property
     def score_keys(self) -> frozenset[Key]:
         """Returns the labels of attention scores and of similar contractions of two activations."""
         return score_keys(self.traced, self.op_groups, self.batch_labels)

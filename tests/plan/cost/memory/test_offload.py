@@ -87,7 +87,7 @@ def test_an_open_search_offloads_where_nothing_fits_otherwise() -> None:
     )
     machine = spanax.cluster("h100:8")
     searches = [spanax.search(deep, machine, offload=offload, top=999) for offload in (("optimizer",), ())]
-    leanest = [min(map(result.upper_bytes, result.candidates)) for result in searches]
+    leanest = [min(each.upper_bytes for each in result.candidates) for result in searches]
     assert leanest[0] < 0.8 * leanest[1]
     small = replace(machine, memory_bytes=sum(leanest) // 2)
     with pytest.raises(spanax.SpanaxError, match="no layout fits into the memory") as caught:

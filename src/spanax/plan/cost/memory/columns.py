@@ -21,6 +21,7 @@ class Column(NamedTuple):
       group: the index of their group of memory.
       tiled: what their padding depends on; None where they are not padded.
       is_on_host: they are in host memory.
+      is_upper: they may be live, which only the upper estimate assumes.
     """
 
     axes: int
@@ -30,6 +31,7 @@ class Column(NamedTuple):
     group: int
     tiled: Tiled | None = None
     is_on_host: bool = False
+    is_upper: bool = False
 
 
 class Columns:
@@ -47,22 +49,25 @@ class Columns:
         self._num_shards, self._scale, self._stages, self._in_flight = num_shards, scale, num_stages, in_flight
         self._fused, self._on_chip = fused_attention, on_chip
         self.count = scale.shape[0]
-        self._known: dict[Column, Array] = {}
+        self._known: dict[tuple[Column, bool], Array] = {}
         self._padded: dict[Tiled, tuple[Array, Array]] = {}
 
-    def share(self, column: Column) -> Array:
-        """Returns one number per candidate."""
-        if column not in self._known:
-            share = (0.0 if column.is_on_host else 1.0) / self._num_shards[column.axes]
+    def share(self, column: Column, *, is_upper: bool = False) -> Array:
+        """Returns one number per candidate; with `is_upper` of the largest form of the values."""
+        known = column, is_upper
+        if known not in self._known:
+            share = (0.0 if column.is_on_host or column.is_upper > is_upper else 1.0) / self._num_shards[column.axes]
             if column.is_batched:
                 share = share * self._scale * (self._in_flight if column.is_stacked else 1.0)
             if column.is_stacked:
                 share = share / self._stages
             if column.tiled is not None and self._on_chip is not None:
                 padded, unpadded = self._bytes(column.tiled)
+                if is_upper:
+                    padded = column.tiled.most_bytes(self._num_shards, self._scale, self._stages)
                 share = share * padded / unpadded
-            self._known[column] = share * (0.0 if column.is_score and self._fused else 1.0)
-        return self._known[column]
+            self._known[known] = share * (0.0 if column.is_score and self._fused else 1.0)
+        return self._known[known]
 
     def is_small(self, column: Column) -> Array:
         """Returns, per candidate, whether a value of the column may be in the memory on the chip.

@@ -34,6 +34,10 @@ class OnChip:
         share = small / np.maximum(total, 1.0)
         return 1 - share * np.minimum(small, self.num_bytes) / np.maximum(total, 1.0)
 
+    def most_in_main_memory(self, total: np.ndarray) -> np.ndarray:
+        """Returns the most live bytes that main memory stores: a tenth of those that take much less than the chip's."""
+        return np.clip(4 * total - 3 * self.num_bytes, total / 10, total)
+
     def free_share(self, total: np.ndarray) -> np.ndarray:
         """Returns the share of the memory on the chip that the live values of each candidate leave free."""
         return 1 - np.minimum(total / max(self.num_bytes, 1), 1.0)

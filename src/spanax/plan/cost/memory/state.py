@@ -91,7 +91,8 @@ def state_of(resolver: Resolver, offload: Sequence[str] = ()) -> State:
         if leaf.kind == "param":
             specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
         for kind, spec in specs.items():
-            row = kind, _argument(leaf, labels, as_masks(spec, bits), program.step.layer_labels, kind == "batch")
+            tiled = _argument(leaf, labels, as_masks(spec, bits), program.step.layer_labels, kind == "batch")
+            row = kind, tiled._replace(lookups=int(is_table(labels, program.step.looked_up)))
             rows[row] += leaf.num_bytes
             counts[row] += 1
     return State(
@@ -115,6 +116,19 @@ def _argument(leaf: Leaf, labels: Labels, axes: Masks, layers: Collection[int | 
         (*leaf.shape, *words), (*axes, *(0 for _ in words)), (*is_first, *no), (*is_layers, *no),
         WORD_BYTES if words else itemsize, is_argument=True,
     )  # fmt: skip
+
+
+def is_table(labels: Labels, looked_up: Collection[int | None]) -> bool:
+    """Returns whether a value without a batch is a table whose rows are looked up."""
+    return len(labels) == 2 and labels[0] in looked_up
+
+
+def table_copies(state: State, num_shards: Array, scale: Array, num_stages: Array) -> Array:
+    """Returns the bytes of the copies of tables and of their moments in which tables are updated."""
+    rows = zip(state.kind, state.tiled, state.counts, strict=True)
+    tables = [(tiled, count) for kind, tiled, count in rows if tiled.lookups and kind in ("param", "optimizer")]
+    copies = [count * tiled.copied_bytes(num_shards, scale, num_stages) for tiled, count in tables]
+    return np.sum([np.zeros(scale.shape), *copies], 0)
 
 
 def state_padding(state: State, num_shards: Array, scale: Array, num_stages: Array) -> Array:

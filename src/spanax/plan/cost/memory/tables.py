@@ -56,6 +56,10 @@ some collectives are asynchronous. Source: fitted to half of the programs below 
 tests/data/memory_cells.json."""
 
 
+UPPER_FACTOR, UPPER_PER_COLLECTIVE = 1.25, 8
+"""The largest factor between compiled tuples and their estimate, and the most further tuples of a collective."""
+
+
 def counted(sharded: ShardedProgram, live: Liveness, body: Body, ops: Sequence[Op]) -> Counts:
     """Returns the counts of one body, without the bodies in it."""
     is_scalar = np.asarray([not sharded.traced.graph.shape(value) for value in live.values], bool)[live.group]
@@ -95,7 +99,9 @@ def num_window_tuples(sums: Sequence[PartialSum], num_shards: np.ndarray, scale:
     return total
 
 
-def table_bytes(state: State, counts: Counts, free_share: np.ndarray, num_window_tuples: np.ndarray) -> np.ndarray:
+def table_bytes(
+    state: State, counts: Counts, free_share: np.ndarray, num_window_tuples: np.ndarray, *, is_upper: bool = False
+) -> np.ndarray:
     """Returns the main memory of all tuples and scalars of a program on every mesh.
 
     A parameter is updated on the chip, by a kernel with several outputs, if there is room for it; otherwise in main
@@ -106,7 +112,9 @@ def table_bytes(state: State, counts: Counts, free_share: np.ndarray, num_window
       counts: those of the program.
       free_share: the share of the memory on the chip that live values leave free.
       num_window_tuples: the tuples of sums that are scattered by permutes.
+      is_upper: whether to return an upper estimate.
     """
     copied = (COPIES * state.num_arrays + state.num_updated) * free_share
     tuples = PER_PROGRAM + PER_KERNEL * counts.kernels + PER_COLLECTIVE * counts.collectives
-    return SLOT_BYTES * (copied + tuples + counts.scalars + num_window_tuples)
+    total = copied + tuples + counts.scalars + num_window_tuples
+    return SLOT_BYTES * (UPPER_FACTOR * total + UPPER_PER_COLLECTIVE * counts.collectives if is_upper else total)

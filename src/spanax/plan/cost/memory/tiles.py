@@ -13,6 +13,15 @@ import numpy as np
 
 from spanax.plan.spmd.tiled_scatter import LANES, ROWS, WORD_BYTES
 
+FEW_EXAMPLES, COPIES = 4, 2
+"""Convolutions of at most so many examples on a device fold parts of an image into the batch: so many copies of each
+activation are live, and of the windows of a convolution, one for each column of its kernel. Source: convolutions
+compiled by libtpu 0.0.52 for v5e:2x4, docs/planning.md."""
+
+MOST_PADDING, MANY_LOOKUPS = 4, 2048
+"""The largest factor by which rows of a table are padded to lanes; any factor where a device looks up so many of them.
+Source: tables of 16 to 200 columns in such programs."""
+
 GRANULE_BYTES = 512
 """The allocation granularity of arrays."""
 
@@ -30,6 +39,10 @@ class Tiled(NamedTuple):
       itemsize: bytes per element.
       is_argument: whether any dim may be minor, as in an argument.
       indexed: dims that a gather or scatter indexes, which are not minor: each row of a table is contiguous.
+      spatial: dims over which the windows of convolutions slide, which are not minor in their operands.
+      window: the columns of the kernel, if the array stands for the windows of a convolution's operand; otherwise 0.
+      lookups: the rows of a table that are looked up, of all devices; 0 where the array is no table.
+      lookup_axes: the mesh axes that shard the lookups, as a mask.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +52,10 @@ class Tiled(NamedTuple):
     itemsize: int
     is_argument: bool = False
     indexed: tuple[int, ...] = ()
+    spatial: tuple[int, ...] = ()
+    window: int = 0
+    lookups: int = 0
+    lookup_axes: int = 0
 
     def local_dims(self, num_shards: Array, scale: Array, num_stages: Array) -> Array:
         """Returns the size of each dim on one device: an array (dim, candidate)."""
@@ -51,10 +68,34 @@ class Tiled(NamedTuple):
     def padded(self, num_shards: Array, scale: Array, num_stages: Array) -> tuple[Array, Array]:
         """Returns the bytes of the array on one device, with and without padding: one entry per candidate."""
         dims = self.local_dims(num_shards, scale, num_stages)
-        unpadded = dims.prod(0) * self.itemsize
-        barred = () if self.is_argument else [index for index, is_layers in enumerate(self.is_layers) if is_layers]
-        barred = barred if len(self.shape) - len(barred) > 1 else ()
-        return padded(dims, self.itemsize, barred, self.indexed), unpadded
+        result = padded(dims, self.itemsize, self._barred, (*self.indexed, *self.spatial))
+        if self.spatial:
+            examples = np.prod([dim for dim, is_batch in zip(dims, self.is_batch, strict=True) if is_batch], axis=0)
+            copies = COPIES * max(self.window, 1)
+            result = result * np.where(examples <= FEW_EXAMPLES, copies, 0.0 if self.window else 1.0)
+        return result, dims.prod(0) * self.itemsize
+
+    def most_bytes(self, num_shards: Array, scale: Array, num_stages: Array) -> Array:
+        """Returns the most bytes of the array on one device: with rows padded to lanes if they are looked up."""
+        if not self.lookups:
+            return self.padded(num_shards, scale, num_stages)[0]
+        rows, columns = self.local_dims(num_shards, scale, num_stages)
+        lanes = _round_up(columns, LANES)
+        is_padded = (lanes <= MOST_PADDING * columns) | (
+            self.lookups / num_shards[self.lookup_axes] * scale >= MANY_LOOKUPS
+        )
+        return rows * np.where(is_padded, lanes, columns) * WORD_BYTES
+
+    def copied_bytes(self, num_shards: Array, scale: Array, num_stages: Array) -> Array:
+        """Returns the bytes of a copy of a table with padded rows, in which it is updated if rows are not doubled."""
+        rows, columns = self.local_dims(num_shards, scale, num_stages)
+        lanes = _round_up(columns, LANES)
+        return np.where((lanes > columns) & (lanes < 2 * columns), rows * lanes * WORD_BYTES, 0.0)
+
+    @property
+    def _barred(self) -> Sequence[int]:
+        layers = [index for index, is_layers in enumerate(self.is_layers) if is_layers and not self.is_argument]
+        return layers if len(self.shape) - len(layers) > 1 else ()
 
 
 def padded(dims: Array, itemsize: int, barred: Sequence[int] = (), indexed: Sequence[int] = ()) -> Array:
