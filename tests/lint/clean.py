@@ -72,6 +72,9 @@ NEAR: dict[str, Near] = {
     "an axis of one device": Near("SPX002", planned(model, "gpt2", on="v5e:2x4", mesh="x=8,y=1", layout=own_layout())),
     "an axis that shards the sequence": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
     "3 % more FLOPs": Near("SPX003", reported(wide, on="a100:8", layout="data", flops=1.03)),
+    "57 % more FLOPs of convolutions": Near(
+        "SPX003", reported(functools.partial(programs.zoo_program, "cnn"), on="v5e:2x4", layout="data", flops=1.57)
+    ),
     "ZeRO-1": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="zero1")),
     "a fully replicated state": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
     "a pin that takes effect": Near(

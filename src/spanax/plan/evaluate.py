@@ -29,6 +29,7 @@ from spanax.plan.prediction import Prediction
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES
+from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -70,15 +71,8 @@ class LayoutCosts:
         """The cost terms."""
         if self.equal is not None:
             return self.equal.terms
-        late = deferred_reductions(self.sharded)
-        cluster = self.cluster
-        return count_terms(
-            self.sharded,
-            adds_first=cluster.adds_first,
-            narrows_first=cluster.narrows_first,
-            expands_ragged=cluster.expands_ragged,
-            late=late,
-        )
+        compiler, late = Compiler.of(self.cluster), deferred_reductions(self.sharded)
+        return count_terms(self.sharded, compiler=compiler, late=late)
 
     @cached_property
     def level(self) -> Level:
@@ -114,7 +108,7 @@ class Evaluation:
       plan: the plan.
       cluster: the devices.
       assumptions: constants that are not in data sheets.
-      adds_first: whether the compiler adds partial sums before it all-reduces them, as in `count_terms`.
+      adds_first: whether the compiler adds partial sums before it all-reduces them, as in `Compiler`.
     """
 
     program: Program
@@ -170,17 +164,8 @@ class Evaluation:
     @cached_property
     def terms(self) -> Terms:
         """The cost terms of `step`."""
-        narrows_first = self.adds_first and self.cluster.narrows_first  # both only in final programs
-        late = unreduced(self.step, self.plan.schedule)
-        expands_ragged = not self.adds_first  # other programs are compiled for simulated devices
-        return count_terms(
-            self.step,
-            adds_first=self.adds_first,
-            narrows_first=narrows_first,
-            is_tpu_program=narrows_first,
-            expands_ragged=expands_ragged,
-            late=late,
-        )
+        compiler = Compiler.of_program(self.cluster, adds_first=self.adds_first)
+        return count_terms(self.step, compiler=compiler, late=unreduced(self.step, self.plan.schedule))
 
     @property
     def matmul_flops(self) -> float:
@@ -313,8 +298,7 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     if path is not None:
         values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
-    cluster = search.cluster
-    terms = count_terms(sharded, values, adds_first=cluster.adds_first, narrows_first=cluster.narrows_first)
+    terms = count_terms(sharded, values, compiler=Compiler.of(search.cluster))
     moved = terms.moved_bytes(
         mesh,
         scale=search.batch_size / program.batch_size / candidate.microbatches,

@@ -14,6 +14,7 @@ import spanax
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.presets import layout_named
 from spanax.plan.sharding.resolve import resolve
+from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import KINDS, Collectives, Matmuls, Terms, table
@@ -103,7 +104,10 @@ class Shared(nnx.Module):
 
 def test_a_compiler_that_adds_first_reduces_a_shared_gradient_once() -> None:
     program, mesh = traced(Shared), MeshShape.of("data=4")
-    twice, once = (counted(program, "data", "data=4", adds_first=first).moved_bytes(mesh) for first in (False, True))
+    twice, once = (
+        counted(program, "data", "data=4", compiler=Compiler(adds_first=first)).moved_bytes(mesh)
+        for first in (False, True)
+    )
     assert twice["all-reduce", "data"] - once["all-reduce", "data"] == 4 * WIDTH**2
 
 
@@ -123,7 +127,7 @@ def test_sums_that_are_converted_before_they_are_added_are_reduced_one_by_one(
         build=Converted, optimizer=optax.sgd(0.1), batch=batch, loss=lambda model, x: (model(x) ** 2).mean(),
         compute_dtype="bfloat16",
     )  # fmt: skip
-    terms = counted(program, "data", "data=4", adds_first=True, narrows_first=narrows_first)
+    terms = counted(program, "data", "data=4", compiler=Compiler(adds_first=True, narrows_first=narrows_first))
     moved = terms.moved_bytes(MeshShape.of("data=4"))["all-reduce", "data"]
     assert moved == num_bytes * WIDTH**2 + 4  # and the loss
 
@@ -156,7 +160,8 @@ def test_tpus_all_reduce_the_narrower_copy_of_a_sum():
     )
     mesh = MeshShape.of("data=4")
     moved = {
-        first: counted(program, "data", "data=4", narrows_first=first).moved_bytes(mesh) for first in (False, True)
+        first: counted(program, "data", "data=4", compiler=Compiler(narrows_first=first)).moved_bytes(mesh)
+        for first in (False, True)
     }
     full, narrow = moved[False]["all-reduce", "data"], moved[True]["all-reduce", "data"]
     assert full - narrow == 8 * 4 * 2, "of the weight alone: the loss remains float32"

@@ -12,6 +12,7 @@ import zoo
 from programs import zoo_program
 from spanax.plan.evaluate import evaluate
 from spanax.plan.place import resolver_of
+from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
@@ -29,7 +30,7 @@ def test_partial_sums_that_are_added_are_reduced_once() -> None:
     program, config = zoo_program("llama"), zoo.LLAMA
     item = 16 // 2 * config.seq_len * config.embed_dim * 4
     apart = moved(program, "tensor", "data=2,model=4")
-    joined = moved(program, "tensor", "data=2,model=4", adds_first=True)
+    joined = moved(program, "tensor", "data=2,model=4", compiler=Compiler(adds_first=True))
     assert apart["all-reduce", "model"] - joined["all-reduce", "model"] == config.num_layers * (2 + 1) * item
     assert {key: size for key, size in apart.items() if key != ("all-reduce", "model")} == {
         key: size for key, size in joined.items() if key != ("all-reduce", "model")
@@ -55,7 +56,7 @@ def test_a_partial_sum_added_to_a_full_value_is_not_deferred() -> None:
     )  # fmt: skip
     assert any(len(values) == 2 for meeting in program.step.gradient_sums for values, _ in meeting.occurrences)
     for layout, mesh in (("tensor", "model=8"), ("data", "data=8")):
-        assert moved(program, layout, mesh) == moved(program, layout, mesh, adds_first=True)
+        assert moved(program, layout, mesh) == moved(program, layout, mesh, compiler=Compiler(adds_first=True))
 
 
 def test_the_deferred_sum_of_a_tied_weight_is_counted_once() -> None:
@@ -77,13 +78,14 @@ def test_the_deferred_sum_of_a_tied_weight_is_counted_once() -> None:
     laid = ShardedProgram(resolver_of(program, plan), program.step)
     size = WIDTH * HIDDEN * 4
     apart, joined = (
-        count_terms(laid, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
+        count_terms(laid, compiler=Compiler(adds_first=adds)).moved_bytes(plan.mesh)["all-reduce", "data"]
+        for adds in (False, True)
     )
     assert apart - joined == size
     for leaf, saved in (("embed.kernel", size), ("body.kernel", 0)):
         only = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(leaf))
         of_leaf = [
-            count_terms(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"]
+            count_terms(laid, only, compiler=Compiler(adds_first=adds)).moved_bytes(plan.mesh)["all-reduce", "data"]
             for adds in (False, True)
         ]
         assert of_leaf[0] - of_leaf[1] == saved and of_leaf[1] > 0
@@ -103,7 +105,10 @@ def test_a_sum_over_many_parameters_does_not_recurse() -> None:
         build=Many, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    assert program.step.gradient_sums and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
+    assert (
+        program.step.gradient_sums
+        and moved(program, "data", "data=8", compiler=Compiler(adds_first=True))["all-reduce", "data"] > 0
+    )
 
 
 def test_a_deferred_sum_needs_no_extra_all_reduce() -> None:
@@ -122,6 +127,8 @@ def test_a_deferred_sum_needs_no_extra_all_reduce() -> None:
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     plan = spanax.plan(program, spanax.cluster("a100:8"), layout="data")
-    moves = count_terms(ShardedProgram(resolver_of(program, plan), program.step), adds_first=True).collectives
+    moves = count_terms(
+        ShardedProgram(resolver_of(program, plan), program.step), compiler=Compiler(adds_first=True)
+    ).collectives
     assert (moves.runs > 0).all()
     assert evaluate(program, plan, spanax.cluster("a100:8")).candidate.step_seconds > 0

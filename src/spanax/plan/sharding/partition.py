@@ -152,7 +152,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
         elif target is not None:
             work |= axis
             result[target] |= axis
-    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), requested, is_eager=True)
+    shifts = _merged(shifts) + reductions(op.outputs[0], partial, tuple(result), requested, is_eager=True)
     return PartitionedOp(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
 
 
@@ -235,7 +235,7 @@ def _other(
     partial = union(summed)
     used = partial | union(result)
     result = [mask | (target & ~used) for mask, target in zip(result, requested, strict=True)]
-    shifts += _finished(op.outputs[0], summed, tuple(result), requested)
+    shifts += reductions(op.outputs[0], summed, tuple(result), requested)
     return PartitionedOp(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
 
@@ -252,10 +252,10 @@ def _same_dim(
     return next((dim for dim in dims if requested[dim] & mask), dims[-1] if dims else None)
 
 
-def _finished(
+def reductions(
     value: int, partials: Sequence[int], result: Masks, requested: Masks, *, is_eager: bool = False
 ) -> list[Reshard]:
-    """Reduces partial sums, by reduce-scatter where the result is sharded so; then reshards the result.
+    """Returns the reductions of partial sums, by reduce-scatter where the result is sharded so, and its reshards.
 
     The compiler reduces over one dim after another, the last first. A contraction's sum over some axes that is then
     sharded over others is `is_eager`: it is scattered before the rest is reduced.

@@ -7,9 +7,8 @@ from typing import Any
 
 from spanax.plan.sharding.partition import PartitionedOp, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.plan.spmd.tpu_kernels import KernelMatmul
 from spanax.trace.analysis.op_groups import OpGroup, executed_flops, num_groups
-from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
+from spanax.trace.jaxpr.graph import RAGGED, Op
 
 
 def matmul_row(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
@@ -43,27 +42,6 @@ def matmul_row(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> t
         [sharded.is_batched(value) for value in values],
         dtype_name(graph.avals[lhs].dtype),
         [traced.sharding_keys[value].labels in traced.score_labels for value in values],
-        False,
-    )
-
-
-def kernel_row(graph: Graph, op: Op, matmul: KernelMatmul, work: int) -> tuple[Any, ...]:
-    """Returns the row of `Matmuls` of a matmul in the expansion of an operation, as `matmul_row`.
-
-    Its operands are those of the operation; coefficients and inverses are computed where they are used.
-    """
-    values = (op.inputs[0], op.inputs[-1], op.outputs[0])
-    return (
-        matmul.flops,
-        work,
-        [matmul.rows, matmul.columns, matmul.summed, 1],
-        [work, 0, 0, 0],
-        0,
-        [graph.num_bytes(value) for value in values],
-        [work] * 3,
-        [True] * 3,
-        dtype_name(graph.avals[op.outputs[0]].dtype),
-        [False] * 3,
         False,
     )
 

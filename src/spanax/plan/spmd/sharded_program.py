@@ -106,6 +106,11 @@ class ShardedProgram:
         """Returns mesh axes as a mask."""
         return sum(self._bits[axis] for axis in axes)
 
+    def ways(self, mask: int) -> int:
+        """Returns the number of devices along mesh axes."""
+        mesh = self.resolver.mesh
+        return mesh.ways([axis for bit, axis in enumerate(mesh.names) if mask >> bit & 1])
+
     def is_batched(self, value: int) -> bool:
         """Returns whether a value grows with the batch."""
         return not self.traced.batch_labels.isdisjoint(self.traced.sharding_keys[value].labels)

@@ -110,6 +110,45 @@ def merged_leading(array: Any, has: Sequence[str], left: Sequence[str]) -> Any:
     return array.reshape(-1, *array.shape[len(reduced) :])
 
 
+def scatters(spec: Sequence[Sequence[str]], summed: Sequence[str]) -> bool:
+    """Returns whether scattering sums over axes can shard a value like `spec`: they are the innermost of each dim."""
+    parts = [[axis in summed for axis in by] for by in spec]
+    return any(map(any, parts)) and all(part == sorted(part) for part in parts)
+
+
+def scattered_sum(
+    array: Any, summed: Sequence[str], spec: Sequence[str | Sequence[str]], mesh: Mesh, manual: frozenset[str]
+) -> Any:
+    """Returns partial sums, reduced over their first dim and sharded like `spec`, by explicit reduce-scatters.
+
+    For a sum under a sharding constraint, compilers may all-reduce the whole value and slice it.
+    """
+    names = [tuple(axis for axis in ((by,) if isinstance(by, str) else by) if axis not in manual) for by in spec]
+    before = [tuple(axis for axis in by if axis not in summed) for by in names]
+
+    def local_sum(terms: Any) -> Any:
+        result, remaining = terms[0], set(summed)
+        for dim, by in enumerate(names):
+            if axes := tuple(axis for axis in by if axis in summed):
+                result = _scattered(result, dim, axes, math.prod(mesh.shape[axis] for axis in axes))
+                remaining -= set(axes)
+        return jax.lax.psum(result, tuple(axis for axis in summed if axis in remaining)) if remaining else result
+
+    in_spec, out_spec = PartitionSpec(tuple(summed), *before), PartitionSpec(*names)
+    mesh_argument: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
+    return jax.shard_map(local_sum, in_specs=in_spec, out_specs=out_spec, check_vma=False, **mesh_argument)(array)
+
+
+def _scattered(array: Any, dim: int, axes: tuple[str, ...], count: int) -> Any:
+    """Returns the sum of an array over devices, of which each has one of `count` parts along a dim.
+
+    The parts are stacked along a first dim: a TPU's compiler scatters no parts of the tiles that the last dims form.
+    """
+    shape = array.shape
+    parts = jnp.moveaxis(array.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), dim, 0)
+    return jax.lax.psum_scatter(parts, axes, scatter_dimension=0, tiled=False)
+
+
 def leading_after_stacked(array: Any, axes: Sequence[str]) -> Any:
     """Moves leading dims after the stacked dim: the layout of operands and results of a loop."""
     return jnp.moveaxis(array, range(len(axes)), range(1, len(axes) + 1)) if axes else array

@@ -30,6 +30,8 @@ from spanax.step.replay.partial_sums import (
     leading_after_stacked,
     leading_before_stacked,
     merged_leading,
+    scattered_sum,
+    scatters,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
@@ -200,10 +202,13 @@ class Replay:
         if axes == left:
             return array
         summed = tuple(axis for axis in axes if axis not in left)
-        if constraint is not None:  # reduce-scatter: the result is sharded over the same axes
+        array = merged_leading(array, axes, left)
+        if constraint is not None and not constraint.is_open and scatters(constraint.spec, summed):
+            return scattered_sum(array, summed, (*left, *constraint.spec), self.mesh, self.manual)
+        if constraint is not None:  # the dim of partial sums has the axes until they are reduced
             spec = tuple(tuple(axis for axis in by if axis not in summed) for by in constraint.spec)
             constraint = replace(constraint, spec=spec)
-        array = self.constrained(merged_leading(array, axes, left), constraint, (summed, *left))
+        array = self.constrained(array, constraint, (summed, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 
     def _shape(self, value: int) -> tuple[int, ...]:
