@@ -20,7 +20,7 @@ from spanax.interop.configs import CONFIG, read_config
 from spanax.interop.family import members
 from spanax.interop.mapping import Array, TensorMatch, arrays_of, match_tensors
 from spanax.interop.safetensors import Tensor, tensors
-from spanax.models.imported import MODELS, shaped
+from spanax.models.imported import MODELS, workload_of
 from spanax.run.state import weights
 from spanax.units import count_text
 
@@ -174,7 +174,7 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
 def _plan(model: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
     """Returns the plan of the parameters on a single device, in the dtypes of the checkpoint."""
     sizes = {} if model == "vit" else {"seq_len": min(config.seq_len, 128)}
-    program = shaped(model, config, folder, batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
+    program = workload_of(model, config, folder)(batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
     plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
     leaves = [
         replace(leaf, dtype=dtype, local_bytes=math.prod(leaf.local_shape) * np.dtype(dtype).itemsize)
