@@ -84,8 +84,8 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "no name": ({"a": 3, "b": "one.safetensors"}, "is not a safetensors file in its folder"),
     "nothing": ({}, "not a table of tensors"),
     "a list": (["a"], "not a table of tensors"),
-    "one tensor too few": ({"a": "one.safetensors"}, "has the tensor 'b'"),
-    "one too many": ({name: "one.safetensors" for name in "abc"}, "1 tensors are not in the files"),
+    "one tensor too few": ({"a": "one.safetensors"}, "differ in 1 tensors"),
+    "one too many": ({name: "one.safetensors" for name in "abc"}, "differ in 1 tensors"),
 }
 
 

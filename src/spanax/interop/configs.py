@@ -86,12 +86,13 @@ def family_of(kind: str, config: Any) -> Family:
     keys = sorted({key for family in members(candidates[0].model) for key in family.implies})
     defaults = {key: getattr(type(config), key) for key in keys}
     settings = {key: getattr(config, key) for key in keys}
-    for family in candidates:
-        if defaults | dict(family.implies) == settings:
+    matches = [family for family in members(candidates[0].model) if defaults | dict(family.implies) == settings]
+    for family in matches:
+        if family in candidates:
             return family
     changed = ", ".join(f"{key}={settings[key]}" for key in keys if settings[key] != defaults[key])
-    what = f"no model of transformers for '{kind}' has {changed or 'the default settings'}."
-    raise WorkloadError(what, fix=f"--as {candidates[0].model}, with the settings of one of its models")
+    fix = f"--as {matches[0].name}" if matches else "the settings of one model of transformers"
+    raise WorkloadError(f"the settings of the model are not those of '{kind}'.", where=changed, fix=fix)
 
 
 def _model_config(path: Path, family: Family, config: Mapping[str, Any]) -> Any:

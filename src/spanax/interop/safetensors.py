@@ -80,20 +80,12 @@ def _indexed(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors of the files that an index lists."""
     path = inside(folder / INDEX, folder)
     listed = parse_index(partial(read_bytes, path), path)
-    by_name: dict[str, Tensor] = {}
-    for name in dict.fromkeys(listed.values()):
-        for tensor, tensor_entry in _header(inside(folder / name, folder)).items():
-            if listed.get(tensor) != name:
-                where = f"'{INDEX}' lists it in '{listed.get(tensor)}'" if tensor in listed else f"not in '{INDEX}'"
-                raise WeightsError(f"'{name}' has the tensor '{tensor[:200]}'.", where=where)
-            by_name[tensor] = tensor_entry
-    missing = [tensor for tensor in listed if tensor not in by_name]
-    if missing:
-        raise WeightsError(
-            f"{len(missing)} tensors are not in the files that '{INDEX}' lists.",
-            where=", ".join(f"{tensor[:100]} in {listed[tensor][:100]}" for tensor in missing[:3]),
-        )
-    return by_name
+    headers = {name: _header(inside(folder / name, folder)) for name in dict.fromkeys(listed.values())}
+    differ = listed.items() ^ {(tensor, name) for name, header in headers.items() for tensor in header}
+    if differ:
+        where = ", ".join(f"{tensor[:100]} in {name[:100]}" for tensor, name in sorted(differ)[:3])
+        raise WeightsError(f"the index '{path}' and its files differ in {len(differ)} tensors.", where=where)
+    return {tensor: entry for header in headers.values() for tensor, entry in header.items()}
 
 
 def inside(path: Path, folder: Path) -> Path:
