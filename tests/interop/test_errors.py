@@ -147,6 +147,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "exported, and nobody says what it is": exported("gpt2", dtype=None),
     "exported as what it is not": exported("gpt2", workload="gpt-nano"),
     "exported of another kind": exported("gpt2", workload="llama-nano"),
+    "exported as another of its kind": exported("qwen3", workload="llama-nano"),
     "exported of no kind": exported("gpt2", workload="resnet-nano"),
     "exported with an empty config.json": exported_with(""),
     "exported with a config.json of another shape": exported_with("[]"),

@@ -43,6 +43,7 @@ def theirs(name: str) -> tuple[str, Any]:
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes)),
         "qwen2, tied": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=32)),
+        "gemma": lambda: t.GemmaForCausalLM(t.GemmaConfig(**sizes, head_dim=32)),
         "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, num_attention_heads=6, num_labels=7)),
     }
     torch.manual_seed(1)
@@ -73,7 +74,7 @@ def begun(folder: Path) -> spanax.Run:
     return spanax.start(program, plan, init=folder)
 
 
-NAMES = ["gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "qwen2, tied", "qwen3", "vit"]
+NAMES = ["gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "qwen2, tied", "qwen3", "gemma", "vit"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from spanax.interop.configs import config_json
-from spanax.interop.families import family
+from spanax.interop.family import families
 from spanax.interop.hf_import import params_of
+from spanax.interop.mapping import arrays_of
 from spanax.interop.safetensors import Writer
-from spanax.interop.tensor_matching import arrays_of
 from spanax.models.gpt import GPTConfig
 from spanax.train.state.weights import MIN_BATCH_BYTES
 
@@ -38,12 +38,12 @@ OVERHEAD_BYTES = 20 << 20
 
 def written(folder: Path, config: GPTConfig) -> int:
     """Random weights of a GPT-2, one tensor at a time; returns the bytes of the largest."""
-    arrays = arrays_of(family("gpt2"), params_of("gpt2", config))
+    arrays = arrays_of(families()["gpt2"], params_of("gpt2", config))
     listed = {
         name: SimpleNamespace(shape=array.tensor_shape, dtype="float32") for array in arrays for name in array.names
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_json(family("gpt2"), config, "float32")))
+    (folder / "config.json").write_text(json.dumps(config_json(families()["gpt2"], config, "float32")))
     rng = np.random.default_rng(0)
     with Writer(folder / "model.safetensors", listed) as file:
         for name, tensor in listed.items():

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from spanax.errors import DataError
 from spanax.interop import import_weights
-from spanax.interop.safetensors import INDEX, SINGLE, Tensor, Writer, order, tensors
+from spanax.interop.safetensors import INDEX, SINGLE, Writer, tensors
 
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -84,8 +84,8 @@ INDEXES: dict[str, tuple[Any, str]] = {
     "no name": ({"a": 3, "b": "one.safetensors"}, "is not a safetensors file in its folder"),
     "nothing": ({}, "not a table of tensors"),
     "a list": (["a"], "not a table of tensors"),
-    "one tensor too few": ({"a": "one.safetensors"}, "has the tensor 'b'"),
-    "one too many": ({name: "one.safetensors" for name in "abc"}, "1 tensors are not in the files"),
+    "one tensor too few": ({"a": "one.safetensors"}, "differ in 1 tensors"),
+    "one too many": ({name: "one.safetensors" for name in "abc"}, "differ in 1 tensors"),
 }
 
 
@@ -163,14 +163,11 @@ def test_a_file_that_is_truncated_raises(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(two({}))
     by_name = tensors(tmp_path)
     os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 4)
-    assert by_name["a"].read().tolist() == [0, 0]
-    with pytest.raises(DataError, match="was truncated"):
+    with pytest.raises(DataError, match="not fully covered"):
         by_name["b"].read()
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
-)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool"])
 def test_every_dtype_is_restored(dtype: str, tmp_path: Path) -> None:
     expected = np.arange(6).reshape(3, 2).astype(dtype)
     with Writer(tmp_path / SINGLE, {"a": expected, "none": expected[:0], "one": expected[0, 1]}) as file:
@@ -187,11 +184,7 @@ def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
         for name, dtype in {"z": "float32", "é": "float16", "b": "float32", "c": "uint8", "d": "int64"}.items()
     }
     with Writer(tmp_path / "ours", arrays) as file:
-        for name in order(arrays):
+        for name in arrays:
             file.put(name, arrays[name])
     save_file(arrays, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_a_tensor_knows_its_size() -> None:
-    assert Tensor(Path("x"), "bfloat16", (3, 5), 0).num_bytes == 30

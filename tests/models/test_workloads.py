@@ -19,9 +19,11 @@ def shapes(workload: spanax.Workload) -> dict[str, tuple[int, ...]]:
     return {leaf.path: leaf.shape for leaf in (*program.leaves, *program.batch)}
 
 
-@pytest.mark.slow
 def test_the_page_lists_every_workload_as_it_is():
-    """Name, parameters and the sizes of a batch in each row of the table."""
+    """Name, parameters and the sizes of a batch in each row of the table.
+
+    Its numbers are published: by Hugging Face for GPT-2, Llama, Qwen and DDPM, torchvision and timm for images.
+    """
     result = {}
     for name in WORKLOADS:
         workload = load(name)
@@ -32,6 +34,12 @@ def test_the_page_lists_every_workload_as_it_is():
     rows = re.findall(r"^\| `(.+?)` \| .*? \| ([\d,]+) \| (\d+) of ([\d,]+)", PAGE.read_text(), re.MULTILINE)
     number = lambda text: int(text.replace(",", ""))  # noqa: E731
     assert {name: tuple(map(number, numbers)) for name, *numbers in rows} == result
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "vit-1b", pytest.param("resnet50", marks=pytest.mark.slow)])
+def test_every_dim_of_a_workload_has_an_axis(name):
+    axes = load(name).trace(learning_rate=1e-4, num_steps=10).step.axes
+    assert axes.coverage == 1.0 and not axes.unknown
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

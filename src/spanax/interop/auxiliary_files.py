@@ -10,7 +10,7 @@ from typing import Any
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED, MODEL, MODEL_FILE_BYTES, Name
-from spanax.errors import EntryError, InUseError, WeightsError, WriteError, first_line
+from spanax.errors import EntryError, InUseError, WeightsError, WorkloadError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
 
 
@@ -88,3 +88,21 @@ def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
+
+
+def read_imported(folder: Path) -> dict[str, Any]:
+    """Reads the config.json that was imported with the weights of a folder.
+
+    Raises:
+      SpanaxError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        config = parse_json(Folder.of(folder).read(IMPORTED[0]))
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except EntryError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f"cannot read '{folder / IMPORTED[0]}', which was imported with the weights."
+        raise WorkloadError(what, where=first_line(error), fix="import the weights again") from None
+    return config

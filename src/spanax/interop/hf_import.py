@@ -17,11 +17,10 @@ from spanax.entries.local_path import local_path
 from spanax.errors import UnknownNameError, WeightsError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
 from spanax.interop.configs import CONFIG, read_config
-from spanax.interop.dims import write_array
-from spanax.interop.families import family
+from spanax.interop.family import members
+from spanax.interop.mapping import Array, TensorMatch, arrays_of, match_tensors
 from spanax.interop.safetensors import Tensor, tensors
-from spanax.interop.tensor_matching import Array, TensorMatch, arrays_of, match_tensors
-from spanax.models.imported import MODELS, shaped
+from spanax.models.imported import MODELS, workload_of
 from spanax.train.state import weights
 from spanax.units import count_text
 
@@ -74,7 +73,8 @@ def import_weights(
 
     Args:
       source: a folder with safetensors and config.json, or a safetensors file in a folder with its config.json.
-      kind: the name of the family: `gpt2`, `llama` (Llama, Qwen2, Qwen3, Mistral without a window) or `vit`.
+      kind: the name of a family: `gpt2`, `vit`, `llama` (any of those that follow), `mistral` (without a window),
+        `qwen2`, `qwen3` or `gemma`.
       out: the folder to create, for `spanax train OUT`, `--init OUT` or `spanax.start(..., init=OUT)`.
       dtype: float32, bfloat16 or float16 to replace the dtype of the tensors.
 
@@ -91,29 +91,32 @@ def import_weights(
       spanax.errors.MissingFileError: '...' has no safetensors files. [SPX503]
         fix: a folder with model.safetensors and config.json
     """
-    tables, source, out = family(kind), local_path(source), local_path(out)
+    source, out = local_path(source), local_path(out)
+    members(kind)  # raises before files are read
     check_dtype(dtype)
     stored = tensors(source)
     folder = source if source.is_dir() else source.parent
-    config = read_config(folder, kind, tables)
+    family, config = read_config(folder, kind)
     if config.num_layers > len(stored):
         what = f"'{folder / CONFIG}' describes {config.num_layers:,} layers, but there are only {len(stored)} tensors."
         raise WeightsError(what, fix="use the config.json of these weights")
-    arrays = arrays_of(tables, params_of(kind, config))
-    match = match_tensors(tables, arrays, stored, str(source))
-    if match.twice:
-        _check_equal(stored[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
+    arrays = arrays_of(family, params_of(family.model, config))
+    match = match_tensors(family, arrays, stored, str(source))
+    for name in match.twice:
+        _check_equal(stored[name], match.tensors[family.tied[1]])
     dtypes = _dtypes(arrays, match, dtype)
     parts = {
-        array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_read_array, array, match, dtypes))
+        array.path: weights.Part(
+            array.shape, np.dtype(dtypes[array.stacked]), partial(_read_array, array, match, dtypes[array.stacked])
+        )
         for array in arrays
     }
     accompanying = auxiliary_files(folder)
     with writing(out):
         for path in accompanying:
             shutil.copyfile(path, out / path.name)
-        write_model(out, kind, asdict(config), is_bare=match.is_bare, twice=match.twice)
-        plan = _plan(kind, config, out, dtypes)
+        write_model(out, family.model, asdict(config), is_bare=match.is_bare, twice=match.twice)
+        plan = _plan(family.model, config, out, dtypes)
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": kind, "from": source.name}})
     num_params = sum(math.prod(array.shape) for array in arrays)
     dtype_names = tuple(sorted(set(dtypes.values())))
@@ -131,62 +134,61 @@ def check_dtype(dtype: str | None) -> None:
         raise UnknownNameError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
 
 
-def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
+def params_of(model: str, config: Any) -> dict[str, tuple[int, ...]]:
     """Returns the parameter shapes of a model by path; blocks are stacked."""
-    model = nnx.eval_shape(lambda: MODELS[kind][0](config, nnx.Rngs(0)))
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    built = nnx.eval_shape(lambda: MODELS[model][0](config, nnx.Rngs(0)))
+    flat = nnx.to_flat_state(nnx.state(built, nnx.Param))
     return {".".join(map(str, path)): tuple(value.shape) for path, value in flat}
 
 
-def _read_array(array: Array, match: TensorMatch, dtypes: Mapping[str, str]) -> np.ndarray:
+def _read_array(array: Array, match: TensorMatch, dtype: str) -> np.ndarray:
     """Reads the tensors of an array."""
-    values = np.empty(array.shape, dtypes[array.path])
-    for index, name in enumerate(array.names):
-        write_array(array.weight.dims, match.tensors[name].read(), values, index)
+    values = np.empty(array.shape, dtype)
+    for name, view in array.views(values):
+        view[...] = match.tensors[name].read().reshape(view.shape)
     return values
 
 
 def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[str, str]:
-    """Returns the dtype of each array by path: `dtype`, or else that of its tensors, which must agree over layers.
+    """Returns the dtype of each array by stacked path: `dtype`, or else that of its tensors, which must agree.
 
     Raises:
       DataError: the dtypes of the tensors differ.
     """
-    dtype_by_name: dict[str, str] = {}
-    first_by_path: dict[str, tuple[str, str]] = {}
+    dtypes: dict[str, str] = {}
+    first: dict[str, str] = {}
     for array in arrays:
         for name in array.names:
-            first, known = first_by_path.setdefault(array.weight.path, (name, match.tensors[name].dtype))
-            if dtype is None and match.tensors[name].dtype != known:
+            tensor_dtype = dtype or match.tensors[name].dtype
+            known = dtypes.setdefault(array.stacked, tensor_dtype)
+            first.setdefault(array.stacked, name)
+            if tensor_dtype != known:
                 raise WeightsError(
-                    f"'{name}' is {match.tensors[name].dtype}, and '{first}' is {known}.",
+                    f"'{name}' is {tensor_dtype}, and '{first[array.stacked]}' is {known}.",
                     where="the layers are stacked into one array",
                     fix=f"--dtype {DTYPES[0]}",
                 )
-        dtype_by_name[array.path] = dtype or first_by_path[array.weight.path][1]
-    return dtype_by_name
+    return dtypes
 
 
-def _plan(kind: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
+def _plan(model: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
     """Returns the plan of the parameters on a single device, in the dtypes of the checkpoint."""
-    sizes = {} if kind == "vit" else {"seq_len": min(config.seq_len, 128)}
-    program = shaped(kind, config, folder, batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
+    sizes = {} if model == "vit" else {"seq_len": min(config.seq_len, 128)}
+    program = workload_of(model, config, folder)(batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
     plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
-    by_path = {".".join(part for part in path.split(".") if not part.isdigit()): name for path, name in dtypes.items()}
     leaves = [
         replace(leaf, dtype=dtype, local_bytes=math.prod(leaf.local_shape) * np.dtype(dtype).itemsize)
         for leaf in plan.leaves
-        if (dtype := by_path.get(leaf.path)) is not None
+        if (dtype := dtypes.get(leaf.path)) is not None
     ]
     return replace(plan, leaves=tuple(leaves), batch=(), why="as imported")
 
 
-def _check_equal(copy: Tensor, original: Tensor, name: str) -> None:
+def _check_equal(copy: Tensor, original: Tensor) -> None:
     is_same_type = (copy.dtype, copy.shape) == (original.dtype, original.shape)
-    rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_same_type else ()
-    if not is_same_type or not all(np.array_equal(row, original_row) for row, original_row in rows):
+    if not is_same_type or copy.read().view(np.uint8).data != original.read().view(np.uint8).data:
         raise WeightsError(
-            f"'{name}' differs from the embedding, and the model ties the two.",
+            f"'{copy.name}' differs from the embedding, and the model ties the two.",
             where=f"tie_word_embeddings is true or missing in config.json; '{copy.file}'",
             fix="use the config.json of these weights",
         )

@@ -1,6 +1,6 @@
 """Workloads of folders that `spanax import` wrote."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,25 +25,42 @@ SEQ_LEN = 4096
 """The default limit of tokens per example, since a model may support a hundred thousand positions."""
 
 
-def shaped(
-    kind: str, config: Any, folder: Path, *, batch_size: int | None = None, seq_len: int | None = None
+def workload_of(kind: str, config: Any, folder: Path) -> Callable[..., Workload]:
+    """Returns a function of the sizes of a batch: it returns the workload that fine-tunes the weights in a folder."""
+    build = partial(MODELS[kind][0], replace(config, remat=True))
+    options = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
+    if kind == "vit":
+        return partial(_image_workload, config, options)
+    return partial(_text_workload, kind, config, folder, options)
+
+
+def _image_workload(config: Any, options: Mapping[str, Any], *, batch_size: int | None = None) -> Workload:
+    return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
+
+
+def _text_workload(
+    kind: str,
+    config: Any,
+    folder: Path,
+    options: Mapping[str, Any],
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
 ) -> Workload:
-    """Returns the workload that fine-tunes the weights in a folder, with the folder's tokenizer for text.
+    """Returns a workload on text, with the folder's tokenizer.
+
+    `vocab_size`, that of the trainer's tokenizer, does not matter: the weights determine it, and the trainer compares.
 
     Raises:
       SpanaxError: `seq_len` exceeds the model's learned positions.
     """
-    model, _ = MODELS[kind]
-    build = partial(model, replace(config, remat=True))
-    options: dict[str, Any] = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
-    if kind == "vit":
-        return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
     if kind == "gpt2" and (seq_len or 0) > config.seq_len:
         what = f"'{folder}' has {config.seq_len} positions, but --seq-len is {seq_len}."
         raise RangeError(what, fix=f"--seq-len {config.seq_len}")
     return Workload(
         batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
-        loss=gpt.loss if kind == "gpt2" else llama.loss,
+        loss=gpt.loss,
         source="python",
         tokenizer=str(folder / "tokenizer.json"),
         vocab_size=config.vocab_size,
@@ -79,12 +96,4 @@ def from_folder(folder: Path) -> Callable[..., Workload]:
       DataError: the folder's description of the model is missing or invalid.
     """
     kind, shape = read_shape(folder)
-
-    def of_images(batch_size: int | None = None) -> Workload:
-        return shaped(kind, shape, folder, batch_size=batch_size)
-
-    # The trainer passes its tokenizer's vocabulary size; the weights determine the model's, and the trainer compares.
-    def of_text(batch_size: int | None = None, seq_len: int | None = None, vocab_size: int | None = None) -> Workload:
-        return shaped(kind, shape, folder, batch_size=batch_size, seq_len=seq_len)
-
-    return of_images if kind == "vit" else of_text
+    return workload_of(kind, shape, folder)

@@ -1,21 +1,24 @@
-"""Llama 3, and Qwen2 and Qwen3 by its options, in plain Flax NNX: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""Llama 3, and Qwen2, Qwen3 and Gemma by its options, in plain Flax NNX: RMSNorm, rotary positions, grouped queries.
 
 Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, H heads, K head_dim.
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (arXiv 2407.21783), section 3.2 and table 3; Yang et
 al., "Qwen2 Technical Report", 2024 (arXiv 2407.10671), section 2.2 and table 1; Yang et al., "Qwen3 Technical
-Report", 2025 (arXiv 2505.09388), section 2 and table 1. Values that the papers omit (Llama 3.2, head_dim, MLP widths,
-epsilon) are those of the published config.json; `seq_len` is the context length of most of the pretraining.
+Report", 2025 (arXiv 2505.09388), section 2 and table 1; Gemma Team, "Gemma", 2024 (arXiv 2403.08295), section 2, with
+the norm and the scale of embeddings of google-deepmind/gemma. Values that the papers omit (Llama 3.2, head_dim, MLP
+widths, epsilon) are those of the published config.json; `seq_len` is the context length of most of the pretraining.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
+from spanax.models import gpt
 from spanax.stack.stack import Stack
 
 
@@ -40,7 +43,8 @@ class LlamaConfig:
     """The configuration of a Llama; `num_heads / num_kv_heads` queries share one key and value.
 
     `head_dim` defaults to `embed_dim / num_heads`. Qwen2 sets `qkv_bias`; Qwen3 sets `qk_norm`, an RMSNorm of queries
-    and keys; small models set `tied_embeddings`, which reuses the embedding as the output matrix.
+    and keys; small models set `tied_embeddings`, which reuses the embedding as the output matrix. Gemma sets
+    `activation` to `gelu`, `norm_offset`, and `scaled_embeddings`, which multiplies them by `embed_dim ** 0.5`.
     """
 
     vocab_size: int
@@ -58,6 +62,9 @@ class LlamaConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
     norm_epsilon: float = 1e-5
+    activation: str = "silu"
+    norm_offset: bool = False
+    scaled_embeddings: bool = False
 
 
 _llama_3_2 = functools.partial(LlamaConfig, 128_256, 8192, rope_scaling=RopeScaling(32.0), tied_embeddings=True)
@@ -79,6 +86,7 @@ SIZES = {
     "qwen3-32b": _qwen3(64, 64, 8, embed_dim=5120, mlp_dim=25600),
 }
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 INIT = nnx.initializers.normal(0.02)
 
 
@@ -105,37 +113,39 @@ def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) 
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
 
 
+class OffsetRMSNorm(nnx.Module):
+    """Gemma's norm, in float32: it multiplies by one plus the scale, which starts at zero."""
+
+    def __init__(self, dim: int, epsilon: float, rngs: nnx.Rngs):
+        self.scale, self.epsilon = nnx.Param(nnx.initializers.zeros(rngs.params(), (dim,))), epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
+        return (normed * (1 + self.scale.astype(jnp.float32))).astype(x.dtype)
+
+
+def make_norm(config: LlamaConfig, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm | OffsetRMSNorm:
+    """Returns a norm of the last dim."""
+    norm = OffsetRMSNorm if config.norm_offset else nnx.RMSNorm
+    return norm(dim, epsilon=config.norm_epsilon, rngs=rngs)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions; several heads of queries share one key and value.
 
     Source: Ainslie et al., "GQA", 2023 (arXiv 2305.13245).
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        rope_theta: float,
-        out_init: nnx.Initializer,
-        rngs: nnx.Rngs,
-        *,
-        head_dim: int | None = None,
-        rope_scaling: RopeScaling | None = None,
-        qkv_bias: bool = False,
-        qk_norm: bool = False,
-        norm_epsilon: float = 1e-5,
-    ):
-        head_dim = head_dim or embed_dim // num_heads
-        project = functools.partial(nnx.LinearGeneral, embed_dim, use_bias=qkv_bias, kernel_init=INIT, rngs=rngs)
-        self.theta, self.scaling = rope_theta, rope_scaling
-        self.q = project((num_heads, head_dim))
-        self.k, self.v = (project((num_kv_heads, head_dim)) for _ in range(2))
-        self.q_norm, self.k_norm = (
-            nnx.RMSNorm(head_dim, epsilon=norm_epsilon, rngs=rngs) if qk_norm else None for _ in range(2)
-        )
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        D, head_dim = config.embed_dim, config.head_dim or config.embed_dim // config.num_heads
+        heads, kv_heads = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
+        project = functools.partial(nnx.LinearGeneral, D, use_bias=config.qkv_bias, kernel_init=INIT, rngs=rngs)
+        self.theta, self.scaling = config.rope_theta, config.rope_scaling
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
+        self.q_norm, self.k_norm = (make_norm(config, head_dim, rngs) if config.qk_norm else None for _ in range(2))
         self.out = nnx.LinearGeneral(
-            (num_heads, head_dim), embed_dim, axis=(-2, -1), use_bias=False, kernel_init=out_init, rngs=rngs
+            heads, D, axis=(-2, -1), use_bias=False, kernel_init=residual_init(config.num_layers), rngs=rngs
         )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -146,39 +156,27 @@ class Attention(nnx.Module):
         return self.out(jax.nn.dot_product_attention(q_BTHK, k_BTHK, self.v(x_BTD), is_causal=True))
 
 
-class SwiGLU(nnx.Module):
-    """The gated MLP (Shazeer, 2020, arXiv 2002.05202)."""
+class GatedMLP(nnx.Module):
+    """The gated MLP (Shazeer, 2020, arXiv 2002.05202): SwiGLU, or Gemma's GeGLU with the tanh approximation."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
+        self.activation = ACTIVATIONS[config.activation]
         self.gate, self.up = (nnx.Linear(D, F, use_bias=False, kernel_init=INIT, rngs=rngs) for _ in range(2))
         self.down = nnx.Linear(F, D, use_bias=False, kernel_init=residual_init(config.num_layers), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
 
 
 class Block(nnx.Module):
     """A pre-norm transformer block: attention, then the gated MLP."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        D, out_init = config.embed_dim, residual_init(config.num_layers)
-        self.attention_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
-        self.attention = Attention(
-            D,
-            config.num_heads,
-            config.num_kv_heads,
-            config.rope_theta,
-            out_init,
-            rngs,
-            head_dim=config.head_dim,
-            rope_scaling=config.rope_scaling,
-            qkv_bias=config.qkv_bias,
-            qk_norm=config.qk_norm,
-            norm_epsilon=config.norm_epsilon,
-        )
-        self.mlp_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
-        self.mlp = SwiGLU(config, rngs)
+        self.attention_norm = make_norm(config, config.embed_dim, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = make_norm(config, config.embed_dim, rngs)
+        self.mlp = GatedMLP(config, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
@@ -188,21 +186,31 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """Maps tokens to logits."""
 
+    block: Callable[..., Any] = Block
+
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        block, remat = functools.partial(Block, config), "full" if config.remat else None
+        block, remat = functools.partial(self.block, config), "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
-        self.norm = nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
+        self.norm = make_norm(config, config.embed_dim, rngs)
         is_tied, head = config.tied_embeddings, (config.embed_dim, config.vocab_size)
         self.head = None if is_tied else nnx.Linear(*head, use_bias=False, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.norm(self.blocks(self.embed[tokens_BT]))
+        return self.logits(self.blocks(self.embedded(tokens_BT)))
+
+    def embedded(self, tokens_BT: jax.Array) -> jax.Array:
+        """Returns the embeddings of tokens."""
+        x_BTD = self.embed[tokens_BT]
+        if self.config.scaled_embeddings:
+            x_BTD = x_BTD * jnp.asarray(self.config.embed_dim**0.5, x_BTD.dtype)
+        return x_BTD
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the logits of the last block's output."""
+        x_BTD = self.norm(x_BTD)
         return self.head(x_BTD) if self.head else x_BTD @ self.embed.T
 
 
-def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the mean next-token cross-entropy in float32; `batch` has `inputs` and `targets`, int32 (B, T)."""
-    logits_BTV = model(batch["inputs"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
+loss = gpt.loss

@@ -8,7 +8,6 @@ Source: Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), table 1; Ya
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spanax.models.llama import INIT, Attention, residual_init
-from spanax.stack.stack import Stack
+from spanax.models.llama import INIT, Attention, Llama, LlamaConfig, make_norm, residual_init
 
 BALANCE_WEIGHT = 0.01
 """The weight of the load-balancing loss. Source: Fedus et al., 2021, section 2.2; Mixtral's paper does not state
@@ -25,7 +23,7 @@ its weight."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(LlamaConfig):
     """The configuration of a mixture of experts; each token is routed to `experts_per_token` experts.
 
     An expert has `capacity_factor` times its share of an example's tokens as slots, and tokens beyond these are
@@ -34,21 +32,10 @@ class MoEConfig:
     experts that were not chosen. Both cost `num_experts / experts_per_token` times what the chosen experts compute.
     """
 
-    vocab_size: int
-    seq_len: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    embed_dim: int
-    mlp_dim: int
     num_experts: int = 8
     experts_per_token: int = 2
     capacity_factor: float | None = 1.25
     rope_theta: float = 1_000_000.0
-    remat: bool = False
-    head_dim: int | None = None
-    qk_norm: bool = False
-    norm_epsilon: float = 1e-5
 
 
 SIZES = {
@@ -139,20 +126,9 @@ class Block(nnx.Module):
     """A pre-norm transformer block: attention, then experts; the carry sums the experts' metrics over the layers."""
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
-        D, out_init = config.embed_dim, residual_init(config.num_layers)
-        self.attention_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
-        self.attention = Attention(
-            D,
-            config.num_heads,
-            config.num_kv_heads,
-            config.rope_theta,
-            out_init,
-            rngs,
-            head_dim=config.head_dim,
-            qk_norm=config.qk_norm,
-            norm_epsilon=config.norm_epsilon,
-        )
-        self.mlp_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
+        self.attention_norm = make_norm(config, config.embed_dim, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = make_norm(config, config.embed_dim, rngs)
         self.experts = Experts(config, rngs)
 
     def __call__(self, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -162,21 +138,15 @@ class Block(nnx.Module):
         return x_BTD + y_BTD, jax.tree.map(jnp.add, totals, metrics)
 
 
-class Mixtral(nnx.Module):
+class Mixtral(Llama):
     """Maps tokens to logits, and the means over the layers of the experts' metrics."""
 
-    def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
-        self.config = config
-        self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        block, remat = functools.partial(Block, config), "full" if config.remat else None
-        self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
-        self.norm = nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
-        self.head = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=INIT, rngs=rngs)
+    block = Block
 
-    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        carry = self.embed[tokens_BT], {"balance": jnp.zeros(()), "dropped": jnp.zeros(())}
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:  # type: ignore[override]
+        carry = self.embedded(tokens_BT), {"balance": jnp.zeros(()), "dropped": jnp.zeros(())}
         x_BTD, totals = self.blocks(carry)
-        return self.head(self.norm(x_BTD)), jax.tree.map(lambda total: total / self.config.num_layers, totals)
+        return self.logits(x_BTD), jax.tree.map(lambda total: total / self.config.num_layers, totals)
 
 
 def loss(model: Mixtral, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

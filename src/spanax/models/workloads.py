@@ -65,47 +65,41 @@ def text_workload(
 
 
 def vit_workload(
-    size: str, *, batch_size: int = 256, num_layers: int | None = None, embed_dim: int | None = None
+    config: vit.ViTConfig,
+    *,
+    batch_size: int = 256,
+    num_layers: int | None = None,
+    embed_dim: int | None = None,
+    nano: bool = False,
 ) -> Workload:
-    """Returns the workload of a vision transformer from `vit.SIZES`; only `nano` comes with a data source."""
-    config = _widened(vit.SIZES[size], embed_dim)
-    config = replace(config, num_layers=num_layers or config.num_layers, remat=size != "nano")
-    workload = Workload(
-        build=partial(vit.ViT, config),
-        batch=images.example_batch(batch_size, config.image_size),
-        loss=images.loss,
-        learning_rate=1e-3,
-        num_steps=200 if size == "nano" else 1000,
-    )
-    return _with_synthetic_images(workload, config) if size == "nano" else workload
+    """Returns the workload of a vision transformer."""
+    config = replace(_widened(config, embed_dim), num_layers=num_layers or config.num_layers, remat=not nano)
+    return _image_workload(partial(vit.ViT, config), config, batch_size, nano, learning_rate=1e-3)
 
 
-def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
-    """Returns the workload of a ResNet from `resnet.SIZES`; only `nano` comes with a data source."""
-    config = resnet.SIZES[size]
-    workload = Workload(
-        build=partial(resnet.ResNet, config),
-        batch=images.example_batch(batch_size, config.image_size),
-        loss=images.loss,
-        optimizer=sgd,
-        learning_rate=0.1 * batch_size / 256,
-        num_steps=200 if size == "nano" else 1000,
-    )
-    return _with_synthetic_images(workload, config) if size == "nano" else workload
+def resnet_workload(config: resnet.ResNetConfig, *, batch_size: int = 256, nano: bool = False) -> Workload:
+    """Returns the workload of a ResNet."""
+    build, learning_rate = partial(resnet.ResNet, config), 0.1 * batch_size / 256
+    return _image_workload(build, config, batch_size, nano, optimizer=sgd, learning_rate=learning_rate)
 
 
-def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
-    """Returns the workload of a diffusion U-Net from `unet.SIZES`; only `nano` comes with a data source."""
-    config, is_nano = unet.SIZES[size], size == "nano"
-    workload = Workload(
-        build=partial(unet.UNet, config),
-        batch=unet.example_batch(batch_size, config.image_size),
-        loss=unet.loss,
-        optimizer=unet.adam,
-        learning_rate=2e-3 if is_nano else 2e-4,
-        num_steps=200 if is_nano else 1000,
-    )
-    return _with_synthetic_images(workload, config, noise=0.1, labelled=False) if is_nano else workload
+def unet_workload(config: unet.UNetConfig, *, batch_size: int = 128, nano: bool = False) -> Workload:
+    """Returns the workload of a diffusion U-Net."""
+    build, learning_rate = partial(unet.UNet, config), 2e-3 if nano else 2e-4
+    workload = _image_workload(build, config, batch_size, nano, optimizer=unet.adam, learning_rate=learning_rate)
+    batch = unet.example_batch(batch_size, config.image_size)
+    unlabelled = {"noise": 0.1, "labelled": False}
+    sources = {key: replace(getattr(workload, key), **unlabelled) for key in ("source", "validation") if nano}
+    return replace(workload, batch=batch, loss=unet.loss, **sources)
+
+
+def _image_workload(build: Callable[..., Any], config: Any, batch_size: int, nano: bool, **options: Any) -> Workload:
+    """Returns the workload of a classifier of images; only a nano one comes with a data source."""
+    if nano:
+        synthetic = images.SyntheticImages(config.image_size, getattr(config, "num_classes", 10), 10_000)
+        options |= {"source": synthetic, "validation": replace(synthetic, num_examples=1_000, first=1)}
+    batch = images.example_batch(batch_size, config.image_size)
+    return Workload(build=build, batch=batch, loss=images.loss, num_steps=200 if nano else 1000, **options)
 
 
 def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
@@ -120,11 +114,6 @@ def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> opt
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
     decay = optax.add_decayed_weights(1e-4, mask=partial(jax.tree.map, lambda array: array.ndim > 1))
     return optax.chain(decay, optax.sgd(logged(schedule), momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
-
-
-def _with_synthetic_images(workload: Workload, config: Any, **options: Any) -> Workload:
-    synthetic = images.SyntheticImages(config.image_size, getattr(config, "num_classes", 10), 10_000, **options)
-    return replace(workload, source=synthetic, validation=replace(synthetic, num_examples=1_000, first=1))
 
 
 def _widened(config: Any, embed_dim: int | None) -> Any:
@@ -162,9 +151,9 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "llama-nano": partial(_llama, llama.SIZES["nano"], **_nano),
     "moe-nano": partial(_moe, moe.SIZES["nano"], **_nano),
     "moe-nano-dropless": partial(_moe, replace(moe.SIZES["nano"], capacity_factor=None), **_nano),
-    "vit-nano": partial(vit_workload, "nano", batch_size=64),
-    "resnet-nano": partial(resnet_workload, "nano", batch_size=64),
-    "unet-nano": partial(unet_workload, "nano", batch_size=64),
+    "vit-nano": partial(vit_workload, vit.SIZES["nano"], batch_size=64, nano=True),
+    "resnet-nano": partial(resnet_workload, resnet.SIZES["nano"], batch_size=64, nano=True),
+    "unet-nano": partial(unet_workload, unet.SIZES["nano"], batch_size=64, nano=True),
     "gpt2": partial(_gpt, gpt.SIZES["gpt2"], learning_rate=6e-4),
     "gpt2-medium": partial(_gpt, gpt.SIZES["gpt2-medium"], learning_rate=3e-4),
     "gpt2-large": partial(_gpt, gpt.SIZES["gpt2-large"], learning_rate=2.5e-4),
@@ -185,12 +174,12 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "mixtral-8x7b-dropless": partial(_moe, replace(moe.SIZES["8x7b"], capacity_factor=None)),
     "qwen3-30b-a3b": partial(_moe, moe.SIZES["qwen3-30b-a3b"]),
     "qwen3-30b-a3b-dropless": partial(_moe, replace(moe.SIZES["qwen3-30b-a3b"], capacity_factor=None)),
-    "vit-b16": partial(vit_workload, "b16"),
-    "vit-l16": partial(vit_workload, "l16"),
-    "vit-h14": partial(vit_workload, "h14"),
-    "vit-1b": partial(vit_workload, "g14"),
-    "resnet50": partial(resnet_workload, "50"),
-    "ddpm-cifar10": partial(unet_workload, "cifar10"),
+    "vit-b16": partial(vit_workload, vit.SIZES["b16"]),
+    "vit-l16": partial(vit_workload, vit.SIZES["l16"]),
+    "vit-h14": partial(vit_workload, vit.SIZES["h14"]),
+    "vit-1b": partial(vit_workload, vit.SIZES["g14"]),
+    "resnet50": partial(resnet_workload, resnet.SIZES["50"]),
+    "ddpm-cifar10": partial(unet_workload, unet.SIZES["cifar10"]),
 }
 
 

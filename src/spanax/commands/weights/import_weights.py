@@ -15,7 +15,7 @@ class ImportCommand:
 
     Attributes:
       source: a folder with safetensors and config.json, or one file next to its config.json.
-      kind: gpt2; llama, for Llama, Qwen2, Qwen3 and Mistral without sliding window; or vit.
+      kind: gpt2, vit, llama (also for those that follow), mistral (without a window), qwen2, qwen3 or gemma.
       output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the dtype of the tensors.
       json: print one JSON object.
