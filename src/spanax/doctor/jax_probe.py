@@ -1,4 +1,4 @@
-"""Starts JAX in a separate process, `python -P -m spanax.doctor.jax_probe [NUM_SIMULATED]`.
+"""Starts JAX in a separate process, `python -P -m spanax.doctor.jax_probe`.
 
 A plugin may hang, abort or print anything; the process that runs the checks must not be affected.
 """
@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spanax.doctor.software import THREADS
-from spanax.doctor.verdict import Verdict
+from spanax.doctor.machine import Verdict
 
 COMMAND = (sys.executable, "-P", "-m", "spanax.doctor.jax_probe")
 MARK = "spanax-doctor-trial:"
 """Prefix of the line with the answer: C++ libraries print to standard output, too."""
 
-SIMULATED = 8
 ACCELERATORS = {"nvidia[0-9]*": ("GPU", "jax[cuda12]"), "accel[0-9]*": ("TPU", "jax[tpu]"), "kfd": ("GPU", "jax[rocm]")}
 """For patterns of files in /dev, the accelerator and the package that supports it."""
 
@@ -65,18 +63,6 @@ def devices(
     return Verdict("devices", "ok", summary)
 
 
-def simulated(environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND) -> Verdict:
-    """Checks that simulated CPU devices can run a reduction."""
-    overrides = {"JAX_PLATFORMS": "cpu", "NPROC": str(THREADS), "XLA_FLAGS": ""}
-    outcome = probe_jax([*command, str(SIMULATED)], {**environ, **overrides}, timeout)
-    if outcome.reason:
-        message = f"{SIMULATED} simulated devices do not work: {outcome.reason}."
-        return Verdict(
-            "simulated", "problem", message, outcome.last_line, "more threads (ulimit -u), or a newer jaxlib"
-        )
-    return Verdict("simulated", "ok", f"{SIMULATED} CPU devices reduce in {outcome.seconds:.1f} s")
-
-
 def probe_jax(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
     """Runs a probe; terminates its process group before returning, unless it cannot be killed."""
     began = time.monotonic()
@@ -106,26 +92,19 @@ def _exit_reason(code: int) -> str:
     return f"the process died of {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
 
 
-def main(num_simulated: int | None) -> None:
-    """Starts JAX, computes on every device, or across all simulated ones, and prints the result."""
+def main() -> None:
+    """Starts JAX, computes on every device, and prints the result."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    if num_simulated is not None:
-        jax.config.update("jax_num_cpu_devices", num_simulated)
     devices = jax.local_devices()
-    assert num_simulated in (None, len(devices)), devices
     for device in devices:
         assert float(jnp.sum(jax.device_put(np.arange(8.0), device))) == 28.0, device
-    if num_simulated is not None:
-        mesh = jax.sharding.Mesh(np.array(devices), ("all",))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-        assert float(jax.jit(jnp.sum)(jax.device_put(np.arange(8.0), sharding))) == 28.0
     answer = {"platform": devices[0].platform, "kind": devices[0].device_kind, "devices": len(devices)}
     print(f"{MARK}{json.dumps(answer)}", flush=True)
     os._exit(0)  # ignores what plugins do while Python exits
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main()
