@@ -12,7 +12,6 @@ import pytest
 from spanax import cli
 from spanax.commands.doctor import DoctorCommand, diagnose
 from spanax.doctor import jax_probe
-from spanax.doctor.jax_probe import Outcome
 from spanax.doctor.machine import Verdict
 from spanax.errors import SpanaxError
 from spanax.show.doctor import is_well, verdicts_text
@@ -24,8 +23,8 @@ NAMES = {"python", "packages", "plugins", "settings", "devices", "disk", "shared
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX starts, without starting it."""
-    outcome = Outcome({"platform": "cpu", "kind": "cpu", "devices": 1}, seconds=0.5)
-    monkeypatch.setattr(jax_probe, "probe_jax", lambda *args: outcome)
+    answer = jax_probe.MARK + json.dumps({"platform": "cpu", "kind": "cpu", "devices": 1})
+    monkeypatch.setattr(jax_probe, "output_of", lambda *args: (0, [answer]))
 
 
 def test_every_check_runs(started: None, tmp_path: Path) -> None:

@@ -275,14 +275,6 @@ def test_batches_end_after_their_epochs(kind: str, epochs: int, opened: Callable
         assert len(take(reader, 99)) == 5 * epochs - index
 
 
-def test_a_position_saved_before_epochs_were_counted(opened: Callable[..., Batches]) -> None:
-    reader = opened(sources()["IterDataset"](), IMAGE_PLAN)
-    take(reader, 2)
-    state = reader.state()
-    old = state | {"mark": state["mark"]["iterator"]}
-    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(reader, 99)
-
-
 def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches]) -> None:
     """90 windows in batches of 8: 11 batches in one epoch, 22.5 in two."""
     assert [opened(text, TEXT_PLAN, epochs=epochs).num_batches for epochs in (1, 2, None)] == [11, 22, None]

@@ -209,9 +209,8 @@ class Loader:
         """
         if self._is_closed:
             self._start(0)
-        if mark is not None and hasattr(self._items, "set_state"):
-            if not isinstance(mark, dict) or mark.keys() != {"epoch", "iterator"}:
-                mark = {"epoch": 0, "iterator": mark}  # saved before positions counted epochs
+        is_mark = isinstance(mark, dict) and mark.keys() == {"epoch", "iterator"}
+        if is_mark and hasattr(self._items, "set_state"):
             self._items.set_state(mark["iterator"])
             self._epoch, self._index, self.peeked = mark["epoch"], index, END
         elif index < self._index:
