@@ -13,7 +13,7 @@ import pytest
 from spanax.doctor import network
 from spanax.doctor.machine import Verdict
 from spanax.errors import SpanaxError
-from spanax.run.distributed.processes import Hosts
+from spanax.processes.processes import Hosts
 
 ELSEWHERE = "198.51.100.7"
 """An address for documentation: no host has it."""

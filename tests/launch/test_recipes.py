@@ -14,7 +14,7 @@ import yaml
 from spanax.commands import launch as launching
 from spanax.errors import PREEMPTED
 from spanax.launch.exit_codes import FINAL
-from spanax.run.distributed.processes import Hosts
+from spanax.processes.processes import Hosts
 from written import blocks
 
 BLOCKS = {block.info: block.text for block in blocks((Path(__file__).parents[2] / "docs" / "hosts.md").read_text())}

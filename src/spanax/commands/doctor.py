@@ -52,7 +52,7 @@ def diagnose(command: DoctorCommand, environ: Mapping[str, str]) -> "list[Verdic
       SpanaxError: an address is invalid, or the variables of a group contradict each other.
     """
     from spanax.doctor import jax_probe, machine, network
-    from spanax.run.distributed.processes import Hosts
+    from spanax.processes.processes import Hosts
 
     addresses = [address for address in command.hosts.split(",") if address.strip()]
     for address in addresses:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from spanax.doctor.machine import Verdict
 from spanax.errors import GroupError
-from spanax.run.distributed.processes import Hosts
+from spanax.processes.processes import Hosts
 from spanax.units import whole_number
 
 CONNECT_SECONDS = 5.0
