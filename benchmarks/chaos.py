@@ -150,10 +150,10 @@ def taken_port(run: Launched) -> Iterator[None]:
 def elastic(place: Path) -> dict[str, Any]:
     """One run over changing devices and hosts: bits at each hand-over, and the order of the examples."""
     parts = ((1, 8), (1, 4), (1, 6), (1, 8), (2, 4), (1, 4), (2, 4))
-    whole = undisturbed(place, words(10 * len(parts), 10, "--keep", "99"), hosts=1, devices=8)
+    whole = undisturbed(place, words(10 * len(parts), 10, "--keep-last", "99"), hosts=1, devices=8)
     same_bits = []
     for part, (hosts, devices) in enumerate(parts):
-        train = words(10 * len(parts), 10, "--keep", "99", *(("--resume",) if part else ()))
+        train = words(10 * len(parts), 10, "--keep-last", "99", *(("--resume",) if part else ()))
         size = ("--devices", str(hosts * devices))
         run = Launched.start(place, "elastic", *train, *size, hosts=hosts, devices=devices)
         until = 10 * (part + 1)

@@ -47,7 +47,7 @@ class Recipe:
 RECIPES = (
     Recipe(
         "Llama 3 405B on 16,384 H100",
-        "llama3-405b --on h100:2048x8 --batch 2048 --seq 8192",
+        "llama3-405b --on h100:2048x8 --global-batch-size 2048 --seq-len 8192",
         "tensor 8, pipeline 16, data 128",
         400e12 / (6 * 405.9e9 + 12 * 126 * 16384 * 8192 / 2),
         "400 TFLOP/s per device, counted as 6 FLOPs per parameter and causal attention",
@@ -55,7 +55,7 @@ RECIPES = (
     ),
     Recipe(
         "Llama 70B on 512 v5p",
-        "llama3-70b --on v5p:8x8x8 --batch 1024 --seq 4096",
+        "llama3-70b --on v5p:8x8x8 --global-batch-size 1024 --seq-len 4096",
         "FSDP",
         692.0,
         "published for Llama 2 70B; its batch is not stated",
@@ -63,7 +63,7 @@ RECIPES = (
     ),
     Recipe(
         "GPT-3 175B on 1,024 A100",
-        "gpt3-175b --on a100-80gb:128x8 --batch 1536",
+        "gpt3-175b --on a100-80gb:128x8 --global-batch-size 1536",
         "tensor 8, pipeline 16, data 8",
         140e12 / (8 * 174.6e9 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))),
         "140 TFLOP/s per device with full recomputation, counted with it; attention without a fused kernel",
@@ -71,7 +71,7 @@ RECIPES = (
     ),
     Recipe(
         "Mixtral 8x7B on 256 v6e",
-        "mixtral-8x7b --on v6e:16x16 --batch 3072",
+        "mixtral-8x7b --on v6e:16x16 --global-batch-size 3072",
         "FSDP, activations offloaded to the host",
         3645.2,
         "capacity factor 1.25",
@@ -79,7 +79,7 @@ RECIPES = (
     ),
     Recipe(
         "Qwen3-30B-A3B on 16 H100",
-        "qwen3-30b-a3b --on h100:2x8 --batch 512 --seq 4096",
+        "qwen3-30b-a3b --on h100:2x8 --global-batch-size 512 --seq-len 4096",
         "pipeline 2, expert 8",
         5275.0,
         "capacity factor 1.25; published without, in fp8",
@@ -87,7 +87,7 @@ RECIPES = (
     ),
     Recipe(
         "Llama 3 8B at 131,072 tokens on 8 H100",
-        "llama3-8b --on h100:8 --batch 2 --seq 131072",
+        "llama3-8b --on h100:8 --global-batch-size 2 --seq-len 131072",
         "FSDP 2, context 4",
         1071.0,
         "published in fp8, on devices with a lower power limit and slower memory",
@@ -95,7 +95,7 @@ RECIPES = (
     ),
     Recipe(
         "Llama 3 8B at 1,048,576 tokens on 256 H100",
-        "llama3-8b --on h100:32x8 --batch 4 --seq 1048576",
+        "llama3-8b --on h100:32x8 --global-batch-size 4 --seq-len 1048576",
         "tensor 8, context 32",
         536e12 / (6 * 6.74e9 + 12 * 32 * 4096 * 1048576 / 2),
         "published for Llama 2 7B in fp8 on 1,024 devices; causal attention is assumed in its FLOPs",
@@ -103,7 +103,7 @@ RECIPES = (
     ),
     Recipe(
         "ResNet-50 on 8 A100",
-        "resnet50 --on a100-80gb:8 --batch 2048",
+        "resnet50 --on a100-80gb:8 --global-batch-size 2048",
         "data 8",
         16621 / 8,
         "images, with the host's image decoding; one device alone trains 2,470 per second",

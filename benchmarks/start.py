@@ -53,7 +53,9 @@ def trained(caches: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--devices", "1", "--steps", "1", "--json"]
         variables = {"XDG_CACHE_HOME": str(caches), "PYTHONPATH": str(HERE.parent / "src")}
         with subprocess.Popen(
-            [*command, "--out", f"{out}/run"], stdout=subprocess.PIPE, env={**os.environ, **AS_INSTALLED, **variables}
+            [*command, "--output-dir", f"{out}/run"],
+            stdout=subprocess.PIPE,
+            env={**os.environ, **AS_INSTALLED, **variables},
         ) as process:
             assert process.stdout is not None
             seen: dict[str, Any] = {}

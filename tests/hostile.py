@@ -354,7 +354,7 @@ def _(root: Path) -> list[str]:
 @heavy("plan that is a pipe")
 def _(root: Path) -> list[str]:
     os.mkfifo(root / "plan.json")
-    return ["train", "--plan", str(root / "plan.json"), "--out", str(root / "run")]
+    return ["train", "--plan", str(root / "plan.json"), "--output-dir", str(root / "run")]
 
 
 def saved_places(root: Path, text: str) -> list[str]:

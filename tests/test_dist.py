@@ -164,6 +164,6 @@ def test_the_wheel_installs_and_trains_in_a_fresh_environment(built: Path, tmp_p
     run(binaries / "python", "-m", "pip", "install", "-q", "-c", constraints, only(built, "*.whl"))
     run(binaries / "python", "-m", "pip", "check")
     assert run(binaries / "spanax", "--version") == f"spanax {PROJECT['version']}\n"
-    small = ("--steps", "2", "--global-batch-size", "8", "--seq-len", "16", "--devices", "2", "--out", "run")
+    small = ("--steps", "2", "--global-batch-size", "8", "--seq-len", "16", "--devices", "2", "--output-dir", "run")
     assert "done: 2 steps" in run(binaries / "spanax", "train", "gpt-nano", *small)
     assert (tmp_path / "run" / "checkpoints").is_dir()

@@ -16,7 +16,7 @@ from spanax.commands.launch import LAUNCHERS
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.launch.request import request_of
+from spanax.launch.request import TRAIN, request_of
 from spanax.models.workloads import WORKLOADS
 from spanax.plan.presets import PRESETS, layout_for
 from spanax.train.config import check
@@ -92,10 +92,11 @@ def read(line: str) -> Any:
     if words[0] == "launch":
         index = words.index("--") if "--" in words else len(words)
         tyro.cli(LAUNCHERS[words[1]][0], prog=line, args=words[2:index])
-        if request_of(words[index + 1 :], None, is_here=False).is_program:
+        if words[index + 1] != TRAIN:
             if words[index + 1] in cli.COMMANDS:
                 raise SpanaxError(f"'{words[index + 1]}' is a command that cannot be launched.")
             return None
+        request_of(words[index + 1 :], None)
         return read(shlex.join(["spanax", *words[index + 1 :]]))
     if words[0] not in cli.COMMANDS:
         raise SpanaxError(f"there is no command '{words[0]}'.", fix=nearest(words[0], cli.COMMANDS))

@@ -187,7 +187,9 @@ def test_the_program_of_a_plan_file_and_of_a_run(tmp_path: Path, monkeypatch: py
     assert "tensor<16x16xf32>" in Path("a.mlir").read_text()
     Path("run").mkdir()
     Path("run/plan.json").write_text(Path("plan.json").read_text())
-    Path("run/config.toml").write_text(sealed('workload = "mine.py:mine"\nbatch = 16\nsteps = 3\nlr = 0.1\n'))
+    Path("run/config.toml").write_text(
+        sealed('workload = "mine.py:mine"\nglobal_batch_size = 16\nsteps = 3\nlr = 0.1\n')
+    )
     cli.main(["inspect", "run", "--hlo", "b.mlir"])
     assert "tensor<16x16xf32>" in Path("b.mlir").read_text()
 

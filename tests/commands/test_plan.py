@@ -251,7 +251,7 @@ def test_a_plan_searched_for_simulated_devices_trains(
     cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "16", "--remat", "full", "--out", str(file)])
     plan = Plan.load(file)
     assert plan.schedule.remat == "full" and plan.why
-    cli.main(["train", "gpt-nano", "--global-batch-size", "16", "--steps", "2", "--plan", str(file), "--out",
+    cli.main(["train", "gpt-nano", "--global-batch-size", "16", "--steps", "2", "--plan", str(file), "--output-dir",
         str(tmp_path / "run"),
               "--eval-batches", "1"])  # fmt: skip
     assert plan.layout.name in capsys.readouterr().out

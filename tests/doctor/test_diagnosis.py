@@ -5,36 +5,32 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from spanax import cli
-from spanax.doctor import diagnosis as examine
+from spanax.commands.doctor import DoctorCommand, diagnose
 from spanax.doctor import jax_probe
-from spanax.doctor.jax_probe import Outcome
-from spanax.doctor.verdict import Verdict
+from spanax.doctor.machine import Verdict
+from spanax.errors import SpanaxError
 from spanax.show.doctor import is_well, verdicts_text
 from spanax.usage.examples import wants_colors
 
-NAMES = {
-    "python", "packages", "plugins", "settings", "devices", "simulated", "disk", "shared memory", "limits", "loopback",
-    "coordinator", "clock",
-}  # fmt: skip
+NAMES = {"python", "packages", "plugins", "settings", "devices", "disk", "shared memory", "coordinator"}
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX starts, without starting it."""
-    outcome = Outcome({"platform": "cpu", "kind": "cpu", "devices": 1}, seconds=0.5)
-    monkeypatch.setattr(jax_probe, "probe_jax", lambda *args: outcome)
+    answer = jax_probe.MARK + json.dumps({"platform": "cpu", "kind": "cpu", "devices": 1})
+    monkeypatch.setattr(jax_probe, "output_of", lambda *args: (0, [answer]))
 
 
 def test_every_check_runs(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        verdicts = examine.diagnose(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
+        verdicts = diagnose(DoctorCommand(tmp_path / "runs", f"{address},{address}"), {})
     assert {item.name for item in verdicts} == NAMES | {"hosts"}
     assert [item.what.split(":")[0] for item in verdicts if item.name == "disk"] == [
         "run folder",
@@ -46,7 +42,7 @@ def test_every_check_runs(started: None, tmp_path: Path) -> None:
 
 
 def test_a_cache_in_a_bucket_is_not_inspected(started: None, tmp_path: Path) -> None:
-    verdicts = examine.diagnose(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
+    verdicts = diagnose(DoctorCommand(tmp_path), {"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
     assert [item.what.split(":")[0] for item in verdicts if item.name == "disk"] == ["run folder", "temporary"]
 
 
@@ -54,9 +50,11 @@ def test_a_group_of_hosts_is_checked(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
-    result = {verdict.name: verdict for verdict in examine.diagnose(out=tmp_path, timeout=0.2, environ=environ)}
+    result = {verdict.name: verdict for verdict in diagnose(DoctorCommand(tmp_path, timeout=0.2), environ)}
     assert result["group"].state == "problem" and "host 1 did not connect" in result["group"].what
     assert result["settings"].state == "warning"
+    with pytest.raises(SpanaxError, match="out of range for 2 hosts"):
+        diagnose(DoctorCommand(tmp_path), environ | {"SPANAX_HOST": "2"})
 
 
 def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
@@ -71,7 +69,7 @@ def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
     data = json.loads(done.stdout)
     assert done.returncode == 1 and data["is_well"] is False, done.stderr
     states = {finding["name"]: finding["state"] for finding in data["findings"] if finding["name"] != "disk"}
-    assert states["devices"] == states["simulated"] == "ok", data
+    assert states["devices"] == "ok", data
     (bad,) = (finding for finding in data["findings"] if finding["state"] == "problem")
     assert bad["name"] == "disk" and "Not a directory" in bad["what"] and bad["fix"]
 
@@ -82,20 +80,10 @@ def test_no_problem_is_exit_code_0(started: None, tmp_path: Path, capsys: pytest
     assert out.splitlines()[-1].startswith("0 problems, ") and "\x1b" not in out
 
 
-def test_a_clock_that_is_set_during_the_check_is_reported(
-    started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead = iter([0.0])
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + next(ahead, 3600.0))
-    result = {verdict.name: verdict for verdict in examine.diagnose(out=tmp_path, environ={})}
-    assert result["clock"].state == "warning" and "set by +3600" in result["clock"].what
-
-
 VERDICTS = [
     Verdict("python", "ok", "3.11.7", "hidden"),
     Verdict("devices", "problem", "JAX does not start: \x1b[2Jbad.\nworse", "JAX_PLATFORMS=tpu", "JAX_PLATFORMS=cpu"),
-    Verdict("clock", "warning", "set by +3600.0 s", "", "chronyd"),
+    Verdict("settings", "warning", "NPROC=2", "", "unset it"),
 ]
 
 EXPECTED_TEXT = """\
@@ -103,8 +91,8 @@ ok       python         3.11.7
 problem  devices        JAX does not start: \\x1b[2Jbad.\\nworse
                         where: JAX_PLATFORMS=tpu
                         fix: JAX_PLATFORMS=cpu
-warning  clock          set by +3600.0 s
-                        fix: chronyd
+warning  settings       NPROC=2
+                        fix: unset it
 1 problem, 1 warning in 3 findings"""
 
 

@@ -1,15 +1,110 @@
-"""Disks, shared memory, clock and limits that the doctor must object to."""
+"""Versions, settings and folders that the doctor must object to."""
 
-import os
-import resource
 import subprocess
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spanax.doctor import machine
-from spanax.doctor.machine import Reading
+from spanax.doctor.machine import Installed, installed_packages
+
+NEEDS = {
+    "spanax": ["jax<0.13,>=0.10.2", "flax>=0.12.8", 'libtpu>=0.0.51; extra == "tpu"'],
+    "jax": ["jaxlib<=0.10.2,>=0.10.1", 'jaxlib==0.10.1; extra == "ci"'],
+    "flax": ["jax>=0.10.0"],
+}
+GOOD = {"spanax": "0.1.0.dev0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"}
+
+
+def shelf(**changes: str | None) -> Installed:
+    versions = {name.replace("_", "-"): version for name, version in (GOOD | changes).items() if version is not None}
+    metadata = Message()
+    metadata["Requires-Python"] = ">=3.11"
+    return {
+        name: SimpleNamespace(version=version, requires=NEEDS.get(name), metadata=metadata)  # type: ignore[misc]
+        for name, version in versions.items()
+    }
+
+
+def test_this_environment_passes() -> None:
+    installed = installed_packages()
+    result = [machine.python(installed), machine.packages(installed), machine.plugins(installed)]
+    assert [item.state for item in result] == ["ok"] * 3, result
+    assert "jax 0.1" in result[1].what
+
+
+def test_matching_packages_pass() -> None:
+    assert machine.packages(shelf()).state == machine.plugins(shelf()).state == "ok"
+    assert machine.packages(shelf(jaxlib="0.10.2.dev3")).state == "ok"
+    assert machine.python(shelf(), "3.15.0rc1").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        (
+            {"jax": "0.9.1"},
+            "spanax needs jax<0.13,>=0.10.2, but 0.9.1 is installed.",
+            "pip install 'jax<0.13,>=0.10.2'",
+        ),
+        ({"jax": "0.13.0.dev1"}, "but 0.13.0.dev1 is installed", "jax<0.13"),
+        ({"jaxlib": "0.10.0"}, "jax needs jaxlib<=0.10.2,>=0.10.1, but 0.10.0 is installed.", "'jaxlib<=0.10.2,>=0.1"),
+        ({"flax": None}, "spanax needs flax>=0.12.8, but none is installed.", "pip install 'flax>=0.12.8'"),
+    ],
+)
+def test_versions_that_do_not_go_together(changes: dict[str, str | None], what: str, fix: str) -> None:
+    verdict = machine.packages(shelf(**changes))
+    assert verdict.state == "problem" and what in verdict.what and fix in verdict.fix, verdict
+
+
+def test_a_spanax_that_is_not_installed() -> None:
+    verdict = machine.packages(shelf(spanax=None))
+    assert verdict.state == "warning" and verdict.fix == "pip install spanax"
+
+
+def test_an_old_python() -> None:
+    verdict = machine.python(shelf(), "3.10.14")
+    assert verdict.state == "problem" and "3.10.14" in verdict.what and ">=3.11" in verdict.where
+
+
+def test_a_plugin_of_another_jaxlib() -> None:
+    good = machine.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", libtpu="0.0.51"))
+    assert good.state == "ok" and "libtpu 0.0.51" in good.what
+    verdict = machine.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.9.0"))
+    assert verdict.state == "problem" and "jax-cuda12-pjrt 0.9.0 is incompatible with jaxlib 0.10.2" in verdict.what
+    assert verdict.fix == "pip install jax-cuda12-pjrt==0.10.2 jax-cuda12-plugin==0.10.2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "what"),
+    [
+        ({"NPROC": "2"}, "NPROC=2: simulated devices may deadlock"),
+        ({"NPROC": "many"}, "NPROC=many"),
+        ({machine.FRACTION: "95"}, "is not a share of the memory"),
+        ({machine.FRACTION: "0.0"}, "is not a share of the memory"),
+        ({"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, "JAX rejects"),
+        ({"JAX_DEBUG_NANS": "True"}, "JAX_DEBUG_NANS is set"),
+        ({"JAX_DISABLE_JIT": "1"}, "nothing is compiled"),
+        ({"JAX_ENABLE_X64": "on"}, "twice the memory"),
+        ({"https_proxy": "http" + "://proxy:3128"}, "a proxy is set"),
+    ],
+)
+def test_harmful_environment_settings_are_reported(environ: dict[str, str], what: str) -> None:
+    verdicts = machine.settings(environ, is_group=True)
+    assert [item.state for item in verdicts] == ["warning"] and what in verdicts[0].what and verdicts[0].fix
+
+
+def test_harmless_environment_settings_pass() -> None:
+    environ = {"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy", machine.FRACTION: ".95"}
+    verdicts = machine.settings(environ, is_group=False)
+    assert [item.state for item in verdicts] == ["ok"] and "NPROC=32" in verdicts[0].what
+    assert machine.settings({}, is_group=True)[0].what == "nothing is set"
+
+
+# ---- folders
 
 
 @pytest.fixture
@@ -27,60 +122,25 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small: Path) -> None:
-    for name, fix in (("temporary", "TMPDIR"), ("run folder", "--out"), ("compile cache", "XDG_CACHE_HOME")):
+    for name, (_, fix) in machine.FOLDERS.items():
         verdict = machine.disk(name, small / "runs" / "a")
         assert verdict.state == "problem" and "No space left on device" in verdict.what and fix in verdict.fix, verdict
     assert not list(small.iterdir()), "something was left behind"
 
 
-def test_shared_memory_of_a_container(small: Path) -> None:
+def test_shared_memory_of_a_container(small: Path, tmp_path: Path) -> None:
     verdict = machine.shared_memory(small)
     assert verdict.state == "warning" and verdict.what.startswith("4 MiB are free") and "--shm-size" in verdict.fix
-
-
-def test_no_shared_memory(tmp_path: Path) -> None:
     verdict = machine.shared_memory(tmp_path / "nowhere")
     assert verdict.state == "warning" and "No such file" in verdict.what
 
 
-def test_a_path_that_is_not_a_folder_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    verdict = machine.disk("run folder", tmp_path / "file" / "a")
-    assert verdict.state == "problem" and "Not a directory" in verdict.what
-
-
 def test_a_check_of_the_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MIN_BYTES_PER_SECOND", 0.0)
-    monkeypatch.setitem(machine.MIN_FREE, "run folder", 0)
-    verdict = machine.disk("run folder", tmp_path / "runs" / "a")
-    assert verdict.state == "ok" and "/s with fsync" in verdict.what and verdict.where == f"'{tmp_path}'"
+    for min_free_bytes, state in ((0, "ok"), (1 << 60, "warning")):
+        monkeypatch.setitem(machine.FOLDERS, "run folder", (min_free_bytes, "elsewhere"))
+        verdict = machine.disk("run folder", tmp_path / "runs" / "a")
+        assert (verdict.state, verdict.where) == (state, f"'{tmp_path}'") and "free" in verdict.what
     assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = machine.disk("run folder", tmp_path)
-    real = os.statvfs(tmp_path)
-    changed = {"f_bavail": 1 << 18, "f_favail": 9, "f_frsize": 4096, "f_files": 1000}
-
-    def statvfs(place: Path) -> os.statvfs_result:
-        return os.statvfs_result([changed.get(name, getattr(real, name)) for name in NAMES])
-
-    monkeypatch.setattr(os, "statvfs", statvfs)
-    verdict = machine.disk("run folder", tmp_path)
-    assert verdict.state == "warning" and "only 1 GiB are free" in verdict.what and "free disk space" in verdict.fix
-    changed["f_bavail"] = 1 << 30
-    verdict = machine.disk("run folder", tmp_path)
-    assert verdict.state == "warning" and "only 9 more files fit" in verdict.what
-    changed["f_favail"] = 1 << 30
-    monkeypatch.setattr(machine, "_written", lambda place: 2.0**20)
-    verdict = machine.disk("run folder", tmp_path)
-    assert verdict.state == "warning" and "writing a checkpoint of 1 GiB takes 1024 s" in verdict.what
-    assert machine.disk("temporary", tmp_path).state == "ok"
-
-
-NAMES = (
-    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_flag", "f_namemax",
-)  # fmt: skip
 
 
 def test_a_disk_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,44 +150,3 @@ def test_a_disk_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(machine.fcntl, "flock", flock)
     verdict = machine.disk("run folder", tmp_path)
     assert verdict.state == "problem" and "Function not implemented" in verdict.what
-
-
-@pytest.mark.parametrize(
-    ("after", "is_synchronized", "state", "what"),
-    [
-        (Reading(102, 12), True, "ok", "steady, synchronized"),
-        (Reading(102, 12), None, "ok", "synchronization unknown"),
-        (Reading(102, 12), False, "warning", "the clock is not synchronized"),
-        (Reading(3702, 12), True, "warning", "set by +3600.0 s"),
-        (Reading(72, 12), True, "warning", "set by -30.0 s"),
-    ],
-)
-def test_clocks(after: Reading, is_synchronized: bool | None, state: str, what: str) -> None:
-    verdict = machine.clock(Reading(100, 10), after, is_synchronized)
-    assert (verdict.state, bool(verdict.fix)) == (state, state != "ok") and what in verdict.what
-
-
-def test_the_clock_of_this_machine_passes() -> None:
-    before = Reading.now()
-    assert machine.clock(before, Reading.now(), True).state == "ok"
-    assert machine.is_clock_synchronized() in (True, False, None)
-
-
-@pytest.mark.parametrize(
-    ("which", "what", "fix"),
-    [
-        (resource.RLIMIT_NOFILE, "256 open files are allowed", "ulimit -n"),
-        (resource.RLIMIT_NPROC, "256 processes are allowed", "ulimit -u"),
-    ],
-)
-def test_low_limits(which: int, what: str, fix: str) -> None:
-    verdict = machine.limits(lambda asked: (256, 1024) if asked == which else (-1, -1))
-    assert [item.state for item in verdict] == ["warning"]
-    assert what in verdict[0].what and fix in verdict[0].fix and verdict[0].where == "at most 1024"
-
-
-def test_unlimited_resources_pass() -> None:
-    verdict = machine.limits(lambda asked: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert [item.state for item in verdict] == ["ok"] and verdict[
-        0
-    ].what == "any number of open files, any number of processes"

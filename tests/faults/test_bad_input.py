@@ -130,7 +130,7 @@ FILES = {
     "three.py": "x = 3\n",
     "list.toml": "[[steps]]\n",
     "nan.toml": "lr = nan\n",
-    "negative.toml": "batch = -3\n",
+    "negative.toml": "global_batch_size = -3\n",
     "number.toml": "json = 1\n",
 }
 
@@ -183,7 +183,7 @@ def test_a_configuration_records_the_exact_path_of_its_run_folder(
     before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("c.toml").write_text('out = "a "\n')
+    Path("c.toml").write_text('output_dir = "a "\n')
     with pytest.raises(SystemExit) as stop:
         cli.main([*before, "--config", "c.toml"])
     assert stop.value.code == 2 and "begins or ends with whitespace" in capsys.readouterr().err

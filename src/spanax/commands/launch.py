@@ -8,17 +8,18 @@ import tyro
 
 from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
-from spanax.launch import kubernetes, local, ray, slurm, workers
+from spanax.launch import local, slurm, workers
 from spanax.usage.examples import described
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
     "slurm": (slurm.SlurmCommand, slurm.launch),
-    "kubernetes": (kubernetes.KubernetesCommand, kubernetes.launch),
-    "ray": (ray.RayCommand, ray.launch),
     "workers": (workers.WorkersCommand, workers.launch),
 }
 """By place: the flags, and the function that launches and returns an exit code."""
+
+RECIPES = {"kubernetes": "a TrainJob of Kubeflow Trainer", "ray": "JaxTrainer of Ray Train"}
+"""By place without a launcher: what starts the processes there."""
 
 SUMMARY = "Run `train ...` or any program in several processes under a supervisor; the command follows `--`."
 
@@ -46,6 +47,9 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
     if place not in LAUNCHERS:
         if place in ("-h", "--help"):
             tyro.cli(LaunchFlags, prog="spanax launch", description=described(SUMMARY, "launch"), args=["--help"])
+        if place in RECIPES:
+            fix = f"{RECIPES[place]}, as docs/hosts.md shows under {place.capitalize()}"
+            raise UnknownNameError(f"`spanax launch` has no launcher for '{place}'.", fix=fix)
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"

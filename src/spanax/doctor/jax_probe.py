@@ -1,4 +1,4 @@
-"""Starts JAX in a separate process, `python -P -m spanax.doctor.jax_probe [NUM_SIMULATED]`.
+"""Starts JAX in a separate process, `python -P -m spanax.doctor.jax_probe`.
 
 A plugin may hang, abort or print anything; the process that runs the checks must not be affected.
 """
@@ -12,18 +12,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from spanax.doctor.software import THREADS
-from spanax.doctor.verdict import Verdict
+from spanax.doctor.machine import Verdict
 
 COMMAND = (sys.executable, "-P", "-m", "spanax.doctor.jax_probe")
 MARK = "spanax-doctor-trial:"
 """Prefix of the line with the answer: C++ libraries print to standard output, too."""
 
-SIMULATED = 8
 ACCELERATORS = {"nvidia[0-9]*": ("GPU", "jax[cuda12]"), "accel[0-9]*": ("TPU", "jax[tpu]"), "kfd": ("GPU", "jax[rocm]")}
 """For patterns of files in /dev, the accelerator and the package that supports it."""
 
@@ -31,32 +27,29 @@ END_SECONDS = 5.0
 """How long to wait for a killed process; one that hangs in a driver cannot be killed."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a probe: an answer, or the reason for its absence."""
-
-    answer: dict[str, Any] = field(default_factory=dict)
-    reason: str = ""
-    last_line: str = ""
-    seconds: float = 0.0
-
-
 def devices(
     environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND, dev: Path = Path("/dev")
 ) -> Verdict:
     """Checks that JAX starts, computes on every device, and uses the installed accelerators."""
-    platforms = environ.get("JAX_PLATFORMS", "")
+    platforms, began = environ.get("JAX_PLATFORMS", ""), time.monotonic()
     # Several processes of a host may probe at once, and each would preallocate most of a GPU's memory.
-    outcome = probe_jax(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
-    if outcome.reason:
+    code, lines = output_of(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
+    answers = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
+    if code != 0 or not answers:
+        reason = "no output" if code == 0 else f"the process ended with code {code}"
+        if code is None:
+            reason = f"no answer within {timeout:g} s"
+        elif code < 0:
+            reason = f"the process died of {signal.Signals(-code).name}"
+        last_line = lines[-1][:300] if lines else ""
         fix = "end other processes that use the accelerators, or start without them: JAX_PLATFORMS=cpu"
-        if "XLA_FLAGS" in outcome.last_line:
+        if "XLA_FLAGS" in last_line:
             fix = "remove the flag from XLA_FLAGS"
-        where = "; ".join(filter(None, [f"JAX_PLATFORMS={platforms}" if platforms else "", outcome.last_line]))
-        return Verdict("devices", "problem", f"JAX does not start: {outcome.reason}.", where, fix)
-    answer = outcome.answer
+        where = "; ".join(filter(None, [f"JAX_PLATFORMS={platforms}" if platforms else "", last_line]))
+        return Verdict("devices", "problem", f"JAX does not start: {reason}.", where, fix)
+    answer = json.loads(answers[-1])
     kind = answer["kind"] + (f" ({answer['platform']})" if answer["platform"] not in answer["kind"] else "")
-    summary = f"{answer['devices']} x {kind}, JAX starts in {outcome.seconds:.1f} s"
+    summary = f"{answer['devices']} x {kind}, JAX starts in {time.monotonic() - began:.1f} s"
     for pattern, (accelerator, package) in ACCELERATORS.items():
         # Accelerators that JAX_PLATFORMS excludes are not reported.
         if answer["platform"] == "cpu" and "cpu" not in platforms and any(dev.glob(pattern)):
@@ -65,67 +58,40 @@ def devices(
     return Verdict("devices", "ok", summary)
 
 
-def simulated(environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND) -> Verdict:
-    """Checks that simulated CPU devices can run a reduction."""
-    overrides = {"JAX_PLATFORMS": "cpu", "NPROC": str(THREADS), "XLA_FLAGS": ""}
-    outcome = probe_jax([*command, str(SIMULATED)], {**environ, **overrides}, timeout)
-    if outcome.reason:
-        message = f"{SIMULATED} simulated devices do not work: {outcome.reason}."
-        return Verdict(
-            "simulated", "problem", message, outcome.last_line, "more threads (ulimit -u), or a newer jaxlib"
-        )
-    return Verdict("simulated", "ok", f"{SIMULATED} CPU devices reduce in {outcome.seconds:.1f} s")
+def output_of(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> tuple[int | None, list[str]]:
+    """Returns the exit code of a process, None if it exceeds the timeout, and the lines that it printed.
 
-
-def probe_jax(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
-    """Runs a probe; terminates its process group before returning, unless it cannot be killed."""
-    began = time.monotonic()
+    Its process group has ended then, unless it cannot be killed.
+    """
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         # Files, not pipes: a grandchild that survives would block the reader.
         child = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=out, start_new_session=True)
         try:
             code = child.wait(timeout)
-            reason = "" if code == 0 else _exit_reason(code)
         except subprocess.TimeoutExpired:
-            reason = f"no answer within {timeout:g} s"
+            code = None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(END_SECONDS)
         out.seek(0)
-        lines = [line.strip() for line in out.read(1 << 20).splitlines() if line.strip()]
-    seconds = time.monotonic() - began
-    answers = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
-    if not reason and answers:
-        return Outcome(json.loads(answers[-1]), seconds=seconds)
-    return Outcome({}, reason or "no output", lines[-1][:300] if lines else "", seconds)
+        return code, [line.strip() for line in out.read(1 << 20).splitlines() if line.strip()]
 
 
-def _exit_reason(code: int) -> str:
-    return f"the process died of {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
-
-
-def main(num_simulated: int | None) -> None:
-    """Starts JAX, computes on every device, or across all simulated ones, and prints the result."""
+def main() -> None:
+    """Starts JAX, computes on every device, and prints the result."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    if num_simulated is not None:
-        jax.config.update("jax_num_cpu_devices", num_simulated)
     devices = jax.local_devices()
-    assert num_simulated in (None, len(devices)), devices
     for device in devices:
         assert float(jnp.sum(jax.device_put(np.arange(8.0), device))) == 28.0, device
-    if num_simulated is not None:
-        mesh = jax.sharding.Mesh(np.array(devices), ("all",))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-        assert float(jax.jit(jnp.sum)(jax.device_put(np.arange(8.0), sharding))) == 28.0
     answer = {"platform": devices[0].platform, "kind": devices[0].device_kind, "devices": len(devices)}
     print(f"{MARK}{json.dumps(answer)}", flush=True)
     os._exit(0)  # ignores what plugins do while Python exits
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    main()

@@ -1,68 +1,184 @@
-"""Checks disks, shared memory, the clock, and process limits."""
+"""Checks the installed versions, the environment, and the folders that a run writes to."""
 
-import ctypes
 import fcntl
+import importlib.metadata
 import os
-import resource
-import time
-from collections.abc import Callable
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from typing import Literal
 
-from spanax.doctor.verdict import Verdict
-from spanax.units import bytes_text
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
-WRITTEN_BYTES = 16 << 20
-MIN_FREE_BYTES = 5 << 30
-MIN_BYTES_PER_SECOND = 50e6
+from spanax.units import bytes_text, whole_number
+
+THREADS = 16
+"""Minimum NPROC for 8 simulated devices: with fewer threads XLA's CPU collectives deadlock (jax 0.10.2)."""
+
+PLUGIN = re.compile(r"jax-.*-(plugin|pjrt)")
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+SLOW = {
+    "JAX_DISABLE_JIT": "nothing is compiled",
+    "JAX_DEBUG_NANS": "every step blocks, and is repeated if it has a NaN",
+    "JAX_ENABLE_X64": "values take twice the memory",
+}
+
+FOLDERS = {
+    "run folder": (5 << 30, "--output-dir elsewhere"),
+    "temporary": (1 << 30, "another TMPDIR"),
+    "compile cache": (1 << 30, "another XDG_CACHE_HOME"),
+}
+"""By folder: the free space below which it gets a warning, and what to set for another one."""
+
 MIN_SHARED_BYTES = 1 << 30
-MIN_FILES = 4096
-MIN_PROCESSES = 1024
-JUMP_SECONDS = 0.1
 
-MIN_FREE = {"run folder": MIN_FREE_BYTES, "compile cache": 1 << 30, "temporary": 1 << 30}
-"""Free space below which each folder gets a warning."""
+Installed = Mapping[str, importlib.metadata.Distribution]
+"""The installed packages by normalized name."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Two clocks at one time, in seconds: the wall clock, which can be set, and a monotonic clock."""
+class Verdict:
+    """The result of one check.
 
-    wall: float
-    monotonic: float
+    Attributes:
+      name: the subject, such as `disk` or `devices`.
+      state: `problem` stops a run or loses work, `warning` slows it down or may do so later.
+      what: one line, with values.
+      where: additional values.
+      fix: the change that resolves a problem or warning; empty otherwise.
+    """
 
-    @staticmethod
-    def now() -> "Reading":
-        """Reads both clocks."""
-        return Reading(time.time(), time.monotonic())
+    name: str
+    state: Literal["ok", "warning", "problem"]
+    what: str
+    where: str = ""
+    fix: str = ""
+
+
+def installed_packages() -> Installed:
+    """Returns all packages that this Python can import.
+
+    Example:
+      >>> installed_packages()["jax"].version == importlib.metadata.version("jax")
+      True
+    """
+    packages: dict[str, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        if name := distribution.metadata["Name"]:
+            packages.setdefault(canonicalize_name(name), distribution)  # the first one on the path is imported
+    return packages
+
+
+def python(installed: Installed, version: str = platform.python_version()) -> Verdict:
+    """Checks that this Python is supported."""
+    declared = installed["spanax"].metadata.get_all("Requires-Python") if "spanax" in installed else None
+    supported = declared[0] if declared else ""
+    if SpecifierSet(supported).contains(version, prereleases=True):
+        return Verdict("python", "ok", f"{version}, and {supported or 'any'} is supported")
+    return Verdict(
+        "python", "problem", f"{version} is not supported.", f"spanax needs Python {supported}", "another environment"
+    )
+
+
+def packages(installed: Installed) -> Verdict:
+    """Checks that Spanax's requirements, and those of its direct requirements, have compatible versions."""
+    if "spanax" not in installed:
+        message = "spanax is not installed as a package, so versions cannot be checked."
+        return Verdict("packages", "warning", message, fix="pip install spanax")
+    direct = [canonicalize_name(requirement.name) for requirement in _requirements(installed, "spanax")]
+    wrong, missing = [], set()
+    for package in ("spanax", *direct):
+        for requirement in _requirements(installed, package):
+            version = _version(installed, requirement.name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                needed = f"{requirement.name}{requirement.specifier}"
+                wrong.append(f"{package} needs {needed}, but {version or 'none'} is installed")
+                missing.add(f"'{needed}'")
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+    summary = ", ".join(f"{name} {_version(installed, name)}" for name in names)
+    if not wrong:
+        return Verdict("packages", "ok", summary)
+    return Verdict("packages", "problem", f"{wrong[0]}.", "; ".join([*wrong[1:], summary]), _install(sorted(missing)))
+
+
+def plugins(installed: Installed) -> Verdict:
+    """Checks that plugins for accelerators have the version of jaxlib, as they must."""
+    jaxlib = _version(installed, "jaxlib")
+    versions = {name: installed[name].version for name in sorted(installed) if PLUGIN.fullmatch(name)}
+    wrong = [f"{name} {version}" for name, version in versions.items() if version != jaxlib]
+    if wrong:
+        message = f"{wrong[0]} is incompatible with jaxlib {jaxlib}."
+        fix = _install([f"{name}=={jaxlib}" for name in versions])
+        return Verdict("plugins", "problem", message, "; ".join(wrong[1:]), fix)
+    summary = [f"{name} {version}" for name, version in versions.items()]
+    if libtpu := _version(installed, "libtpu"):
+        summary.append(f"libtpu {libtpu}")
+    return Verdict("plugins", "ok", ", ".join(summary) or "none: JAX uses the CPU only")
+
+
+def settings(environ: Mapping[str, str], *, is_group: bool) -> list[Verdict]:
+    """Checks environment variables that make a run hang, abort or slow down."""
+    warnings: list[tuple[str, str, str]] = []
+    threads, fraction = environ.get("NPROC", ""), environ.get(FRACTION, "")
+    if threads and (whole_number(threads) or 0) < THREADS:
+        warnings.append((f"NPROC={threads}: simulated devices may deadlock.", "", f"NPROC={THREADS}, or unset it"))
+    if fraction and not re.fullmatch(r"0?\.\d*[1-9]\d*|1(\.0*)?", fraction):
+        warnings.append((f"{FRACTION}={fraction} is not a share of the memory.", "", f"{FRACTION}=0.95"))
+    if flag := re.search(r"--xla_force_host_platform_device_count=\S+", environ.get("XLA_FLAGS", "")):
+        message = (
+            "XLA_FLAGS sets a number of devices, which JAX rejects together with its own setting; Spanax removes it."
+        )
+        warnings.append((message, flag[0], "remove it, and use --devices"))
+    for name, effect in SLOW.items():
+        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
+            warnings.append((f"{name} is set: {effect}.", "", f"unset {name}"))
+    proxies = " ".join(sorted(name for name in environ if re.fullmatch("(https?|grpc)_proxy", name.lower())))
+    if proxies and is_group:
+        message = "a proxy is set, and the hosts of a run may try to connect through it."
+        warnings.append((message, proxies, f"unset {proxies}"))
+    if warnings:
+        return [Verdict("settings", "warning", *warning) for warning in warnings]
+    names = ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC", FRACTION)
+    summary = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+    return [Verdict("settings", "ok", summary or "nothing is set")]
+
+
+def disks(out: Path, environ: Mapping[str, str]) -> list[Verdict]:
+    """Checks the folders that a run with this folder writes to."""
+    cache = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folders = {"run folder": out, "temporary": Path(tempfile.gettempdir())}
+    if "://" not in cache:  # a bucket, which only JAX can access
+        folders["compile cache"] = Path(cache)
+    return [disk(name, folder) for name, folder in folders.items()]
 
 
 def disk(name: str, folder: Path) -> Verdict:
-    """Checks that a folder is writable, has free space and is fast enough with locks and fsync; leaves no files."""
+    """Checks that a folder of `FOLDERS` is writable, can be locked and has free space; leaves no files."""
+    min_free_bytes, alternative = FOLDERS[name]
+    fix = f"free disk space, or get write permission, or {alternative}"
     place = folder.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     try:
         filesystem = os.statvfs(place)
-        free = filesystem.f_bavail * filesystem.f_frsize
-        speed = _written(place)
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".spanax-doctor-") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(bytes(16 << 20))
+            os.fsync(file.fileno())
     except OSError as error:
         message = f"{name}: '{folder}' cannot be written to: {error.strerror}."
-        return Verdict("disk", "problem", message, f"tried in '{place}'", _fix(name))
-    summary = f"{bytes_text(free)} free, {bytes_text(speed)}/s with fsync"
-    if free < MIN_FREE[name]:
-        return Verdict(
-            "disk", "warning", f"{name}: only {bytes_text(free)} are free.", f"'{place}', {summary}", _fix(name)
-        )
-    if filesystem.f_files and filesystem.f_favail < 10_000:
-        return Verdict(
-            "disk", "warning", f"{name}: only {filesystem.f_favail} more files fit.", f"'{place}'", _fix(name)
-        )
-    if name == "run folder" and speed < MIN_BYTES_PER_SECOND:
-        message = f"{name}: writing a checkpoint of 1 GiB takes {2**30 / speed:.0f} s."
-        return Verdict("disk", "warning", message, f"'{place}', {summary}", "a faster disk, or a longer --save-every")
-    return Verdict("disk", "ok", f"{name}: {summary}", f"'{place}'")
+        return Verdict("disk", "problem", message, f"tried in '{place}'", fix)
+    free = filesystem.f_bavail * filesystem.f_frsize
+    if free < min_free_bytes:
+        return Verdict("disk", "warning", f"{name}: only {bytes_text(free)} are free.", f"'{place}'", fix)
+    return Verdict("disk", "ok", f"{name}: {bytes_text(free)} free", f"'{place}'")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Verdict:
@@ -73,78 +189,23 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Verdict:
     except OSError as error:
         message = f"there is no shared memory: {error.strerror}."
         return Verdict("shared memory", "warning", message, str(path), fix)
-    size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
+    free = filesystem.f_bavail * filesystem.f_frsize
     if free < MIN_SHARED_BYTES:
         message = f"{bytes_text(free)} are free: workers of a data loader and GPUs of one host share arrays there."
-        return Verdict("shared memory", "warning", message, f"{path}, {bytes_text(size)} in all", fix)
+        return Verdict("shared memory", "warning", message, str(path), fix)
     return Verdict("shared memory", "ok", f"{bytes_text(free)} free", str(path))
 
 
-def clock(before: Reading, after: Reading, is_synchronized: bool | None) -> Verdict:
-    """Checks that the wall clock was not set between two readings, and is synchronized."""
-    jump = (after.wall - before.wall) - (after.monotonic - before.monotonic)
-    fix = "timedatectl set-ntp true, or start chronyd"
-    if abs(jump) > JUMP_SECONDS:
-        seconds = after.monotonic - before.monotonic
-        message = f"the clock was set by {jump:+.1f} s during the check: times in reports are wrong."
-        return Verdict("clock", "warning", message, f"checked for {seconds:.1f} s", fix)
-    if is_synchronized is False:
-        message = "the clock is not synchronized: the clocks of hosts drift apart."
-        return Verdict("clock", "warning", message, "as reported by the kernel (adjtimex)", fix)
-    source = {True: "synchronized", None: "synchronization unknown"}[is_synchronized]
-    return Verdict("clock", "ok", f"steady, {source}")
+def _requirements(installed: Installed, package: str) -> list[Requirement]:
+    """Returns the requirements of a package on this platform, without its extras; none if it is not installed."""
+    declared = (installed[package].requires or ()) if package in installed else ()
+    requirements = map(Requirement, declared)
+    return [entry for entry in requirements if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
-def is_clock_synchronized() -> bool | None:
-    """Returns whether the kernel reports a synchronized clock; None if it does not report."""
-    try:
-        # A zeroed `struct timex` only queries; state 5 is TIME_ERROR: not synchronized (adjtimex(2)).
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
-    except (OSError, AttributeError):
-        return None
-    return None if state < 0 else state != 5
+def _version(installed: Installed, name: str) -> str | None:
+    return installed[canonicalize_name(name)].version if canonicalize_name(name) in installed else None
 
 
-def limits(limit: Callable[[int], tuple[int, int]] = resource.getrlimit) -> list[Verdict]:
-    """Checks that a process may open as many files, and start as many threads, as a run needs."""
-    verdicts = []
-    checks = (
-        ("open files", resource.RLIMIT_NOFILE, MIN_FILES, "ulimit -n 65536"),
-        ("processes", resource.RLIMIT_NPROC, MIN_PROCESSES, "ulimit -u 65536"),
-    )
-    for name, which, minimum, fix in checks:
-        soft, hard = limit(which)
-        if soft != resource.RLIM_INFINITY and soft < minimum:
-            bound = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-            message = f"{soft} {name} are allowed, but a run may need {minimum}."
-            verdicts.append(Verdict("limits", "warning", message, f"at most {bound}", fix))
-    summary = (
-        f"{_limit(limit(resource.RLIMIT_NOFILE)[0])} open files, {_limit(limit(resource.RLIMIT_NPROC)[0])} processes"
-    )
-    return verdicts or [Verdict("limits", "ok", summary)]
-
-
-def _limit(value: int) -> str:
-    return "any number of" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _written(place: Path) -> float:
-    """Returns the write speed of a file in this folder in bytes per second, with a lock and fsync."""
-    block = os.urandom(1 << 20)
-    with NamedTemporaryFile(dir=place, prefix=".spanax-doctor-") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        began = time.monotonic()
-        for _ in range(WRITTEN_BYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return WRITTEN_BYTES / (time.monotonic() - began)
-
-
-def _fix(name: str) -> str:
-    alternatives = {
-        "run folder": "--output-dir elsewhere",
-        "compile cache": "another XDG_CACHE_HOME",
-        "temporary": "another TMPDIR",
-    }
-    return f"free disk space, or get write permission, or {alternatives[name]}"
+def _install(packages: Sequence[str]) -> str:
+    return f"pip install {' '.join(packages)}"

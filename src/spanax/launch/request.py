@@ -20,135 +20,77 @@ TRAIN = "train"
 
 
 @dataclass(frozen=True)
-class TrainRequest:
-    """A `train ...` command with a run folder.
+class Request:
+    """A command to launch.
 
     Attributes:
-      args: the arguments of `train`, including `--output-dir`.
-      folder: the run folder.
+      words: `train` and its arguments, including `--output-dir`; or a program and its arguments.
+      folder: the run folder, or the folder for the logs, heartbeats and events of a program.
 
     Example:
-      >>> request = TrainRequest.of(["train", "gpt-nano", "--output-dir", "runs/a"])
+      >>> request = request_of(["train", "gpt-nano", "--output-dir", "runs/a"], None)
       >>> request.folder, request.argv(is_again=True)
       (PosixPath('runs/a'), ['train', 'gpt-nano', '--output-dir', 'runs/a', '--resume'])
     """
 
-    args: tuple[str, ...]
+    words: tuple[str, ...]
     folder: Path
-    is_program = False
 
-    @staticmethod
-    def of(argv: Sequence[str]) -> "TrainRequest":
-        """Returns the request, with a new run folder if it names none.
-
-        Raises:
-          SpanaxError: it is not a valid `train` command; this is checked before it waits in a queue.
-        """
-        args = list(argv[1:])
-        config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
-        out = config.output_dir
-        if out is None and config.config is not None:
-            out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).output_dir
-            check_path("--output-dir", out)
-        if out is None:
-            out = str(new_folder("runs"))
-            args += ["--output-dir", out]
-        return TrainRequest(tuple(args), Path(out))
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a program of the user."""
+        return self.words[0] != TRAIN
 
     @property
     def name(self) -> str:
         """The folder's name for schedulers: lowercase letters, digits and dashes.
 
         Example:
-          >>> TrainRequest.of(["train", "--output-dir", "runs/First_try"]).name
+          >>> Request(("train",), Path("runs/First_try")).name
           'first-try'
         """
-        return scheduler_name(self.folder)
+        return re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-") or "spanax"
 
     def argv(self, *, is_again: bool) -> list[str]:
-        """Returns the arguments for a process of the run; a restart resumes from the newest checkpoint."""
-        resume = ["--resume"] if is_again and "--resume" not in self.args else []
-        return [TRAIN, *self.args, *resume]
+        """Returns the words for a process; a restart of `train` resumes from the newest checkpoint.
+
+        Every attempt of a program has the same words: what it continues from is up to its own checkpoints.
+        """
+        resumes = is_again and not self.is_program and "--resume" not in self.words
+        return [*self.words, *(["--resume"] if resumes else [])]
 
     def command(self, python: str, *, is_again: bool) -> list[str]:
-        """Returns the command line of a process of the run."""
-        return [python, "-P", "-m", "spanax", *self.argv(is_again=is_again)]
+        """Returns the command line of a process; a program itself decides which interpreter it uses."""
+        return [*([] if self.is_program else [python, "-P", "-m", "spanax"]), *self.argv(is_again=is_again)]
 
     @property
     def flags(self) -> list[str]:
         """The flags of `launch` that belong to the request."""
-        return []
+        return ["--logs", str(self.folder)] if self.is_program else []
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment that its processes need besides that of their group."""
-        return {}
-
-
-@dataclass(frozen=True)
-class ProgramRequest:
-    """A program of the user, with a folder for its logs, heartbeats and events.
-
-    Every attempt has the same command line: what a restart continues from is up to the program's own checkpoints.
-
-    Attributes:
-      words: the program and its arguments.
-      folder: the folder.
-
-    Example:
-      >>> request = ProgramRequest(("python", "train.py", "--lr", "0.1"), Path("runs/a"))
-      >>> request.command("", is_again=True), request.flags
-      (['python', 'train.py', '--lr', '0.1'], ['--logs', 'runs/a'])
-    """
-
-    words: tuple[str, ...]
-    folder: Path
-    is_program = True
-
-    @property
-    def name(self) -> str:
-        """The folder's name for schedulers: lowercase letters, digits and dashes."""
-        return scheduler_name(self.folder)
-
-    def argv(self, *, is_again: bool) -> list[str]:
-        """Returns the program and its arguments, the same for every attempt."""
-        return list(self.words)
-
-    def command(self, python: str, *, is_again: bool) -> list[str]:
-        """Returns the command line of a process: the program itself decides which interpreter it uses."""
-        return list(self.words)
-
-    @property
-    def flags(self) -> list[str]:
-        """The flags of `launch` that belong to the request."""
-        return ["--logs", str(self.folder)]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment that its processes need besides that of their group."""
+        if not self.is_program:
+            return {}
         # A killed process would lose the last lines of its log in Python's buffer.
         return {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
 
 
-Request = TrainRequest | ProgramRequest
-
-
-def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", is_here: bool = True) -> Request:
+def request_of(argv: Sequence[str], logs: str | None) -> Request:
     """Returns the request of the words after `--`.
 
     Args:
       argv: the words. If the first is `train`, they are a command of Spanax; otherwise a program and its arguments.
       logs: the folder of a program, from `--logs`; None for a new one.
-      parent: the folder in which a new one is created.
-      is_here: whether the program starts on this machine, so that it must be installed here.
 
     Raises:
       SpanaxError: there is no command, its program is not installed, or it is a command of Spanax that cannot be
         launched.
 
     Example:
-      >>> request_of(["python", "train.py"], "logs/a", is_here=False)
-      ProgramRequest(words=('python', 'train.py'), folder=PosixPath('logs/a'))
+      >>> request_of(["sh", "train.sh"], "logs/a")
+      Request(words=('sh', 'train.sh'), folder=PosixPath('logs/a'))
     """
     if not argv:
         raise MissingError(
@@ -161,30 +103,38 @@ def request_of(argv: Sequence[str], logs: str | None, *, parent: str = "runs", i
                 f"--logs {logs} is for programs; the folder of `train` is its --output-dir.",
                 fix=f"-- train ... --output-dir {logs}",
             )
-        return TrainRequest.of(argv)
+        return _train_request(argv)
     check_path("--logs", logs)
-    _check_program(argv, is_here)
-    return ProgramRequest(tuple(argv), Path(logs) if logs is not None else new_folder(parent))
+    _check_program(argv)
+    return Request(tuple(argv), Path(logs) if logs is not None else _new_folder())
 
 
-def new_folder(parent: str) -> Path:
+def _train_request(argv: Sequence[str]) -> Request:
+    """Returns the request of a `train` command, which is checked before it waits in a queue."""
+    config = check(tyro.cli(TrainConfig, prog="spanax train", args=argv[1:]))
+    out = config.output_dir
+    if out is None and config.config is not None:
+        out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).output_dir
+        check_path("--output-dir", out)
+    if out is None:
+        folder = _new_folder()
+        return Request((*argv, "--output-dir", str(folder)), folder)
+    return Request(tuple(argv), Path(out))
+
+
+def _new_folder() -> Path:
     """Returns the path of a folder for a launch that names none."""
-    return Path(parent, f"launched-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path("runs", f"launched-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def scheduler_name(folder: Path) -> str:
-    """Returns the name of a folder as lowercase letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-") or "spanax"
-
-
-def _check_program(argv: Sequence[str], is_here: bool) -> None:
+def _check_program(argv: Sequence[str]) -> None:
     program = argv[0]
     if Path(program).name == "spanax" or (["-m"], ["spanax"]) == ([*argv[1:2]], [*argv[2:3]]):
         raise ConflictError(
             f"'-- {shlex.join(argv)[:80]}' would not be resumed after a restart.",
             fix="-- train ..., without 'spanax' before it",
         )
-    if is_here and shutil.which(program) is None:
+    if shutil.which(program) is None:
         fix = f"-- python {program}" if program.endswith(".py") else "-- python script.py, -- train ..., or a path"
         raise NotInstalledError(f"there is no program '{program}'.", where="the executables of PATH", fix=fix)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from spanax.doctor.verdict import Verdict
+from spanax.doctor.machine import Verdict
 from spanax.printable import printable
 
 _COLOURS = {"ok": 32, "warning": 33, "problem": 31}
@@ -26,11 +26,11 @@ def verdicts_text(verdicts: Sequence[Verdict], *, in_colours: bool = False) -> s
     Example:
       >>> print(verdicts_text([
       ...     Verdict("python", "ok", "3.11.7"),
-      ...     Verdict("loopback", "problem", "this host cannot talk to itself.", fix="ip link set lo up"),
+      ...     Verdict("hosts", "problem", "10.0.0.7:9911 cannot be reached.", fix="open the port"),
       ... ]))
       ok       python         3.11.7
-      problem  loopback       this host cannot talk to itself.
-                              fix: ip link set lo up
+      problem  hosts          10.0.0.7:9911 cannot be reached.
+                              fix: open the port
       1 problem, 0 warnings in 2 findings
     """
     lines = []

@@ -64,14 +64,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --output-dir runs/a",
         "spanax launch slurm --hosts 4 --logs runs/b -- python train.py --lr 3e-4",
     ),
-    "launch kubernetes": (
-        "spanax launch kubernetes --image registry/gpt:1 --claim shared -- train gpt2 --output-dir /runs/a",
-        "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- python /app/train.py",
-    ),
-    "launch ray": (
-        "spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --output-dir /shared/a",
-        "spanax launch ray --hosts 4 --logs /shared/b -- python /shared/train.py",
-    ),
     "launch workers": ("spanax launch workers -- train gpt2 --output-dir runs/a",),
 }
 """Example command lines by command; those of all commands under the empty name."""

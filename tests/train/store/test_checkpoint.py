@@ -298,7 +298,7 @@ def test_a_step_without_a_valid_record_is_damaged(tmp_path: Path) -> None:
         manifest.write(record.parent)
     content = json.loads((tmp_path / "1" / "manifest.json").read_text())
     del content["crc32"], content["files"]["meta.json"]
-    (tmp_path / "1" / "manifest.json").write_bytes(manifest._render(content))  # as an earlier version wrote it
+    (tmp_path / "1" / "manifest.json").write_bytes(manifest._render(content))
     assert checkpoint.verify(tmp_path) == ["step 1: meta.json: missing, also in the manifest"]
     assert_same(checkpoint.restore(tmp_path, targets(), warn=lines.append).arrays, first)
 
