@@ -164,5 +164,21 @@ def test_invalid_flags_are_reported_in_four_lines(name: str, tmp_path: Path) -> 
     golden_messages.compare(GOLDEN, WRONG, name, f"{message}\n  [exit {caught.value.exit_code}]")
 
 
+# The followed fix of an error, given the folder and the value of the flag; the others are about the content of files.
+FOLLOWED: dict[str, Callable[[Path, str], Any]] = {
+    "read as another": lambda folder, kind: import_weights(folder / "gpt2", kind, folder / "new"),
+    "two dtypes": lambda folder, dtype: import_weights(folder / "gpt2", "gpt2", folder / "new", dtype=dtype),
+    "a sequence that is too long": lambda folder, length: load(str(folder / "in"), seq_len=int(length)),
+    "exported as another model": lambda folder, kind: export_weights(folder / "in", kind, folder / "new"),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_fix_works(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpanaxError) as caught:
+        WRONG[name](tmp_path)
+    FOLLOWED[name](tmp_path, str(caught.value).partition("fix: --")[2].split()[1])
+
+
 def test_the_golden_messages_of_errors() -> None:
     assert list(golden_messages.sections(GOLDEN)) == list(WRONG)

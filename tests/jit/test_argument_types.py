@@ -14,7 +14,7 @@ from spanax.errors import ArgumentError, MeshError, SpanaxError
 
 X = np.ones((8, 16), np.float32)
 
-MESH, PIN, LIKE = 'mesh="fsdp=8", or mesh={"fsdp": 8}', 'pin={"vocab": "model"}', "like=train_step"
+MESH, PIN, LIKE = 'mesh="fsdp=8", or mesh={"fsdp": 8}', 'pin={"AXIS": "MESH_AXIS"}', "like=train_step"
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "an int as mesh": ({"mesh": 8}, "`mesh` is 8, of type int", MESH),
@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a tuple as layout": ({"layout": ("fsdp",)}, "`layout` is ('fsdp',), of type tuple", 'layout="fsdp"'),
     "an int as pin": ({"pin": {"hidden": 3}}, "`pin['hidden']` is 3, of type int", PIN),
     "a string as pin": ({"pin": "hidden"}, "`pin` is 'hidden', of type str", PIN),
-    "an int as pad": ({"pad": 5}, "`pad` is 5, of type int", 'pad="heads,vocab"'),
+    "an int as pad": ({"pad": 5}, "`pad` is 5, of type int", 'pad="AXIS,AXIS"'),
     "an int as attention": ({"attention": 5}, "`attention` is 5, of type int", 'attention="auto"'),
     "a float as loss chunks": ({"loss_chunks": 2.5}, "`loss_chunks` is 2.5, of type float", "loss_chunks=8"),
 }

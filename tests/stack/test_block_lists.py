@@ -371,6 +371,18 @@ def message(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+# The followed fix of an error, given a name in its text; the others change the code of the model.
+FOLLOWED: dict[str, Callable[[str], Any]] = {
+    "stack: no such policy": lambda name: spanax.Stack(Block, 2, rngs=nnx.Rngs(0), remat=name),
+    "list: no such": lambda name: spanax.stack(Deep(plain), lists=[name]),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_fix_works(name: str) -> None:
+    FOLLOWED[name](message(ERRORS[name]).partition("did you mean '")[2].partition("'")[0])
+
+
 def test_messages_equal_the_golden_file() -> None:
     text = "".join(f"[{name}]\n{message(call)}\n\n" for name, call in ERRORS.items())
     if os.environ.get("SPANAX_GOLDEN") == "update":

@@ -291,6 +291,21 @@ def test_unsupported_pipelines_raise_the_golden_messages() -> None:
     assert text.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
 
 
+# The followed fix of an error; the others require another optimizer or other stages.
+FOLLOWED: dict[str, Callable[[str], Callable[[], Any]]] = {
+    "more stages than layers": lambda fix: asked(fix.partition(" ")[0], Schedule(microbatches=8)),
+    "more chunks than layers": lambda fix: asked(
+        "pipe=2", Schedule(microbatches=4, pipeline="interleaved", num_chunks=int(fix.partition(" ")[0]))
+    ),
+    "chunks without layers": lambda fix: asked("pipe=4", Schedule(microbatches=4, pipeline=fix.split("'")[1])),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_fix_works(name: str) -> None:
+    FOLLOWED[name](message(REFUSED[name]()).partition("fix: ")[2])()
+
+
 def by_all_layers(updates: Any) -> Any:
     """An update that uses sums, products and extrema of values that are not zero in a row of zeros."""
 

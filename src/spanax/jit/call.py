@@ -56,7 +56,7 @@ class CallForm:
         for (_, argument, *path), leaf in jax.tree_util.tree_flatten_with_path(leaves)[0]:
             is_keyword = isinstance(argument, jax.tree_util.DictKey)
             index = argument.key if is_keyword else argument.idx
-            name = parameters[index] if not is_keyword and index < len(parameters) else str(index)
+            name = str(index) if is_keyword else parameter_name(index, parameters)
             names[not self.is_object[leaf]].append(
                 ".".join(filter(None, (name, keystr(tuple(path), simple=True, separator="."))))
             )
@@ -82,7 +82,7 @@ class CallForm:
         entries: dict[int, Any] = {}
         for key, argument in (*enumerate(args), *kwargs.items()):
             index = parameters.index(key) if key in parameters else key
-            name = parameters[index] if isinstance(index, int) and index < len(parameters) else str(key)
+            name = parameter_name(index, parameters)
             if is_listed and not (isinstance(index, int) and index < len(axes)):
                 raise ArgumentError.of("batch_axes", axes, f"an entry for each parameter, also for `{name}`")
             leaves = jax.tree.leaves(argument)
@@ -104,8 +104,12 @@ def changed_statics(before: CallForm, after: CallForm, parameters: Sequence[str]
     """
     old = dict(before.statics)
     changed = [(key, old.get(key), value) for key, value in after.statics if key not in old or old[key] != value]
-    names = [parameters[key] if isinstance(key, int) and key < len(parameters) else str(key) for key, *_ in changed]
-    return [f"{name} {was!r:.40} -> {value!r:.40}" for name, (_, was, value) in zip(names, changed, strict=True)]
+    return [f"{parameter_name(key, parameters)} {was!r:.40} -> {value!r:.40}" for key, was, value in changed]
+
+
+def parameter_name(key: int | str, parameters: Sequence[str]) -> str:
+    """Returns the name of an argument by position or name; the position if it has no name of its own."""
+    return parameters[key] if isinstance(key, int) and key < len(parameters) else str(key)
 
 
 def check_static(form: CallForm, parameters: Sequence[str]) -> None:
@@ -122,7 +126,7 @@ def check_static(form: CallForm, parameters: Sequence[str]) -> None:
         try:
             hash(value)
         except TypeError as error:
-            name = parameters[key] if isinstance(key, int) and key < len(parameters) else str(key)
+            name = parameter_name(key, parameters)
             fix = "a hashable value for a static argument, such as a tuple or a frozen dataclass"
             raise ArgumentError.of(name, value, fix) from error
 

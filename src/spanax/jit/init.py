@@ -125,9 +125,7 @@ def _arguments(
     if problems:
         raise ObjectsError(
             f"`batch` does not match the parameters of `like` after its {num_objects} objects.",
-            where=", ".join(
-                [*(f"`{name}` is missing" for name in missing), *(f"`{name}` is unknown" for name in unknown)]
-            ),
+            where=", ".join(problems),
             fix="the argument, or a tuple or dict of several",
         )
     leading = takewhile(lambda each: each.kind in POSITIONAL and each.name in values, others)

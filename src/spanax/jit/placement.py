@@ -169,25 +169,19 @@ class SharedPlacement:
         return local(devices)
 
     def _follow(self, mesh: jax.sharding.Mesh | None) -> None:
-        """Requests the user's mesh that arrays are on, and its devices, if no other mesh is requested."""
-        request = _on_mesh_of(mesh, self.request)
-        if mesh is not None and request is not self.request:
-            self.request, self.on = request, local([*mesh.devices.flat])
-
-
-def _on_mesh_of(mesh: jax.sharding.Mesh | None, request: Request) -> Request:
-    """Returns a request without a mesh for the user's, if its layout is one of that mesh."""
-    if mesh is None or request.mesh is not None:
-        return request
-    try:
-        shape = MeshShape.of(mesh)
-        if request.layout is None:
-            layout_for(shape)
-        elif isinstance(request.layout, str):
-            layout_named(request.layout, shape)
-    except MeshError:
-        return request
-    return replace(request, mesh=shape)
+        """Requests the user's mesh that arrays are on if no other is requested and the layout is one of that mesh."""
+        layout = self.request.layout
+        if mesh is None or self.request.mesh is not None:
+            return
+        try:
+            shape = MeshShape.of(mesh)
+            if layout is None:
+                layout_for(shape)
+            elif isinstance(layout, str):
+                layout_named(layout, shape)
+        except MeshError:
+            return
+        self.request, self.on = replace(self.request, mesh=shape), local([*mesh.devices.flat])
 
 
 def _of_same_devices(users: jax.sharding.Mesh | None, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
@@ -239,40 +233,25 @@ def _with_like(error: IdleAxisError, arrays: Sequence[Any]) -> IdleAxisError:
     return IdleAxisError(first_line(error), axis=error.axis, fix=fix)
 
 
-def check_mesh(path: str, array: Any, mesh: jax.sharding.Mesh) -> None:
-    """Checks that an array is on one device, on the host, on the mesh, or on an Explicit mesh, which is the user's.
-
-    Raises:
-      SpanaxError: it is sharded over another mesh.
-    """
-    is_placed = isinstance(array, jax.Array) and (is_typed(array) or is_on(array, mesh))
-    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1 and not is_placed:
-        raise ObjectsError(
-            f"`{path}` is already sharded over another mesh.",
-            where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
-            fix="spanax.reshard(objects, like=function), or jax.device_put to spanax.shardings(objects, plan)",
-        )
-
-
-def place(path: str, array: Any, aval: Any, sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> jax.Array:
+def place(path: str, array: Any, sharding: jax.sharding.Sharding, mesh: jax.sharding.Mesh) -> jax.Array:
     """Returns an array with a sharding, in buffers of its own unless it already has it.
 
     Raises:
-      SpanaxError: its shape or dtype is not `aval`'s, it has no value, or it is sharded over another mesh.
+      SpanaxError: it has no value, or is sharded over another mesh than this one or the user's Explicit mesh.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         raise ObjectsError(f"`{path}` is a shape without a value.", fix="spanax.init, which creates sharded objects")
     array = array if isinstance(array, jax.Array) else jnp.asarray(array)
     check_alive(path, array)
-    if (array.shape, array.dtype) != (aval.shape, aval.dtype):
+    is_placed = is_on(array, mesh)
+    if len(array.sharding.device_set) > 1 and not is_placed and not is_typed(array):
         raise ObjectsError(
-            f"`{path}` is {array.dtype}{list(array.shape)}, but the function was traced with "
-            f"{aval.dtype}{list(aval.shape)}.",
-            fix="another function of spanax.jit for objects of another structure",
+            f"`{path}` is already sharded over another mesh.",
+            where=f"{array.sharding}; this function's mesh is {dict(mesh.shape)}",
+            fix="spanax.reshard(objects, like=function), or jax.device_put to spanax.shardings(objects, plan)",
         )
-    check_mesh(path, array, mesh)
     is_users = is_typed(array) and array.sharding.device_set == sharding.device_set
-    if not is_users and not is_on(array, mesh):
+    if not is_users and not is_placed:
         return placed(array, sharding)
     is_between_types = is_users and array.sharding.mesh != sharding.mesh
     if array.sharding.is_equivalent_to(sharding, array.ndim) and not is_between_types:

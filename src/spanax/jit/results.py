@@ -44,21 +44,6 @@ class Returned:
 OBJECTS = Argument | NewObject
 
 
-def pure_results(results: Any, nodes: tuple[Any, ...]) -> Any:
-    """Returns the results of a function as a pytree of arrays, given the objects that were passed to it."""
-    paths = {id(node): path for path, node in nnx.iter_graph(nodes) if is_object(node)}
-
-    def pure(result: Any) -> Any:
-        if id(result) in paths:
-            return Argument(paths[id(result)])
-        if isinstance(result, nnx.Pytree):
-            graphdef, state = nnx.split(result)
-            return NewObject(graphdef, state)
-        return result  # Variables are pytrees
-
-    return jax.tree.map(pure, results, is_leaf=is_object)
-
-
 def attributes(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], set[str]]:
     """Returns the names of the attributes of every module of the objects, by its path."""
     return {path: {*vars(node)} for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Pytree)}
@@ -72,7 +57,16 @@ def returned(results: Any, nodes: tuple[Any, ...], before: Mapping[tuple[Any, ..
       nodes: the objects after the call.
       before: their attributes before it.
     """
-    pure, by_path = pure_results(results, nodes), dict(nnx.iter_graph(nodes))
+    by_path = dict(nnx.iter_graph(nodes))
+    paths = {id(node): path for path, node in by_path.items() if is_object(node)}
+
+    def pure(result: Any) -> Any:
+        if id(result) in paths:
+            return Argument(paths[id(result)])
+        # Variables are pytrees.
+        return NewObject(*nnx.split(result)) if isinstance(result, nnx.Pytree) else result
+
+    pure_results = jax.tree.map(pure, results, is_leaf=is_object)
     added = {
         (path, name): value
         for path, names in before.items()
@@ -82,7 +76,7 @@ def returned(results: Any, nodes: tuple[Any, ...], before: Mapping[tuple[Any, ..
     }
     for path, name in added:
         delattr(by_path[path], name)
-    return Returned(pure, [*added.values()], tuple(added))
+    return Returned(pure_results, [*added.values()], tuple(added))
 
 
 def with_objects(call: Returned, by_path: Mapping[tuple[Any, ...], Any]) -> Any:

@@ -332,7 +332,7 @@ class ShardedFunction:
         for index in () if all(map(is_, shardings, seen)) else range(len(state)):
             if shardings[index] is not seen[index]:
                 leaf, array = compiled.program.leaves[index], state[index]
-                state[index] = place(leaf.path, array, leaf, compiled.stored[index], compiled.mesh)
+                state[index] = place(leaf.path, array, compiled.stored[index], compiled.mesh)
                 seen[index] = state[index].sharding
                 if state[index] is not array:
                     moved.append(index)

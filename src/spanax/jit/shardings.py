@@ -119,17 +119,14 @@ def placements(nodes: Sequence[Any], plan: Plan) -> list[Placement]:
     """
     variables, _ = take_apart([Owner(node, str(index)) for index, node in enumerate(nodes)])
     by_path = {leaf.path: leaf for leaf in plan.leaves}
-    arrays: list[list[tuple[str, Leaf]]] = [[] for _ in nodes]
-    for leaf in variables.leaves:
-        index, _, path = leaf.path.partition(".")
-        arrays[int(index)].append((path, leaf))
+    split = [(*leaf.path.partition(".")[::2], leaf) for leaf in variables.leaves]
     prefixes: list[str] = []
-    for node, inside in zip(nodes, arrays, strict=True):
+    for index, node in enumerate(nodes):
+        inside = [(path, leaf) for number, path, leaf in split if number == str(index)]
         prefixes.append(_prefix(node, inside, by_path, prefixes))
     result = []
-    for leaf in variables.leaves:
-        index, _, path = leaf.path.partition(".")
-        placement = plan[_joined(prefixes[int(index)], path)]
+    for number, path, leaf in split:
+        placement = plan[_joined(prefixes[int(number)], path)]
         if not _matches(placement, leaf):
             raise PlanMismatchError(
                 f"`{placement.path}` is {leaf.dtype}{list(leaf.shape)}, and "

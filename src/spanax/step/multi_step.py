@@ -24,7 +24,10 @@ def multi_step(step: Step, state: Sequence[NamedSharding], batch: Sequence[Named
             return [_constrained(array, sharding) for array, sharding in zip(after, state, strict=True)], returned
 
         pairs = zip(zip(*batches, strict=True), batch, strict=True)
-        stacked = [_constrained(jnp.stack(arrays), _with_steps_dim(sharding)) for arrays, sharding in pairs]
+        stacked = [
+            _constrained(jnp.stack(arrays), NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+            for arrays, sharding in pairs
+        ]
         return jax.lax.scan(body, list(initial), stacked)
 
     return take
@@ -32,7 +35,3 @@ def multi_step(step: Step, state: Sequence[NamedSharding], batch: Sequence[Named
 
 def _constrained(array: Any, sharding: NamedSharding) -> Any:
     return array if sharding.mesh.size == 1 else jax.lax.with_sharding_constraint(array, sharding)
-
-
-def _with_steps_dim(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
