@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -550,14 +551,15 @@ def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkey
     assert b"here" in encoded(), "an edit that hides its date is not seen"
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".gz", ".csv"))])
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".csv"))])
 def test_a_truncated_file_or_one_of_another_kind_raises(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, name)
     complete = path.read_bytes()
-    for content in (complete[: len(complete) // 2], b"", b"nonsense" * 999):
+    contents = [complete[: len(complete) // 2], b"", b"nonsense" * 999]
+    contents += [complete[:200] + bytes(50) + complete[250:]] * name.endswith(".gz")
+    for content in contents:
         path.write_bytes(content)
-        first = message_of(DataError, path, field="text").splitlines()[0]
-        assert name in first
+        assert name in message_of(DataError, path, field="text").splitlines()[0]
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
@@ -572,6 +574,12 @@ def test_invalid_offsets_raise(kind: str, tmp_path: Path) -> None:
     assert content.count(good) == 1
     (tmp_path / "a.arrow").write_bytes(content.replace(good, bad))
     assert message_of(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
+    part = open_table(tmp_path / "a.arrow").parts[0]
+    for each in (part, replace(part, cached=lambda columns: tmp_path / "cached.arrow")):  # as if it were compressed
+        with pytest.raises(DataError, match="cannot read"):
+            each.rows([0], ["text"])
+        with pytest.raises(DataError, match="cannot read"):
+            list(each.values("text"))
 
 
 def test_too_few_held_out_examples_warn(tmp_path: Path) -> None:
