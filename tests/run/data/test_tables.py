@@ -343,6 +343,7 @@ def test_a_saved_dataset_is_read_without_its_library(tmp_path: Path) -> None:
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert open_table(tmp_path / "saved", split="validation").num_rows == 15
     (folder / "cache-1.arrow").write_bytes(b"of another computation")
+    (folder / "notes.txt").write_text("mine")
     assert open_table(tmp_path / "saved").num_rows == N - 15
     for file in folder.glob("*.arrow"):
         file.unlink()
@@ -515,40 +516,23 @@ def test_a_link_out_of_a_data_folder_raises(name: str, tmp_path: Path) -> None:
         assert take(batches(pattern, TEXT, cache_dir=tmp_path / "cache", **options), 1)
 
 
-def edited(path: Path, *, is_dated: bool) -> None:
-    """The same size with other words, where no sample is taken."""
-    before = path.stat()
-    content = path.read_bytes()
-    assert content.count(b"here") == 1
-    path.write_bytes(content.replace(b"here", b"gone"))
-    moment = before.st_mtime_ns + 1000 * is_dated
-    os.utime(path, ns=(moment, moment))
-
-
-def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def encoded() -> bytes:
-        table = open_table(tmp_path / "a.jsonl")
-        return Column(table, "text").tokens(load_tokenizer("bytes"), cache_dir=tmp_path / "cache").ids.tobytes()
-
-    def write() -> None:
-        rows = [{"text": "to be"}] * 20_000
-        rows[2_002] = {"text": "here"}
-        (tmp_path / "a.jsonl").write_bytes(lines(rows))
-
-    write()
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=False)
-    assert b"gone" in encoded(), "all of a small file counts"
-    write()
-    monkeypatch.setattr(tables, "HASH_ALL_BYTES", 0)
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=True)
-    assert b"gone" in encoded(), "of a large one the time it was changed"
-    write()
-    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=False)
-    assert b"here" in encoded(), "an edit that hides its date is not seen"
+@pytest.mark.parametrize("hashed, moved_ns", [(None, 0), (0, 1000)], ids=["small", "large"])
+def test_an_edited_file_of_the_same_size_is_encoded_again(
+    hashed: int | None, moved_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a small file counts; of a large one samples, which do not show this edit, and the time it was changed."""
+    if hashed is not None:
+        monkeypatch.setattr(tables, "HASH_ALL_BYTES", hashed)
+    path = tmp_path / "a.jsonl"
+    content = lines([{"text": "here" if number == 2_002 else "to be"} for number in range(20_000)])
+    path.write_bytes(content)
+    changed_ns = path.stat().st_mtime_ns + moved_ns
+    for word in (b"here", b"gone"):
+        path.write_bytes(content.replace(b"here", word))
+        if word == b"gone":
+            os.utime(path, ns=(changed_ns, changed_ns))
+        tokens = Column(open_table(path), "text").tokens(load_tokenizer("bytes"), cache_dir=tmp_path / "cache")
+        assert word in tokens.ids.tobytes()
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".csv"))])

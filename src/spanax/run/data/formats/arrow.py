@@ -69,15 +69,22 @@ class ArrowRows:
             return sum(batch.num_rows for batch in self.batches(self.fields[:1]))
 
     def values(self, field: str) -> Iterator[Any]:
+        self._check([field])
         yield from _values(self.path, self._limited([field]))
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices; the first call converts these fields of all rows."""
+        self._check(fields)
         columns = tuple(sorted(fields))
         with _arrow_errors(self.path):
             if columns not in self._mapped:
                 self._mapped[columns] = MappedRows(self.path, self._written(columns) if self.cached else self.path)
             return self._mapped[columns].rows(indices, fields)
+
+    def _check(self, fields: Sequence[str]) -> None:
+        if unknown := next((field for field in fields if field not in self.fields), None):
+            where = f"it has {', '.join(self.fields)[:120]}"
+            raise DataError(f"'{self.path}' has no field '{unknown}'.", where=where, fix="--field NAME")
 
     @cached_property
     def _mapped(self) -> "dict[tuple[str, ...], MappedRows]":
@@ -87,8 +94,6 @@ class ArrowRows:
         """Yields validated columns, a batch at a time; raises if the file expands to an implausible size."""
         num_bytes = 0
         with _arrow_errors(self.path):  # damage must not be reported as a failure to write
-            for column in columns:
-                _check_field(self.path, column, self.fields)
             for batch in self.batches(columns):
                 batch = batch.select(list(columns))
                 batch.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
@@ -136,7 +141,6 @@ class MappedRows:
         """Returns a column of a batch; the first access validates all of it."""
         key = (number, field)
         if key not in self._columns:
-            _check_field(self.path, field, self._batches[number].schema.names)
             self._columns[key] = self._batches[number].column(field)
             self._columns[key].validate(full=True)
         return self._columns[key]
@@ -230,12 +234,6 @@ def _has_rows(path: Path, num_rows: int) -> bool:
         return path.is_file() and sum(batch.num_rows for batch in _batches(path)) == num_rows
     except (OSError, ValueError):
         return False
-
-
-def _check_field(path: Path, field: str, fields: Sequence[str]) -> None:
-    if field not in fields:
-        where = f"it has {', '.join(fields)[:120]}"
-        raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
 
 
 def _plain(column: Any) -> Any:
