@@ -190,7 +190,7 @@ class Column:
     def _write(self, tokenizer: Tokenizer | None, path: Path, prefix: str) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
-        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
+        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.dtype
         splits = SPLITS if self.table.holds_out else (self.table.split,)
         sizes = [0] * len(splits)
         with ExitStack() as stack:
