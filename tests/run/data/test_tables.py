@@ -265,7 +265,9 @@ print(len(tokens.ids), peak_kib() - before)
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="this system does not tell how much memory was needed"
 )
-@pytest.mark.parametrize("kind, most_mib", [("jsonl", 24), ("parquet", 80), ("csv", 80)])  # Arrow keeps some memory to use again
+@pytest.mark.parametrize(
+    "kind, most_mib", [("jsonl", 24), ("parquet", 80), ("csv", 80)]
+)  # Arrow keeps some memory to use again
 def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: Path) -> None:
     text = "to be or not to be " * 500
     for name, num_rows in (("small", 400), ("large", 12000)):

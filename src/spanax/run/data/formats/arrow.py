@@ -104,7 +104,8 @@ class ArrowRows:
     def _written(self, columns: Sequence[str]) -> Path:
         """Writes the rows of columns to the cache, unless they are there."""
         assert self.cached is not None
-        arrow, cached = pyarrow(), self.cached(columns)
+        arrow = pyarrow()
+        cached = self.cached(columns)
         with exclusive(cached.with_suffix(".lock")):
             if not _has_rows(cached, self.num_rows):
                 schema = arrow.schema([self.schema.field(column) for column in columns])
@@ -162,7 +163,8 @@ def open_arrow(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
     with _arrow_errors(path):
-        schema, before = _reader(path).schema, arrow.total_allocated_bytes()
+        schema = _reader(path).schema
+        before = arrow.total_allocated_bytes()
         first = next(_batches(path), None)
         is_mapped = first is None or arrow.total_allocated_bytes() == before
         return ArrowRows(path, None if is_mapped else cached, schema, lambda columns: _batches(path))
@@ -193,8 +195,8 @@ def open_csv(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows:
         return arrow.csv.open_csv(str(path), read, arrow.csv.ParseOptions(newlines_in_values=True), convert)
 
     with _arrow_errors(path):
-        fields, text = list(open_().schema), arrow.string()
-        schema = arrow.schema([field if _is_numeric(field) else field.with_type(text) for field in fields])
+        inferred = list(open_().schema)
+        schema = arrow.schema([each if _is_numeric(each) else each.with_type(arrow.string()) for each in inferred])
         return ArrowRows(path, cached, schema, lambda columns: open_(schema, columns))
 
 

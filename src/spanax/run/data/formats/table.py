@@ -180,12 +180,13 @@ def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str,
 
 
 def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
-    files, is_dict = _table_files(path), (path / "dataset_dict.json").is_file()
+    files = _table_files(path)
+    is_dict = (path / "dataset_dict.json").is_file()
     names = [file.relative_to(path) for file in files]
     sides = [name.parts[0] if is_dict else _side(name) for name in names]
     if is_dict and "train" not in sides:
-        where, fix = f"it has {', '.join(sorted({*map(str, sides)}))}", f"{path}/{sides[0] if sides else 'train'}"
-        raise DataError(f"'{path}' has no split 'train'.", where=where, fix=fix)
+        where = f"it has {', '.join(sorted({*map(str, sides)})) or 'no rows'}"
+        raise DataError(f"'{path}' has no split 'train'.", where=where, fix="the folder of one of its splits")
     if not files:
         raise DataError(f"'{path}' has no rows.", fix="Dataset.save_to_disk again")
     if not is_dict and ("train" not in sides or None in sides):

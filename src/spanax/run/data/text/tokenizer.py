@@ -71,7 +71,9 @@ class Tokenizer:
     @property
     def dtype(self) -> np.dtype:
         """The smallest unsigned dtype for the ids."""
-        return np.dtype(np.uint8 if self.engine is None else np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        if self.engine is None:
+            return np.dtype(np.uint8)
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of a UTF-8 text, of shape [N]."""

@@ -173,7 +173,8 @@ class Column:
           DataError: a row is neither text nor token ids.
           WriteError: the ids cannot be written to the cache.
         """
-        table, encoding = self.table, tokenizer.name if tokenizer else "ids"
+        table = self.table
+        encoding = tokenizer.name if tokenizer else "ids"
         settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(table.holds_out))
         prefix = f"ids-{digest(table.cache_key, *settings)}"
         path = cache_folder(cache_dir) / f"{prefix}-{table.split}.npy"
