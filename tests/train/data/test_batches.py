@@ -21,6 +21,7 @@ from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.train.data.batches import Batches, batches
 from spanax.train.data.destination import Destination, local_rows
+from spanax.train.data.mixture import mixture
 from spanax.train.data.open_source import Reading, open_source
 from spanax.train.data.order import Order
 from spanax.train.data.source import Passes
@@ -94,7 +95,7 @@ def test_the_order_is_the_same_forever() -> None:
 
 
 @pytest.mark.parametrize("mesh, spec", [("data=8", "data"), ("data=2,model=4", "data"), ("model=4,data=2", "data")])
-@pytest.mark.parametrize("kind", ["text", "examples", "batches"])
+@pytest.mark.parametrize("kind", ["text", "examples", "batches", "mixture"])
 def test_two_processes_read_the_batches_of_one(mesh: str, spec: str, kind: str, text: Path) -> None:
     axes = ((spec,),)
     built = MeshShape.of(mesh).build()
@@ -103,12 +104,16 @@ def test_two_processes_read_the_batches_of_one(mesh: str, spec: str, kind: str, 
     shardings = {p.path: p.sharding(built) for p in leaves}
     everything = list(built.devices.flat)
 
+    examples = [example(i) for i in range(30)]
+    source = {
+        "text": text, "examples": examples, "batches": [image_batch(k) for k in range(3)],
+        "mixture": mixture([(examples, 5), (examples[:9], 2)]),
+    }[kind]  # fmt: skip
+
     def read(devices: list[Any], index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rows = local_rows(leaves, shardings, devices)
-        items = [example(i) for i in range(30)] if kind == "examples" else [image_batch(k) for k in range(3)]
-        return rows, open_source(
-            text if kind == "text" else items, Destination(leaves, None, rows), Reading(), Passes(1, epochs=None)
-        ).read(index)
+        opened = open_source(source, Destination(leaves, None, rows), Reading(), Passes(1, epochs=None))
+        return rows, opened.read(index)
 
     for index in (0, 1, 5):
         all_rows, complete = read(everything, index)
@@ -155,14 +160,6 @@ def test_an_epoch_ends_inside_a_batch(text: Path, opened: Callable[..., Batches]
     rows = [tuple(row) for batch in take(opened(text, TEXT_PLAN, epochs=None), 12) for row in batch["inputs"]]
     windows = np.frombuffer(text.read_bytes(), np.uint8)[:360].reshape(90, T)
     assert len(rows[:90]) == 90 and sorted(rows[:90]) == sorted(map(tuple, windows.tolist()))
-
-
-def test_the_validation_split_is_another_text(tmp_path: Path, opened: Callable[..., Batches]) -> None:
-    path = tmp_path / "long.txt"
-    path.write_text("a" * 1900 + "b" * 100)
-    plan = plan_of(leaf("inputs", (2, T)), leaf("targets", (2, T)))
-    assert set(np.ravel(next(opened(path, plan))["inputs"]).tolist()) == {ord("a")}
-    assert set(np.ravel(next(opened(path, plan, split="validation"))["inputs"]).tolist()) == {ord("b")}
 
 
 def test_a_uint32_bin_file_uses_the_dtype_of_its_sidecar(tmp_path: Path, opened: Callable[..., Batches]) -> None:
@@ -410,21 +407,13 @@ def test_a_position_of_other_data_is_refused(
         opened(path, change.pop("plan", TEXT_PLAN), position=state, **change)
 
 
-NO_POSITIONS = [
-    {},
-    {"next_index": -1},
-    {"next_index": "3"},
-    {"next_index": 3, "skipped": [{}]},
-    None,
-    7,
-    {"next_index": 1, "mark": 3},
-]
-
-
-@pytest.mark.parametrize("state", NO_POSITIONS)
-def test_an_invalid_position_raises(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
+def test_an_invalid_position_raises(text: Path, opened: Callable[..., Batches]) -> None:
+    reader = opened(text, TEXT_PLAN)
+    for state in ({}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "skipped": [{}]}, None, 7):
+        with pytest.raises(DataError, match="this is not a position in data"):
+            reader.restore(state)
     with pytest.raises(DataError, match="this is not a position in data"):
-        opened(text, TEXT_PLAN).restore(state)
+        reader.restore(reader.state() | {"mark": 3})
 
 
 # ---- the thread

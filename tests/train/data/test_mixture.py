@@ -12,11 +12,8 @@ import pytest
 from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError
 from spanax.train.data.batches import batches
-from spanax.train.data.destination import Destination, local_rows
 from spanax.train.data.mixture import Mixture, mixture, named, picked, places_until
-from spanax.train.data.open_source import Reading, open_source
 from spanax.train.data.order import Order
-from spanax.train.data.source import Passes
 
 PLAN = plan_of(leaf("x", (B,), spec=(("data",),)))
 TEXT = plan_of(leaf("inputs", (B, 4)), leaf("targets", (B, 4)))
@@ -80,26 +77,11 @@ def test_each_part_has_an_order_and_a_share() -> None:
 
 
 def test_the_first_part_that_ends_ends_all() -> None:
+    reader = batches(mixture(PARTS), PLAN, prefetch=0)
+    assert [round(share.share, 3) for share in reader.shares] == [0.625, 0.25, 0.125]
+    assert [share.epochs(20) for share in reader.shares] == [2.5, pytest.approx(40 / 9), 1.25]
     assert len(xs(99)) == places_until((40, 9, 16), (5, 2, 1)) // B == 4
     assert len(xs(99, epochs=3)) == places_until((120, 27, 48), (5, 2, 1)) // B == 13
-
-
-@pytest.mark.parametrize("mesh", ["data=8", "model=4,data=2"])
-def test_two_processes_read_the_batches_of_one(mesh: str) -> None:
-    plan = plan_of(*PLAN.batch, mesh=mesh)
-    built = plan.mesh.build()
-    shardings = {"x": plan.batch[0].sharding(built)}
-
-    def read(devices: list[Any], index: int) -> dict[int, int]:
-        rows = local_rows(plan.batch, shardings, devices)
-        source = open_source(mixture(PARTS), Destination(plan.batch, None, rows), Reading(), Passes(1, epochs=None))
-        return dict(zip(rows.tolist(), source.read(index)["x"].tolist(), strict=True))
-
-    devices = list(built.devices.flat)
-    for index in (0, 7):
-        complete, halves = read(devices, index), [read(half, index) for half in (devices[:4], devices[4:])]
-        assert halves[0] | halves[1] == complete and len(complete) == B
-        assert all(complete[row] == x for half in halves for row, x in half.items())
 
 
 def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
@@ -114,12 +96,6 @@ def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
     other = mixture([(PARTS[0][0], 4), *PARTS[1:]])
     with pytest.raises(DataError, match="its source differs"):
         batches(other, PLAN, position=position, seed=2)
-
-
-def test_epochs_of_each_part_are_known() -> None:
-    reader = batches(mixture(PARTS), PLAN, prefetch=0)
-    assert [round(share.share, 3) for share in reader.shares] == [0.625, 0.25, 0.125]
-    assert [share.epochs(20) for share in reader.shares] == [2.5, pytest.approx(40 / 9), 1.25]
 
 
 # ---- files
@@ -150,7 +126,9 @@ def test_one_tokenizer_is_trained_on_all_of_it(files: Path) -> None:
     assert {"aa", "bb"} <= set(json.loads(cached.read_text())["model"]["vocab"])
 
 
-def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
+def test_a_text_names_a_mixture_unless_it_is_a_path(files: Path) -> None:
+    with pytest.raises(SpanaxError, match="--data a.jsonl=0,b.txt=1"):
+        named("a.jsonl=0,b.txt=1")
     Path("b=0.5,c=0.5").mkdir()
     (Path("b=0.5,c=0.5") / "0.txt").write_text("c" * 1000)
     assert named("b=0.5,c=0.5") == "b=0.5,c=0.5" and named("lr=3/x.txt") == "lr=3/x.txt"
@@ -173,11 +151,6 @@ def test_invalid_mixture_weights_raise(sources: dict[str, Any], message: str) ->
     with pytest.raises(SpanaxError) as error:
         mixture(sources)
     assert error.value.args[0].splitlines()[0] == message
-
-
-def test_a_text_with_a_bad_weight(files: Path) -> None:
-    with pytest.raises(SpanaxError, match="--data a.jsonl=0,b.txt=1"):
-        named("a.jsonl=0,b.txt=1")
 
 
 @pytest.mark.parametrize(

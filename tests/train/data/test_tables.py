@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,13 +265,17 @@ print(len(tokens.ids), peak_kib() - before)
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="this system does not tell how much memory was needed"
 )
-@pytest.mark.parametrize("kind, most_mib", [("jsonl", 24), ("parquet", 80)])  # Arrow keeps some memory to use again
+@pytest.mark.parametrize(
+    "kind, most_mib", [("jsonl", 24), ("parquet", 80), ("csv", 80)]
+)  # Arrow keeps some memory to use again
 def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: Path) -> None:
     text = "to be or not to be " * 500
     for name, num_rows in (("small", 400), ("large", 12000)):
         rows = [f"{number} {text}" for number in range(num_rows)]
         if kind == "jsonl":
             (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(b'{"text": "%s"}' % row.encode() for row in rows))
+        elif kind == "csv":
+            (tmp_path / f"{name}.csv").write_text("\n".join(["text", *rows]))
         else:
             pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
             from pyarrow import parquet
@@ -342,6 +347,7 @@ def test_a_saved_dataset_is_read_without_its_library(tmp_path: Path) -> None:
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert open_table(tmp_path / "saved", split="validation").num_rows == 15
     (folder / "cache-1.arrow").write_bytes(b"of another computation")
+    (folder / "notes.txt").write_text("mine")
     assert open_table(tmp_path / "saved").num_rows == N - 15
     for file in folder.glob("*.arrow"):
         file.unlink()
@@ -514,50 +520,34 @@ def test_a_link_out_of_a_data_folder_raises(name: str, tmp_path: Path) -> None:
         assert take(batches(pattern, TEXT, cache_dir=tmp_path / "cache", **options), 1)
 
 
-def edited(path: Path, *, is_dated: bool) -> None:
-    """The same size with other words, where no sample is taken."""
-    before = path.stat()
-    content = path.read_bytes()
-    assert content.count(b"here") == 1
-    path.write_bytes(content.replace(b"here", b"gone"))
-    moment = before.st_mtime_ns + 1000 * is_dated
-    os.utime(path, ns=(moment, moment))
+@pytest.mark.parametrize("hashed, moved_ns", [(None, 0), (0, 1000)], ids=["small", "large"])
+def test_an_edited_file_of_the_same_size_is_encoded_again(
+    hashed: int | None, moved_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a small file counts; of a large one samples, which do not show this edit, and the time it was changed."""
+    if hashed is not None:
+        monkeypatch.setattr(tables, "HASH_ALL_BYTES", hashed)
+    path = tmp_path / "a.jsonl"
+    content = lines([{"text": "here" if number == 2_002 else "to be"} for number in range(20_000)])
+    path.write_bytes(content)
+    changed_ns = path.stat().st_mtime_ns + moved_ns
+    for word in (b"here", b"gone"):
+        path.write_bytes(content.replace(b"here", word))
+        if word == b"gone":
+            os.utime(path, ns=(changed_ns, changed_ns))
+        tokens = Column(open_table(path), "text").tokens(load_tokenizer("bytes"), cache_dir=tmp_path / "cache")
+        assert word in tokens.ids.tobytes()
 
 
-def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def encoded() -> bytes:
-        table = open_table(tmp_path / "a.jsonl")
-        return Column(table, "text").tokens(load_tokenizer("bytes"), cache_dir=tmp_path / "cache").ids.tobytes()
-
-    def write() -> None:
-        rows = [{"text": "to be"}] * 20_000
-        rows[2_002] = {"text": "here"}
-        (tmp_path / "a.jsonl").write_bytes(lines(rows))
-
-    write()
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=False)
-    assert b"gone" in encoded(), "all of a small file counts"
-    write()
-    monkeypatch.setattr(tables, "HASH_ALL_BYTES", 0)
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=True)
-    assert b"gone" in encoded(), "of a large one the time it was changed"
-    write()
-    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
-    assert b"here" in encoded()
-    edited(tmp_path / "a.jsonl", is_dated=False)
-    assert b"here" in encoded(), "an edit that hides its date is not seen"
-
-
-@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".gz", ".csv"))])
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".csv"))])
 def test_a_truncated_file_or_one_of_another_kind_raises(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, name)
     complete = path.read_bytes()
-    for content in (complete[: len(complete) // 2], b"", b"nonsense" * 999):
+    contents = [complete[: len(complete) // 2], b"", b"nonsense" * 999]
+    contents += [complete[:200] + bytes(50) + complete[250:]] * name.endswith(".gz")
+    for content in contents:
         path.write_bytes(content)
-        first = message_of(DataError, path, field="text").splitlines()[0]
-        assert name in first
+        assert name in message_of(DataError, path, field="text").splitlines()[0]
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
@@ -572,6 +562,12 @@ def test_invalid_offsets_raise(kind: str, tmp_path: Path) -> None:
     assert content.count(good) == 1
     (tmp_path / "a.arrow").write_bytes(content.replace(good, bad))
     assert message_of(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
+    part = open_table(tmp_path / "a.arrow").parts[0]
+    for each in (part, replace(part, cached=lambda columns: tmp_path / "cached.arrow")):  # as if it were compressed
+        with pytest.raises(DataError, match="cannot read"):
+            each.rows([0], ["text"])
+        with pytest.raises(DataError, match="cannot read"):
+            list(each.values("text"))
 
 
 def test_too_few_held_out_examples_warn(tmp_path: Path) -> None:

@@ -224,10 +224,11 @@ class Batches:
         self._error = self._error or ArgumentError("these batches are closed.", where=self.source, fix="restore(state)")
 
     def _checked(self, state: Mapping[str, Any]) -> int:
-        index = state.get("next_index") if isinstance(state, Mapping) else None
-        skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
+        saved = state if isinstance(state, Mapping) else {}
+        index = saved.get("next_index")
+        skipped = saved.get("skipped", [])
+        mark = saved.get("mark")
         are_numbers = isinstance(skipped, list) and all(isinstance(number, int) for number in skipped)
-        mark = state.get("mark") if isinstance(state, Mapping) else None
         is_mark = mark is None or (isinstance(mark, dict) and mark.keys() == {"epoch", "iterator"})
         if not isinstance(index, int) or index < 0 or not are_numbers or not is_mark:
             raise DataError("this is not a position in data.", where=repr(state)[:120], fix="a Batches.state()")

@@ -102,7 +102,9 @@ class Destination:
         """
         if item is None:  # a filtered MapDataset has None for an excluded example
             raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
-        values, paths, in_batches = flat(item), {leaf.path for leaf in self.leaves}, self.holds(item)
+        values = flat(item)
+        paths = {leaf.path for leaf in self.leaves}
+        in_batches = self.holds(item)
 
         def refuse(message: str) -> DataError:
             actual = described({path: np.asarray(value) for path, value in values.items()})

@@ -12,19 +12,16 @@ Leaves = dict[str, np.ndarray]
 
 
 class BatchLeaf(Protocol):
-    """An array of a batch: a placement of a plan, or an array of an example batch."""
+    """An array of a global batch: a placement of a plan, or an array of an example batch."""
 
     @property
-    def path(self) -> str:
-        """The path, such as `image.pixels`."""
+    def path(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the global batch."""
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def dtype(self) -> str:
-        """The dtype."""
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
     Raises:
       DataError: the plan has other leaves, or there are too few tokens for one batch.
     """
-    leaves, dim, batch_size = destination.leaves, destination.dims[0] or 0, destination.batch_size
+    leaves, batch_size = destination.leaves, destination.batch_size
+    dim = destination.dims[0] or 0
     shapes, kinds = {leaf.shape for leaf in leaves}, {np.dtype(leaf.dtype).kind for leaf in leaves}
     fits = {leaf.path for leaf in leaves} == WINDOWS and len(shapes) == 1 and kinds <= {"i", "u"}
     if not fits or len(leaves[0].shape) != 2:
@@ -214,7 +215,8 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
             where=f"{tokens.name}; the plan expects {destination.planned}",
             fix="an iterable of batches with the leaves of the plan",
         )
-    ids, length = tokens.ids, leaves[0].shape[1 - dim]
+    ids = tokens.ids
+    length = leaves[0].shape[1 - dim]
     num_windows = max(0, len(ids) - 1) // length
     if num_windows < least:
         raise TooFewExamplesError(

@@ -9,7 +9,6 @@ Shapes: B examples in the global batch, R of them read by this process.
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -119,27 +118,8 @@ def _concatenated(rows: np.ndarray, sharding: "jax.sharding.Sharding | None") ->
     """Returns the array with the rows of all processes in their order."""
     import jax
 
-    num_rows_R, num_processes = len(rows), jax.process_count()
-    shape_B = (num_rows_R * num_processes, *rows.shape[1:])
-    stored = sharding if sharding is not None and _is_own(sharding, shape_B, num_rows_R) else _by_process(num_rows_R)
-    first = jax.process_index() * num_rows_R
-    array = jax.make_array_from_callback(shape_B, stored, partial(_part, rows, first), dtype=rows.dtype)
-    return array if sharding is None or stored is sharding else jax.device_put(array, sharding)
-
-
-def _part(rows: np.ndarray, first: int, index: tuple[slice, ...]) -> np.ndarray:
-    start = index[0].start or 0
-    stop = first + len(rows) if index[0].stop is None else index[0].stop
-    return rows[(slice(start - first, stop - first), *index[1:])]
-
-
-def _is_own(sharding: "jax.sharding.Sharding", shape: tuple[int, ...], num_rows_R: int) -> bool:
-    """Returns whether the devices of every process need its own rows only; the same on every process."""
-    ranges = (
-        (device.process_index * num_rows_R, index[0].indices(shape[0]))
-        for device, index in sharding.devices_indices_map(shape).items()
-    )
-    return all(first <= start and stop <= first + num_rows_R for first, (start, stop, _) in ranges)
+    array = jax.make_array_from_process_local_data(_by_process(len(rows)), rows)
+    return array if sharding is None else jax.device_put(array, sharding)
 
 
 def _by_process(num_rows_R: int) -> "jax.sharding.NamedSharding":

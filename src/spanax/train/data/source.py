@@ -181,13 +181,15 @@ def element_source(source: Any, destination: Destination, passes: Passes) -> Sou
     name = type(source).__name__
     if isinstance(source, Mapping) or not (_is_sequence(source) or callable(source) or isinstance(source, Iterable)):
         raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
-    loader = None if _is_sequence(source) else Loader(source, passes)
-    first = loader.peeked if loader else source[0] if len(source) else END
-    if first is END:
-        raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
-    if loader:
+    empty = DataError(f"{name} is empty.", fix="a source with at least one batch in it")
+    if not _is_sequence(source):
+        loader = Loader(source, passes)
+        if loader.peeked is END:
+            raise empty
         return _loaded(loader, destination, passes, name)
-    if destination.holds(first):
+    if not len(source):
+        raise empty
+    if destination.holds(source[0]):
         return _batch_sequence(source, destination, passes)
     least = destination.batch_size if passes.drop_remainder else 1
     examples = sequence_examples(source, destination, least)
@@ -198,12 +200,13 @@ def element_source(source: Any, destination: Destination, passes: Passes) -> Sou
 
 def _grain_source(dataset: Any, examples: Examples, destination: Destination, passes: Passes) -> Source:
     """Returns the source of a MapDataset: Grain shuffles and repeats it, and reseeds random transformations."""
+    name = type(dataset).__name__
     shares: tuple[Share, ...] = ()
     if (size := len(dataset)) < sys.maxsize:
         shares = (Share(examples.name, 1.0, size, destination.batch_size),)
         dataset = dataset.shuffle(seed=passes.seed % 2**32) if passes.shuffle else dataset
         dataset = dataset if passes.epochs == 1 else dataset.repeat(passes.epochs)
-    name, read_all = type(dataset).__name__, ThreadPoolExecutor(NUM_READERS, "spanax-read").map
+    read_all = ThreadPoolExecutor(NUM_READERS, "spanax-read").map
 
     def read(indices_R: np.ndarray) -> Leaves:
         return destination.stacked(list(read_all(dataset.__getitem__, indices_R.tolist())), name)
@@ -270,17 +273,18 @@ def _batches_named(name: str, size: int, batch: Leaves | Remainder, destination:
 
 def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> Source:
     """Returns the source of a sequence of batches, which are not shuffled."""
-    name, size, epochs = type(source).__name__, len(source), passes.epochs
+    name, size = type(source).__name__, len(source)
+    epochs = passes.epochs
     num_batches = None if epochs is None or size >= sys.maxsize else epochs * size
     named = _batches_named(name, size, _batch(source[0], destination, passes, name), destination)
     repeated = source.repeat(epochs) if _is_grain(source) and epochs != 1 and size < sys.maxsize else source
-    total, num_examples = len(repeated), size * destination.batch_size
-    shares = () if size >= sys.maxsize else (Share(named, 1.0, num_examples, destination.batch_size),)
+    size_B = destination.batch_size
+    shares = () if size >= sys.maxsize else (Share(named, 1.0, size * size_B, size_B),)
 
     def read(index: int) -> Leaves | Remainder | None:
         if num_batches is not None and index >= num_batches:
             return None
-        return _batch(repeated[index % total], destination, passes, name)
+        return _batch(repeated[index % len(repeated)], destination, passes, name)
 
     return Source(named, _structure(source[0]), read, num_batches, shares=shares)
 

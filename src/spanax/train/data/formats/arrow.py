@@ -69,27 +69,34 @@ class ArrowRows:
             return sum(batch.num_rows for batch in self.batches(self.fields[:1]))
 
     def values(self, field: str) -> Iterator[Any]:
-        yield from _values(self.path, self._limited([field]), field)
+        self._check([field])
+        yield from _values(self.path, self._limited([field]))
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices; the first call converts these fields of all rows."""
+        self._check(fields)
         columns = tuple(sorted(fields))
         with _arrow_errors(self.path):
             if columns not in self._mapped:
                 self._mapped[columns] = MappedRows(self.path, self._written(columns) if self.cached else self.path)
             return self._mapped[columns].rows(indices, fields)
 
+    def _check(self, fields: Sequence[str]) -> None:
+        if unknown := next((field for field in fields if field not in self.fields), None):
+            where = f"it has {', '.join(self.fields)[:120]}"
+            raise DataError(f"'{self.path}' has no field '{unknown}'.", where=where, fix="--field NAME")
+
     @cached_property
     def _mapped(self) -> "dict[tuple[str, ...], MappedRows]":
         return {}
 
     def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Yields the batches of columns; raises if the file expands to an implausible size."""
+        """Yields validated columns, a batch at a time; raises if the file expands to an implausible size."""
         num_bytes = 0
         with _arrow_errors(self.path):  # damage must not be reported as a failure to write
-            for column in columns:
-                _check_field(self.path, column, self.fields)
             for batch in self.batches(columns):
+                batch = batch.select(list(columns))
+                batch.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
                 num_bytes += batch.nbytes if self.cached else 0
                 check_expansion(self.path, num_bytes)
                 yield batch
@@ -97,15 +104,15 @@ class ArrowRows:
     def _written(self, columns: Sequence[str]) -> Path:
         """Writes the rows of columns to the cache, unless they are there."""
         assert self.cached is not None
-        arrow, cached = pyarrow(), self.cached(columns)
+        arrow = pyarrow()
+        cached = self.cached(columns)
         with exclusive(cached.with_suffix(".lock")):
             if not _has_rows(cached, self.num_rows):
                 schema = arrow.schema([self.schema.field(column) for column in columns])
                 with writing(cached) as file, arrow.ipc.new_file(file, schema) as sink:
                     for batch in self._limited(columns):
-                        batch.validate(full=True)
                         reserve(cached.parent, batch.nbytes)
-                        sink.write_batch(batch.select(list(columns)))
+                        sink.write_batch(batch)
         return cached
 
 
@@ -127,7 +134,7 @@ class MappedRows:
         for index in indices:
             number = int(np.searchsorted(self._ends, index, side="right"))
             place = index - (int(self._ends[number - 1]) if number else 0)
-            columns = {field: self._checked(number, field).slice(place, 1) for field in fields}
+            columns = {field: _plain(self._checked(number, field).slice(place, 1)) for field in fields}
             result.append({field: _value(self.path, index, column) for field, column in columns.items()})
         return result
 
@@ -135,7 +142,8 @@ class MappedRows:
         """Returns a column of a batch; the first access validates all of it."""
         key = (number, field)
         if key not in self._columns:
-            self._columns[key] = _column(self.path, self._batches[number], field)
+            self._columns[key] = self._batches[number].column(field)
+            self._columns[key].validate(full=True)
         return self._columns[key]
 
     @cached_property
@@ -155,7 +163,8 @@ def open_arrow(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
     with _arrow_errors(path):
-        schema, before = _reader(path).schema, arrow.total_allocated_bytes()
+        schema = _reader(path).schema
+        before = arrow.total_allocated_bytes()
         first = next(_batches(path), None)
         is_mapped = first is None or arrow.total_allocated_bytes() == before
         return ArrowRows(path, None if is_mapped else cached, schema, lambda columns: _batches(path))
@@ -186,8 +195,8 @@ def open_csv(path: Path, cached: Callable[[Sequence[str]], Path]) -> ArrowRows:
         return arrow.csv.open_csv(str(path), read, arrow.csv.ParseOptions(newlines_in_values=True), convert)
 
     with _arrow_errors(path):
-        fields, text = list(open_().schema), arrow.string()
-        schema = arrow.schema([field if _is_numeric(field) else field.with_type(text) for field in fields])
+        inferred = list(open_().schema)
+        schema = arrow.schema([each if _is_numeric(each) else each.with_type(arrow.string()) for each in inferred])
         return ArrowRows(path, cached, schema, lambda columns: open_(schema, columns))
 
 
@@ -229,28 +238,19 @@ def _has_rows(path: Path, num_rows: int) -> bool:
         return False
 
 
-def _check_field(path: Path, field: str, fields: Sequence[str]) -> None:
-    if field not in fields:
-        where = f"it has {', '.join(fields)[:120]}"
-        raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
-
-
-def _column(path: Path, batch: Any, field: str) -> Any:
-    """Returns a validated column; invalid offsets would crash the process."""
-    _check_field(path, field, batch.schema.names)
-    column = batch.column(batch.schema.names.index(field))
-    column.validate(full=True)
+def _plain(column: Any) -> Any:
+    """Returns a column without an extension type or a dictionary."""
     column = getattr(column, "storage", column)
     return column.dictionary_decode() if pyarrow().types.is_dictionary(column.type) else column
 
 
-def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
+def _values(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
     """Yields the texts or the arrays of numbers of a column, in bounded memory."""
     number = 0
     with _arrow_errors(path):
         for batch in batches:
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                column = _column(path, batch.slice(start, ROWS_AT_ONCE), field)
+                column = _plain(batch.column(0).slice(start, ROWS_AT_ONCE))
                 if _is_text(column) and not column.null_count:
                     yield from column.to_pylist()
                 elif _is_numeric(column) and not column.null_count:

@@ -6,6 +6,7 @@ become timestamps (`benchmarks/data_formats.py` compares its speed).
 
 import gzip
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Lines:
                         yield start, line
                         number += 1
                     start += len(line)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise FileError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
 

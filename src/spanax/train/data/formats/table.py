@@ -34,15 +34,13 @@ _SIDE = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])", re.IGNOREC
 
 
 class Part(Protocol):
-    """The rows of one file, or of a dataset in memory."""
+    """The rows of one file, or of a dataset in memory, with named fields."""
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The field names."""
+    def fields(self) -> tuple[str, ...]: ...
 
     @property
-    def num_rows(self) -> int:
-        """The number of rows."""
+    def num_rows(self) -> int: ...
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices, as arrays, numbers and texts."""
@@ -182,12 +180,13 @@ def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str,
 
 
 def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
-    files, is_dict = _table_files(path), (path / "dataset_dict.json").is_file()
+    files = _table_files(path)
+    is_dict = (path / "dataset_dict.json").is_file()
     names = [file.relative_to(path) for file in files]
     sides = [name.parts[0] if is_dict else _side(name) for name in names]
     if is_dict and "train" not in sides:
-        where, fix = f"it has {', '.join(sorted({*map(str, sides)}))}", f"{path}/{sides[0] if sides else 'train'}"
-        raise DataError(f"'{path}' has no split 'train'.", where=where, fix=fix)
+        where = f"it has {', '.join(sorted({*map(str, sides)})) or 'no rows'}"
+        raise DataError(f"'{path}' has no split 'train'.", where=where, fix="the folder of one of its splits")
     if not files:
         raise DataError(f"'{path}' has no rows.", fix="Dataset.save_to_disk again")
     if not is_dict and ("train" not in sides or None in sides):
@@ -206,21 +205,22 @@ def _side(path: Path) -> str | None:
 
 
 def _table_files(folder: Path) -> list[Path]:
-    """Returns the tables of a folder that has only tables and files about them; links to folders are not followed."""
+    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`.
+
+    Links to folders are not followed.
+    """
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        is_saved = "state.json" in names  # where `datasets` also caches results
-        files += [Path(parent) / n for n in names if not n.startswith("cache-" if is_saved else ".") and n[0] != "."]
+        skipped = (".", "cache-") if "state.json" in names else (".",)  # where `datasets` also caches results
+        files += [Path(parent) / name for name in names if not name.startswith(skipped)]
     tables = [file for file in files if kind_of(file)]
     others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
-    return [] if others else sorted(tables)
+    return sorted(tables) if _is_saved(folder) or not others else []
 
 
 def _is_saved(folder: Path) -> bool:
-    """Returns whether `save_to_disk` of Hugging Face wrote a folder."""
-    names = ("dataset_dict.json", "state.json")
-    return any((folder / name).is_file() for name in names)
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 def _opened(path: Path, kind: str, cache_dir: str | os.PathLike[str] | None) -> Part:

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, a BPE trained on the corpus, or a tokenizer.json."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +53,8 @@ class Tokenizer:
     Args:
       name: the kind, followed by a hash of the training text or the file if it has one.
       vocab_size: the exclusive upper bound of the ids.
-      encode: maps UTF-8 text to ids, of shape [N] and the smallest unsigned dtype for the vocabulary.
-      encode_each: maps short texts to the ids of each text, on all cores.
-      to_json: returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library.
+      engine: the tokenizer of the tokenizers library; None for bytes.
+      json: the text of its tokenizer.json; empty for bytes.
       end_id: the id of the end-of-text token; None if there is none.
 
     Example:
@@ -65,10 +64,26 @@ class Tokenizer:
 
     name: str
     vocab_size: int
-    encode: Callable[[str | bytes], np.ndarray]
-    encode_each: Callable[[Sequence[bytes]], Sequence[np.ndarray]]
-    to_json: Callable[[], str]
+    engine: "tokenizers.Tokenizer | None" = None
+    json: str = ""
     end_id: int | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned dtype for the ids."""
+        if self.engine is None:
+            return np.dtype(np.uint8)
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Returns the ids of a UTF-8 text, of shape [N]."""
+        text = text.encode() if isinstance(text, str) else text
+        if self.engine is None:
+            return np.frombuffer(text, np.uint8)
+        pieces, parts = list(_pieces(text)), [np.empty(0, self.dtype)]
+        for first in range(0, len(pieces), PIECES_AT_ONCE):
+            parts += self._encoded(pieces[first : first + PIECES_AT_ONCE])
+        return np.concatenate(parts)
 
     def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
         """Yields the ids of each document followed by the end-of-text token, or by a newline if there is none.
@@ -78,10 +93,25 @@ class Tokenizer:
           [[116, 111, 10], [98, 101, 10]]
         """
         ended = [document if self.end_id is not None else document + b"\n" for document in documents]
-        short = iter(self.encode_each([document for document in ended if len(document) <= PIECE_BYTES]))
+        short = [document.decode() for document in ended if len(document) <= PIECE_BYTES and self.engine]
+        encoded = iter(self._encoded(short))
         for document in ended:
-            ids = next(short) if len(document) <= PIECE_BYTES else self.encode(document)
+            ids = next(encoded) if len(document) <= PIECE_BYTES and self.engine else self.encode(document)
             yield ids if self.end_id is None else np.append(ids, ids.dtype.type(self.end_id))
+
+    def to_json(self) -> str:
+        """Returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
+        return self.json or _bytes_json()
+
+    def _encoded(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns the ids of short texts, on all cores."""
+        if self.engine is None or not texts:
+            return []
+        with _raising(
+            f"tokenizer '{self.name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"
+        ):
+            encodings = self.engine.encode_batch(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,7 @@ def load_tokenizer(
     name = tokenizer.name if isinstance(tokenizer, TrainedTokenizer) else tokenizer
     kind, colon, size = name.partition(":")
     if name == "bytes":
-        return Tokenizer("bytes", 256, _encode_bytes, lambda texts: list(map(_encode_bytes, texts)), _bytes_json)
+        return Tokenizer("bytes", 256)
     if kind == "bpe":
         if colon and (whole_number(size) or 0) < 257:
             raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
@@ -134,10 +164,6 @@ def load_tokenizer(
     raise UnknownNameError(
         f"unknown tokenizer '{name}'.", fix=nearest(name, ["bytes", "bpe", f"bpe:{BPE_VOCAB_SIZE}", "tokenizer.json"])
     )
-
-
-def _encode_bytes(text: str | bytes) -> np.ndarray:
-    return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
 
 def _bytes_json() -> str:
@@ -170,15 +196,15 @@ def _trained(
     key = digest(*(part for text in texts for part in text.key), str(vocab_size))
     name = f"bpe:{vocab_size}@{key}"
     if trained is not None:
-        engine = _parsed(trained, "tokenizer.json of the run", fix="restore it from a copy")
-        return _wrapped(name, engine, engine.to_str)
+        return _wrapped(name, _parsed(trained, "tokenizer.json of the run", fix="restore it from a copy"), trained)
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
-        engine = _parsed(path.read_text(encoding="utf-8"), path.name, fix="")
+        content = path.read_text(encoding="utf-8")
+        return _wrapped(name, _parsed(content, path.name, fix=""), content)
     except (OSError, ValueError, FileError):  # missing or damaged: trained again
         engine = _train(texts, vocab_size)
         keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
-    return _wrapped(name, engine, engine.to_str)
+        return _wrapped(name, engine, engine.to_str())
 
 
 def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
@@ -210,7 +236,7 @@ def _from_file(path: Path) -> Tokenizer:
     engine = _parsed(content, str(path), fix="download the file again, or use bytes or bpe")
     engine.no_truncation()
     engine.no_padding()
-    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, lambda: content, _end_id(engine, path))
+    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, content, _end_id(engine, path))
     if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
         raise FileError(
             f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
@@ -272,28 +298,10 @@ def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
     return next((token_id for token_id in ids if token_id is not None), None)
 
 
-def _wrapped(
-    name: str, engine: "tokenizers.Tokenizer", to_json: Callable[[], str], end_id: int | None = None
-) -> Tokenizer:
+def _wrapped(name: str, engine: "tokenizers.Tokenizer", content: str, end_id: int | None = None) -> Tokenizer:
     # The highest id, not the number of entries: published vocabularies have gaps.
     vocab_size = max(engine.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-
-    def encode(text: str | bytes) -> np.ndarray:
-        pieces = list(_pieces(text.encode() if isinstance(text, str) else text))
-        parts = [np.empty(0, dtype)]
-        for first in range(0, len(pieces), PIECES_AT_ONCE):
-            parts += ids(pieces[first : first + PIECES_AT_ONCE])
-        return np.concatenate(parts)
-
-    def encode_each(texts: Sequence[bytes]) -> list[np.ndarray]:
-        return ids([text.decode() for text in texts])
-
-    def ids(texts: list[str]) -> list[np.ndarray]:
-        with _raising(f"tokenizer '{name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"):
-            return [np.array(encoding.ids, dtype) for encoding in engine.encode_batch(texts, add_special_tokens=False)]
-
-    return Tokenizer(name, vocab_size, encode, encode_each, to_json, end_id)
+    return Tokenizer(name, vocab_size, engine, content, end_id)
 
 
 def _pieces(text: bytes) -> Iterator[str]:

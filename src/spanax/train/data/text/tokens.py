@@ -173,7 +173,8 @@ class Column:
           DataError: a row is neither text nor token ids.
           WriteError: the ids cannot be written to the cache.
         """
-        table, encoding = self.table, tokenizer.name if tokenizer else "ids"
+        table = self.table
+        encoding = tokenizer.name if tokenizer else "ids"
         settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(table.holds_out))
         prefix = f"ids-{digest(table.cache_key, *settings)}"
         path = cache_folder(cache_dir) / f"{prefix}-{table.split}.npy"
@@ -190,7 +191,7 @@ class Column:
     def _write(self, tokenizer: Tokenizer | None, path: Path, prefix: str) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
-        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
+        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.dtype
         splits = SPLITS if self.table.holds_out else (self.table.split,)
         sizes = [0] * len(splits)
         with ExitStack() as stack:
