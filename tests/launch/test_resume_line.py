@@ -86,7 +86,7 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
     from spanax.run import trainer
     from spanax.run.config import TrainConfig
     from spanax.run.distributed import devices
-    from spanax.show.live import clean_stdout
+    from spanax.show.live import terminal
 
     def stopped(load: Any, config: Any, devices: Any, emit: Any) -> dict[str, Any]:
         emit(LAST)
@@ -94,7 +94,7 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
 
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(clean_stdout, "reserve_stdout", lambda: stream)
+    monkeypatch.setattr(terminal, "reserve_stdout", lambda: stream)
     monkeypatch.setattr(trainer, "train", stopped)
     monkeypatch.setattr(devices, "devices", lambda number: [])
     for name, value in environ.items():

@@ -72,8 +72,8 @@ def answer(config: TrainConfig) -> Answer:
     from spanax.models.workloads import load
     from spanax.run.distributed.devices import devices
     from spanax.run.trainer import train
-    from spanax.show.live.clean_stdout import reserve_stdout
     from spanax.show.live.events import RESUME, reporter
+    from spanax.show.live.terminal import reserve_stdout
 
     stream = reserve_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
     # The command that started several processes is not known here; a supervisor prints its own.

@@ -21,18 +21,7 @@ def is_well(verdicts: Sequence[Verdict]) -> bool:
 
 
 def verdicts_text(verdicts: Sequence[Verdict], *, in_colours: bool = False) -> str:
-    """Returns one line per verdict; below those that are not ok, where and how to fix them.
-
-    Example:
-      >>> print(verdicts_text([
-      ...     Verdict("python", "ok", "3.11.7"),
-      ...     Verdict("loopback", "problem", "this host cannot talk to itself.", fix="ip link set lo up"),
-      ... ]))
-      ok       python         3.11.7
-      problem  loopback       this host cannot talk to itself.
-                              fix: ip link set lo up
-      1 problem, 0 warnings in 2 findings
-    """
+    """Returns one line per verdict; below those that are not ok, where and how to fix them."""
     lines = []
     for verdict in verdicts:
         state = f"{verdict.state:7}"
