@@ -6,8 +6,7 @@ from drawings.canvas import EDGE, LETTER, LINE, WIDTH, Diagram, Node, box, label
 from spanax.check.array_placement import copies, shards
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.placement import DEVICE, Placement
-from spanax.show.drawing import grid
-from spanax.show.page.plan import spec_text
+from spanax.show.placement import grid
 from spanax.units import bytes_text
 
 NAMES, HEIGHT, GAP = 53, 44, 5
@@ -59,11 +58,17 @@ def _captions(leaf: Placement, mesh: MeshShape, top: float) -> list[Node]:
     """Returns the array with its dims and spec, and the share of a device."""
     dims = ", ".join(f"{name or '?'} {size}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
     name = shortened(leaf.path, WIDTH - 2 * EDGE - LETTER * (len(dims) + 3))
-    second = shortened(f"{spec_text(leaf)}: {_share_text(leaf, mesh)}", WIDTH - 2 * EDGE)
+    second = shortened(f"{_spec_text(leaf)}: {_share_text(leaf, mesh)}", WIDTH - 2 * EDGE)
     return [
         label(EDGE, top + 10, f"{name} [{dims}]", "b"),
         label(EDGE, top + 10 + 13, second, "q"),
     ]
+
+
+def _spec_text(leaf: Placement) -> str:
+    """Returns the spec as JAX prints it."""
+    inner = (repr(axes[0] if len(axes) == 1 else axes) if axes else "None" for axes in leaf.spec)
+    return f"P({', '.join(inner)})"
 
 
 def _share_text(leaf: Placement, mesh: MeshShape) -> str:
@@ -107,4 +112,4 @@ def _sides(leaf: Placement, rows: int | None, columns: int | None, top: float) -
 
 def _described(leaf: Placement, mesh: MeshShape) -> str:
     dims = ", ".join(f"{name or '?'} {size}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
-    return f"{leaf.path} [{dims}] {spec_text(leaf)}, {_share_text(leaf, mesh)}"
+    return f"{leaf.path} [{dims}] {_spec_text(leaf)}, {_share_text(leaf, mesh)}"

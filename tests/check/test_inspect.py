@@ -18,7 +18,7 @@ from spanax.check.array_placement import array_placement, copies, shards
 from spanax.check.compilers.annotated_step import annotated_program
 from spanax.errors import DataError, SpanaxError
 from spanax.sealed import sealed
-from spanax.show.drawing import devices_text, drawing_svg, grid
+from spanax.show.placement import devices_text, drawing_svg, grid
 
 MINE = """
 import jax, spanax

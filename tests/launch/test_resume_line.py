@@ -84,7 +84,7 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
 ) -> None:
     from spanax.commands import train
     from spanax.processes import devices
-    from spanax.show.live import clean_stdout
+    from spanax.show.live import terminal
     from spanax.train import trainer
     from spanax.train.config import TrainConfig
 
@@ -94,7 +94,7 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
 
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(clean_stdout, "reserve_stdout", lambda: stream)
+    monkeypatch.setattr(terminal, "reserve_stdout", lambda: stream)
     monkeypatch.setattr(trainer, "train", stopped)
     monkeypatch.setattr(devices, "devices", lambda number: [])
     for name, value in environ.items():

@@ -10,7 +10,7 @@ from spanax.check.lint.lint import lint_profile
 from spanax.check.profile import StepProfile, read_profile
 from spanax.commands.check import CheckCommand, answer
 from spanax.errors import DataError
-from spanax.show.live.profile import profile_text
+from spanax.show.live.events import profile_text
 
 
 def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:

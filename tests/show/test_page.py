@@ -132,10 +132,10 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str], 
     assert len(rows) == 15  # the 4 scales are one row, and so are their moments
     for item in (*plan.leaves[:6], *plan.batch):
         row = rows[item.path]
-        assert row[3] == (bytes_text(item.local_bytes), item.local_bytes) and str(list(item.local_shape)) in row[4]
-    assert rows["block_up_0.kernel"][5:8] == [("8", 8), ("1", 1), "P('fsdp', 'model')"]
+        assert row[4] == (bytes_text(item.local_bytes), item.local_bytes) and str(list(item.local_shape)) in row[5]
+    assert rows["block_up_0.kernel"][3] == "(fsdp, model)" and rows["block_up_0.kernel"][6:8] == [("8", 8), ("1", 1)]
     assert rows["block_up_0.kernel"][9].startswith("all-gather over fsdp 64 KiB;")
-    assert rows["blocks.*.scale ×4"][5:9] == [("1", 1), ("8", 8), "P(None)", "too small to split"]
+    assert rows["blocks.*.scale ×4"][6:9] == [("1", 1), ("8", 8), "too small to split"]
     price, content = plan.price, shown(written["plan"])
     assert price is not None and "stage 0: F0" in content
     for line in (bytes_text(price.peak_bytes), "20 ms 41.0 % MFU", bytes_text(plan.state_bytes())):
@@ -268,9 +268,9 @@ def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, caps
     assert (price.step_seconds, price.seconds) == (best["step_seconds"], best["seconds"])
     assert price.peak_bytes == best["memory"]["peak"] and price.mfu == pytest.approx(best["mfu"])
     rows = value_of(page.read_text())["blocks"][0]["parts"][0]["rows"]
-    seconds = [row[1][1] for row in rows]
+    seconds = [row[5][1] for row in rows]
     assert len(rows) > 50 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
-    assert {row[4] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row[0] for row in rows}
+    assert {row[8] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row[0] for row in rows}
 
 
 def test_layouts_that_do_not_fit_come_last() -> None:
@@ -280,7 +280,7 @@ def test_layouts_that_do_not_fit_come_last() -> None:
     for limit, fits in ((peaks[len(peaks) // 2], ["yes", "no"]), (1, ["no"])):
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
         assert all(item.upper_bytes > limit for item in tight.too_large)
-        assert [key for key, _ in itertools.groupby(row[4] for row in layouts_part(tight)["rows"])] == fits
+        assert [key for key, _ in itertools.groupby(row[8] for row in layouts_part(tight)["rows"])] == fits
         content = shown(document(search_page(summarize(tight), None, "gpt")))
         assert tight.best is not None or "the layout with the lowest peak needs" in content
 

@@ -14,7 +14,7 @@ from spanax.train.flags import Load, Precision, SizeFlags, Sizes
 from spanax.usage.validation import check_positive
 
 if TYPE_CHECKING:
-    from spanax.show.live.progress import ShowProgress
+    from spanax.show.live.terminal import ShowProgress
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def answer(command: CompareCommand) -> Answer:
     """
     from spanax.models.workloads import load
     from spanax.processes.devices import devices
-    from spanax.show.live.clean_stdout import reserve_stdout
-    from spanax.show.live.progress import progress
+    from spanax.show.live.terminal import progress, reserve_stdout
 
     stream = reserve_stdout() if command.json else None
     with progress(sys.stderr) as show:

@@ -49,8 +49,15 @@ def answer(command: InspectCommand) -> Answer:
       WriteError: a file cannot be written.
     """
     from spanax.check.array_placement import array_placement
-    from spanax.show.drawing import drawing_svg, drawing_text
-    from spanax.show.placement import distinct_arrays, leaf_json, placement_json, placement_text, shards_json
+    from spanax.show.placement import (
+        distinct_arrays,
+        drawing_svg,
+        drawing_text,
+        leaf_json,
+        placement_json,
+        placement_text,
+        shards_json,
+    )  # fmt: skip
     from spanax.show.schedules import ticks_json, ticks_text
 
     placement = array_placement(command.path)

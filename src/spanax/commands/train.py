@@ -71,8 +71,8 @@ def answer(config: TrainConfig) -> Answer:
 
     from spanax.models.workloads import load
     from spanax.processes.devices import devices
-    from spanax.show.live.clean_stdout import reserve_stdout
     from spanax.show.live.events import RESUME, reporter
+    from spanax.show.live.terminal import reserve_stdout
     from spanax.train.trainer import train
 
     stream = reserve_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout

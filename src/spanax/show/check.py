@@ -16,6 +16,9 @@ from spanax.units import bytes_text
 TINY_BYTES = 1024
 """Text prints the difference in bytes, not in percent, if fewer bytes than this were compiled; JSON has all numbers."""
 
+COLLECTIVE_HEADS = ("kind", "over", "result", "runs", "bytes", "for", "line")
+"""Columns of a table of collectives."""
+
 
 def report_json(report: Report) -> dict[str, Any]:
     """Returns the report part of `spanax check --json`; bytes and FLOPs per device and step."""
@@ -119,14 +122,17 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     """Returns a table of collectives: kind, mesh axes, bytes, tensors, and source line."""
     if not collectives:
         return "no collectives, or a level that does not list them: --level 2 or 3"
-    rows = []
-    for number, collective in enumerate(collectives, 1):
-        tensors = collective.tensors
-        names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
-        shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
-        size, line = bytes_text(collective.num_bytes), _short_line(collective.source)
-        rows.append((f"{number}", collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line))
-    return table_text(("", "kind", "over", "result", "runs", "bytes", "for", "line"), rows, width=160)
+    rows = [(f"{number}", *collective_cells(collective)) for number, collective in enumerate(collectives, 1)]
+    return table_text(("", *COLLECTIVE_HEADS), rows, width=160)
+
+
+def collective_cells(collective: Collective) -> tuple[str, ...]:
+    """Returns the cells of a collective below `COLLECTIVE_HEADS`."""
+    tensors = collective.tensors
+    names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
+    shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
+    size, line = bytes_text(collective.num_bytes), _short_line(collective.source)
+    return collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line
 
 
 def collective_text(collectives: Sequence[Collective], number: int) -> str:

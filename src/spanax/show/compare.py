@@ -4,7 +4,6 @@ from typing import Any
 
 from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved, Progress
 from spanax.plan.candidate import Search
-from spanax.show.live.progress import remaining_text
 from spanax.show.search import candidate_json, layout_json
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -29,8 +28,16 @@ def progress_text(progress: Progress) -> str:
       'step 10 of 10'
     """
     layout = f" ({progress.layout})" if progress.phase == "compiled" else ""
-    remaining = f", {remaining_text(progress.seconds_left)}" if progress.seconds_left > 0 else ""
+    remaining = f", {_remaining_text(progress.seconds_left)}" if progress.seconds_left > 0 else ""
     return f"{progress.phase} {progress.done} of {progress.total}{remaining}{layout}"
+
+
+def _remaining_text(seconds: float) -> str:
+    """Returns an estimate of the remaining time in seconds, minutes or hours."""
+    if round(seconds) < 60:
+        return f"about {max(1, round(seconds))} s remaining"
+    minutes = round(seconds / 60)
+    return f"about {minutes} min remaining" if minutes < 60 else f"about {minutes // 60} h {minutes % 60} min remaining"
 
 
 def compared_json(comparison: Comparison) -> dict[str, Any]:

@@ -21,18 +21,7 @@ def is_well(verdicts: Sequence[Verdict]) -> bool:
 
 
 def verdicts_text(verdicts: Sequence[Verdict], *, in_colours: bool = False) -> str:
-    """Returns one line per verdict; below those that are not ok, where and how to fix them.
-
-    Example:
-      >>> print(verdicts_text([
-      ...     Verdict("python", "ok", "3.11.7"),
-      ...     Verdict("hosts", "problem", "10.0.0.7:9911 cannot be reached.", fix="open the port"),
-      ... ]))
-      ok       python         3.11.7
-      problem  hosts          10.0.0.7:9911 cannot be reached.
-                              fix: open the port
-      1 problem, 0 warnings in 2 findings
-    """
+    """Returns one line per verdict; below those that are not ok, where and how to fix them."""
     lines = []
     for verdict in verdicts:
         state = f"{verdict.state:7}"

@@ -131,12 +131,7 @@ def report_text(parts: Iterable[Section], width: int = 140) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Returns a duration in seconds, minutes or hours.
-
-    Example:
-      >>> duration_text(2.25), duration_text(754), duration_text(93_784)
-      ('2.2 s', '12 min 34 s', '26 h 03 min')
-    """
+    """Returns a duration in seconds, minutes or hours."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, remainder = divmod(round(seconds), 60)

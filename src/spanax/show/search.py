@@ -21,6 +21,10 @@ FLOP_CONVENTION = (
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
 
 
+LAYOUT_HEADS = ("layout", "mesh", "stages", "remat", "micro", "step s", "MFU %", "memory")
+"""Columns of a table of candidates."""
+
+
 def layout_json(candidate: Candidate) -> dict[str, Any]:
     """Returns what identifies a candidate without stages, as plain values."""
     return {
@@ -125,7 +129,11 @@ def search_text(summary: Summary, top: int) -> str:
         lines = _best_lines(summary, search.best, summary.best)
     rows = search.candidates[:top] or search.nearest
     if rows:
-        lines += ["", ranked_text(rows) if search.best else "needs least:", _table(search, rows)]
+        lines += [
+            "",
+            ranked_text(rows) if search.best else "needs least:",
+            table_text(LAYOUT_HEADS, [layout_cells(search, row) for row in rows]),
+        ]
     rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
     lines += ["", *(f"left out {count}: {reason}" for reason, count in rejected)]
     lines.append(
@@ -206,21 +214,18 @@ def mfu_text(rates: Rates) -> str:
     return "" if rates.mfu is None else f"{100 * rates.mfu:.1f}"
 
 
-def _table(search: Search, rows: Sequence[Candidate]) -> str:
-    cells = [
-        (
-            candidate.layout,
-            str(candidate.mesh),
-            candidate.stages_text,
-            candidate.remat,
-            str(candidate.microbatches),
-            f"{candidate.step_seconds:.4g}",
-            mfu_text(search.rates(candidate)),
-            bytes_text(candidate.peak_bytes),
-        )
-        for candidate in rows
-    ]
-    return table_text(("layout", "mesh", "stages", "remat", "micro", "step s", "MFU %", "memory"), cells)
+def layout_cells(search: Search, candidate: Candidate) -> tuple[str, ...]:
+    """Returns the cells of a candidate below `LAYOUT_HEADS`."""
+    return (
+        candidate.layout,
+        str(candidate.mesh),
+        candidate.stages_text,
+        candidate.remat,
+        str(candidate.microbatches),
+        f"{candidate.step_seconds:.4g}",
+        mfu_text(search.rates(candidate)),
+        bytes_text(candidate.peak_bytes),
+    )
 
 
 def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -3,17 +3,18 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Column
+
+from spanax.check.finding import Finding, Severity
 from spanax.documents import json_line
 from spanax.printable import printable
-from spanax.show.live.profile import profile_text
+from spanax.show.live.terminal import Numbers, Terminal
 from spanax.train.store.loaded import Loaded
 from spanax.units import bytes_text, count_text
 from spanax.usage.examples import resume_command
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHOWN = {
     "step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds",
@@ -21,6 +22,9 @@ SHOWN = {
 """Numbers of a step that a line formats separately or omits."""
 
 RESUME = "to resume"
+
+MAX_OPERATIONS = 5
+"""Number of operations of a profile that are listed."""
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -38,8 +42,6 @@ def reporter(*, as_json: bool, stream: TextIO | None = None, resume: str = RESUM
       ...     emit({"event": "step", "step": 1, "loss": 2.5})
       {"event": "step", "step": 1, "loss": 2.5}
     """
-    from spanax.show.live.terminal import Terminal
-
     stream = sys.stdout if stream is None else stream
     console = Terminal(file=stream)
     if as_json:
@@ -104,6 +106,39 @@ def line(event: Event, resume: str = RESUME) -> str:
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def profile_text(event: dict[str, Any]) -> str:
+    """Returns the time per step and device by category, one line each.
+
+    Example:
+      >>> parts = {"compute": 0.3, "communication": 0.1, "idle": 0.05, "host": 0.05, "input wait": 0.0}
+      >>> print(profile_text({
+      ...     "steps": 11, "devices": 8, "step_seconds": 0.5, "seconds": parts, "communication": {"fsdp": 0.1},
+      ...     "operations": {"fusion.3": 0.2}, "out": "runs/a/profile",
+      ... }))
+      profile of 11 steps on 8 devices: 0.5 s per step
+        compute        0.3 s  60.0 %
+        communication  0.1 s  20.0 %  (fsdp 0.1 s)
+        idle           0.05 s  10.0 %
+        host           0.05 s  10.0 %
+        input wait     0 s  0.0 %
+        longest: fusion.3 0.2 s
+        in runs/a/profile
+    """
+    step = event["step_seconds"]
+    lines = [f"profile of {event['steps']} steps on {event['devices']} devices: {step:.3g} s per step"]
+    for name, seconds in event["seconds"].items():
+        parts = ", ".join(f"{axis} {time:.3g} s" for axis, time in event["communication"].items())
+        detail = f"  ({parts})" if name == "communication" and parts else ""
+        lines.append(f"  {name:13}  {seconds:.3g} s  {100 * seconds / step:.1f} %{detail}")
+    longest = list(event["operations"].items())[:MAX_OPERATIONS]
+    lines.append("  longest: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in longest))
+    lines.append(f"  in {event['out']}")
+    for finding in event.get("findings", ()):
+        code, severity, path, message, fix = (finding[key] for key in ("code", "severity", "path", "message", "fix"))
+        lines.append(str(Finding(code, Severity(severity), path, message, fix)))
+    return "\n".join(lines)
 
 
 def resume_for_longer(resume: str, steps: int) -> str:
@@ -179,12 +214,7 @@ def _print_line(event: Event, stream: TextIO, resume: str) -> None:
 
 
 @contextmanager
-def _bar(console: "Console", resume: str) -> Iterator[Emit]:
-    from rich.progress import MofNCompleteColumn, Progress
-    from rich.table import Column
-
-    from spanax.show.live.progress_bar import Numbers
-
+def _bar(console: Terminal, resume: str) -> Iterator[Emit]:
     columns = MofNCompleteColumn(table_column=Column(no_wrap=True)), Numbers()
     # Rich would print a standard error that is redirected to a file on the terminal.
     with Progress(*columns, console=console, expand=True, redirect_stderr=sys.stderr.isatty()) as progress:

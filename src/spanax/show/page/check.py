@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from spanax.check.certificate import Certificate
 from spanax.check.finding import Finding
+from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Figures, Report
-from spanax.show.check import figure_rows, verdict
+from spanax.show.check import COLLECTIVE_HEADS, collective_cells, figure_rows, verdict
 from spanax.show.page.document import Block, Cell, Fact, Page, Part, bars, table, text
 from spanax.show.page.plan import array_blocks, sentence, traffic_block
 from spanax.units import bytes_text
@@ -91,17 +92,11 @@ def _sizes(figures: Figures) -> dict[str, int]:
 
 
 def _collectives(report: Report) -> Part:
-    heads = ("kind", "mesh axes", "bytes", "runs per step", "result", "arrays", "line")
-    rows: list[list[Cell]] = [
-        [
-            collective.kind,
-            collective.axes,
-            (bytes_text(collective.num_bytes), collective.num_bytes),
-            (f"{collective.runs:,}{'' if collective.is_counted else ' or more'}", collective.runs),
-            collective.shapes if len(collective.shapes) < 40 else f"{collective.shapes[:36]} ...",
-            ", ".join(collective.tensors[:2]) + " ..." * (len(collective.tensors) > 2),
-            "/".join(collective.source.split("/")[-2:]),
-        ]
-        for collective in report.collectives[:MAX_COLLECTIVES]
-    ]
-    return table(f"{len(rows)} of {len(report.collectives)} collectives", heads, rows)
+    rows = list(map(_collective_row, report.collectives[:MAX_COLLECTIVES]))
+    return table(f"{len(rows)} of {len(report.collectives)} collectives", COLLECTIVE_HEADS, rows)
+
+
+def _collective_row(collective: Collective) -> list[Cell]:
+    kind, axes, result, runs, size, arrays, line = collective_cells(collective)
+    runs_text = runs if collective.is_counted else f"{runs} or more"
+    return [kind, axes, result, (runs_text, collective.runs), (size, collective.num_bytes), arrays, line]

@@ -44,7 +44,7 @@ function drawTable(part) {
     body.append(...rows.map((row) => row.node));
   };
   const caption = el("caption", { class: "unseen" }, part.caption);
-  const head = el("thead", part.columns.some(Boolean) ? {} : { class: "unseen" }, el("tr", {}, ...heads));
+  const head = el("thead", {}, el("tr", {}, ...heads));
   const table = scrolled(part.caption, el("table", {}, caption, head, body));
   if (!isLong) return table;
   heads.forEach((node, column) => node.firstChild.addEventListener("click", () => sort(column)));

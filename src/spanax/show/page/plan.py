@@ -9,6 +9,7 @@ from spanax.plan.plan import Plan, path_pattern
 from spanax.plan.prediction import Moved
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.page.document import Block, Cell, Fact, Page, bars, table, text
+from spanax.show.placement import dims_text, repeated_arrays, spec_text
 from spanax.show.schedules import ticks_text
 from spanax.units import bytes_text, count_text, quantity_text
 
@@ -61,13 +62,15 @@ def price_blocks(plan: Plan) -> list[Block]:
         state["batch"] = sum(leaf.local_bytes for leaf in plan.batch)
         memory = bars("state per device", {"state": state}, bytes_text)
         return [Block("Memory per device", [memory], "State only: the plan has no predicted cost.")]
-    memory = bars("predicted bytes per device", {"predicted": price.memory}, bytes_text, price.limit_bytes)
-    time = bars("predicted seconds per step", {"predicted": price.seconds}, seconds_text)
-    return [
-        Block("Step time", [time], f"Predicted for {price.cluster}."),
-        Block("Memory per device", [memory], "Predicted peak."),
-        traffic_block({"predicted": price.moved}),
-    ]
+    blocks = cost_blocks(price.seconds, price.memory, price.limit_bytes)
+    return [*blocks, traffic_block({"predicted": price.moved})]
+
+
+def cost_blocks(seconds: Mapping[str, float], memory: Mapping[str, int], limit_bytes: int | None = None) -> list[Block]:
+    """Returns the predicted seconds per step by category, and the bytes per device by group."""
+    time_part = bars("predicted seconds per step", {"predicted": seconds}, seconds_text)
+    memory_part = bars("predicted bytes per device", {"predicted": memory}, bytes_text, limit_bytes)
+    return [Block("Step time", [time_part]), Block("Memory per device", [memory_part], "Predicted peak.")]
 
 
 def traffic_block(sides: Mapping[str, Moved]) -> Block:
@@ -85,12 +88,14 @@ def traffic_block(sides: Mapping[str, Moved]) -> Block:
 
 def array_blocks(plan: Plan) -> list[Block]:
     """Returns the placement of every array, and the schedule of a pipeline."""
-    rows = [_array(leaves, plan) for leaves in _alike((*plan.leaves, *plan.batch))]
-    heads = ("array", "kind", "dims", "per device", "shard", "shards", "copies", "spec", "reason", "communication")
+    order, repeated = list(KINDS), repeated_arrays((*plan.leaves, *plan.batch))
+    repeated.sort(key=lambda alike: (order.index(alike[0].kind), -len(alike) * alike[0].local_bytes))
+    heads = ("array", "kind", "dims", "spec", "per device", "shard", "shards", "copies", "reason", "communication")
     note = "Equal arrays of repeated blocks share a row. `spanax inspect --leaf` draws which device has which shard."
-    if len(rows) > MAX_ROWS:
-        note += f" Shows the {MAX_ROWS:,} largest of {len(rows):,} rows."
-    blocks = [Block("Placement of arrays", [table("arrays", heads, rows[:MAX_ROWS])], note)]
+    if len(repeated) > MAX_ROWS:
+        note += f" Shows the first {MAX_ROWS:,} of {len(repeated):,} rows."
+    arrays = table("arrays", heads, [_array(alike, plan) for alike in repeated[:MAX_ROWS]])
+    blocks = [Block("Placement of arrays", [arrays], note)]
     schedule = plan.schedule
     if schedule.num_stages > 1:
         num_tasks = schedule.num_stages * schedule.microbatches * schedule.num_chunks
@@ -98,15 +103,6 @@ def array_blocks(plan: Plan) -> list[Block]:
         content = f"Too long to show: {num_tasks:,} tasks." if is_long else ticks_text(ticks_of(schedule))
         blocks.append(Block("Pipeline schedule", [text("pipeline schedule", content)]))
     return blocks
-
-
-def _alike(leaves: Sequence[Placement]) -> list[list[Placement]]:
-    """Groups arrays that differ only in the index of their block; by kind, the largest first."""
-    groups: dict[tuple[object, ...], list[Placement]] = {}
-    for leaf in leaves:
-        groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.reason), []).append(leaf)
-    order = list(KINDS)
-    return sorted(groups.values(), key=lambda alike: (order.index(alike[0].kind), -len(alike) * alike[0].local_bytes))
 
 
 def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
@@ -118,41 +114,14 @@ def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
         leaf.path if len(alike) == 1 else f"{path_pattern(leaf.path)} ×{len(alike)}",
         KINDS[leaf.kind],
         dims_text(leaf),
+        spec_text(leaf.spec),
         (f"{bytes_text(leaf.local_bytes)}{where}", leaf.local_bytes),
         f"{leaf.dtype}{list(leaf.local_shape)}",
         (f"{num_shards:,}", num_shards),
         (f"{times:,}", times),
-        spec_text(leaf),
         leaf.reason or "sharded as it is used",
         _moves_text(leaf, plan),
     ]
-
-
-def dims_text(leaf: Placement) -> str:
-    """Returns the dims of an array with their names, sizes and mesh axes.
-
-    Example:
-      >>> leaf = Placement("w", (4, 6), "float32", "param", ("embed", None), ((), ("data",)), (4, 3), 48, "")
-      >>> dims_text(leaf)
-      'embed 4, ? 6 / data'
-    """
-    dims = [
-        f"{name or '?'} {size:,}" + (f" / {'+'.join(axes)}" if axes else "")
-        for name, size, axes in zip(leaf.axes, leaf.shape, leaf.spec, strict=True)
-    ]
-    return ", ".join(dims) or "scalar"
-
-
-def spec_text(leaf: Placement) -> str:
-    """Returns the spec as JAX prints it.
-
-    Example:
-      >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("data", "fsdp")), (4, 3), 48, "")
-      >>> spec_text(leaf)
-      "P(None, ('data', 'fsdp'))"
-    """
-    inner = (repr(axes[0] if len(axes) == 1 else axes) if axes else "None" for axes in leaf.spec)
-    return f"P({', '.join(inner)})"
 
 
 def _moves_text(leaf: Placement, plan: Plan) -> str:

@@ -5,7 +5,7 @@ from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
 from spanax.show.page.document import Block, Cell, Fact, Page, Part, table
 from spanax.show.page.plan import array_blocks, price_blocks, seconds_text, sentence
-from spanax.show.search import mfu_text
+from spanax.show.search import LAYOUT_HEADS, layout_cells, mfu_text
 from spanax.units import bytes_text, count_text
 
 
@@ -38,22 +38,21 @@ def layouts_part(search: Search, most: int | None = None) -> Part:
         for pairs in (fitting, others)
         for pair in sorted(pairs, key=lambda pair: pair[0].step_seconds)
     ]
-    heads = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat", "microbatches")
-    return table("layouts, the fastest first", heads, rows[:most])
+    return table("layouts, the fastest first", (*LAYOUT_HEADS, "fits"), rows[:most])
 
 
 def _row(search: Search, candidate: Candidate, fits: str) -> list[Cell]:
-    rates = search.rates(candidate)
+    layout, mesh, stages, remat, microbatches, step, mfu, memory = layout_cells(search, candidate)
     return [
-        candidate.layout,
-        (seconds_text(candidate.step_seconds), candidate.step_seconds),
-        (mfu_text(rates), rates.mfu),
-        (bytes_text(candidate.peak_bytes), candidate.peak_bytes),
+        layout,
+        mesh,
+        stages,
+        remat,
+        (microbatches, candidate.microbatches),
+        (step, candidate.step_seconds),
+        (mfu, search.rates(candidate).mfu),
+        (memory, candidate.peak_bytes),
         fits,
-        str(candidate.mesh),
-        candidate.stages_text,
-        candidate.remat,
-        (f"{candidate.microbatches}", candidate.microbatches),
     ]
 
 
