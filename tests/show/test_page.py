@@ -34,12 +34,12 @@ from spanax.plan.advice.summary import summarize
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.run.record.metric_curves import MAX_POINTS, Points, thinned
-from spanax.run.record.report import run_report
 from spanax.show.page.document import Block, Page, bars, document, lines, table, text
 from spanax.show.page.notebook import SHOWN
 from spanax.show.page.plan import plan_page, seconds_text
 from spanax.show.page.search import layouts_part, search_page
+from spanax.train.record.metric_curves import MAX_POINTS, Points, thinned
+from spanax.train.record.report import run_report
 from spanax.units import bytes_text
 
 SCRIPT = files("spanax.show.page").joinpath("page.js")

@@ -11,8 +11,8 @@ from rich.table import Column
 from spanax.check.finding import Finding, Severity
 from spanax.documents import json_line
 from spanax.printable import printable
-from spanax.run.store.loaded import Loaded
 from spanax.show.live.terminal import Numbers, Terminal
+from spanax.train.store.loaded import Loaded
 from spanax.units import bytes_text, count_text
 from spanax.usage.examples import resume_command
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from spanax.errors import WriteError
 from spanax.printable import printable_lines
-from spanax.run.record.metric_curves import Point, thinned
+from spanax.train.record.metric_curves import Point, thinned
 
 Part = dict[str, Any]
 """What page.js draws in a section, by its `kind`: a table, bars, lines or text."""

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from spanax.check.array_placement import copies
-from spanax.plan.cost.prediction import Moved
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.prediction import Moved
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.page.document import Block, Cell, Fact, Page, bars, table, text
 from spanax.show.placement import dims_text, repeated_arrays, spec_text

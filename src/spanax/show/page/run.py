@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from spanax.check.measure.run_record import RunRecord
-from spanax.plan.cost.prediction import Prediction
+from spanax.plan.prediction import Prediction
 from spanax.printable import printable
-from spanax.run.record.time_ledger import BUCKETS
 from spanax.show.page.check import findings_part
 from spanax.show.page.document import Block, Fact, Page, Part, bars, lines, table, text
 from spanax.show.page.plan import array_blocks, price_blocks, seconds_text
 from spanax.show.report import MEANING, Section, attempts_section, duration_text, faults_section
+from spanax.train.record.time_ledger import BUCKETS
 from spanax.units import count_text
 
 COMMUNICATION = ("activations between devices", "weights between devices", "gradient sync")
