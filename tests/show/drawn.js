@@ -1,5 +1,5 @@
 // Runs the script of a page without a browser: a small document, and what the script has drawn as HTML.
-// node drawn.js PAGE.js VALUE.json [COLUMN WORDS]: sorts the first long table by a column, and finds rows by words.
+// node drawn.js PAGE.js VALUE.json [COLUMNS WORDS]: clicks headers of the first long table, and filters its rows by words.
 "use strict";
 const fs = require("fs");
 
@@ -34,7 +34,7 @@ global.document = {
 };
 new Function(fs.readFileSync(script, "utf8"))();
 if (column) {
-  content.all("button").find((button) => button.textContent === column).listeners.click();
+  for (const name of column.split(",")) content.all("button").find((button) => button.textContent === name).listeners.click();
   const find = content.all("input").find((input) => input.attributes.type === "search");
   find.value = words;
   find.listeners.input();

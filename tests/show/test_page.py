@@ -68,7 +68,7 @@ def shown(page: str) -> str:
 
 
 def drawn(page: str, folder: Path, *used: str) -> str:
-    """What the script of a page draws; `used` is a column to sort by, and words to find rows by."""
+    """What the script of a page draws; `used` are headers to click on, and words to filter rows by."""
     if shutil.which("node") is None:
         pytest.skip("no node: apt-get install nodejs")
     (folder / "value.json").write_text(json.dumps(value_of(page)))
@@ -252,6 +252,8 @@ def test_a_long_table_is_sorted_and_filtered_by_words(tmp_path: Path) -> None:
     once = cells(drawn(page, tmp_path, "memory", "fsdp no"))
     assert [mesh for _, mesh in once] == ["data=2", *(row[0] for row in rows)]
     assert [mesh for hidden, mesh in once if not hidden] == [row[0] for row in rows[::2]]
+    twice = cells(drawn(page, tmp_path, "memory,memory", ""))
+    assert [mesh for _, mesh in twice] == [mesh for _, mesh in reversed(once)]
     assert [mesh for _, mesh in cells(drawn(page, tmp_path, "mesh", ""))][:3] == ["data=2", "fsdp=0", "fsdp=1"]
     assert "<button" not in drawn(of_parts(table("few", ("a",), [("b",)]), text("lines", "a\n b")), tmp_path)
 
