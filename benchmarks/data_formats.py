@@ -47,7 +47,7 @@ def write(folder: Path) -> None:
 
 def table_rows(path: Path) -> list[Any]:
     """Random rows with Spanax; of a Parquet or CSV file, the conversion of the first use counts."""
-    from spanax.run.data.formats.table import open_table
+    from spanax.train.data.formats.table import open_table
 
     part = open_table(path, cache_dir=path.parent / "cache").parts[0]
     fields = ["a", "label"] if path.suffix == ".csv" else ["pixels", "label"]
@@ -73,7 +73,7 @@ def grain_parquet(path: Path) -> None:
 
 def table_values(path: Path) -> None:
     """A field of all rows with Spanax."""
-    from spanax.run.data.formats.table import open_table
+    from spanax.train.data.formats.table import open_table
 
     _drain(open_table(path).parts[0].values({".jsonl": "text", ".csv": "label"}.get(path.suffix, "pixels")))
 
@@ -96,7 +96,7 @@ def pyarrow_json(path: Path) -> None:
 
 def spanax_order(path: Path) -> None:
     """A million places of a shuffled order with Spanax, 1,024 at a time."""
-    from spanax.run.data.order import Order
+    from spanax.train.data.order import Order
 
     order = Order(10**6, 1024)
     for index in range(10**6 // 1024):
@@ -137,7 +137,7 @@ def measure(name: str, path: Path) -> None:
     """Runs one reader, and prints its seconds and memory."""
     import grain  # noqa: F401 - what imports take is counted for no reader
 
-    import spanax.run.data.batches  # noqa: F401
+    import spanax.train.data.batches  # noqa: F401
 
     before, started = _peak_kib(), time.perf_counter()
     READERS[name][0](path)

@@ -1,0 +1,217 @@
+"""The arrays of a batch and their shardings, from a plan or from an example batch, and what fits them.
+
+Shape suffix: R rows of the global batch that this process reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spanax.batch_dims import ExampleDims, dims_by_name, num_examples
+from spanax.errors import ArgumentError, BatchError, DataError, PlanMismatchError
+from spanax.train.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, flat
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where batches go.
+
+    Attributes:
+      leaves: the arrays of a batch.
+      shardings: the sharding of each array by path; None for NumPy arrays of the global batch.
+      rows_R: the rows of the global batch that this process reads.
+    """
+
+    leaves: Sequence[BatchLeaf]
+    shardings: "Mapping[str, jax.sharding.NamedSharding] | None"
+    rows_R: np.ndarray
+
+    @staticmethod
+    def of(plan: Any, mesh: "jax.sharding.Mesh | None") -> "Destination":
+        """Returns where the batches of a plan, or batches like an example batch, go.
+
+        Raises:
+          SpanaxError: `mesh` is not None for an example batch, or only some of its arrays are sharded.
+
+        Example:
+          >>> Destination.of({"x": np.zeros((4, 2), "float32")}, None).leaves
+          [ExampleLeaf(path='x', shape=(4, 2), dtype='float32', axes=())]
+        """
+        if not hasattr(plan, "batch"):
+            return _of_example(plan, mesh)
+        mesh = plan.mesh.build() if mesh is None else mesh
+        shardings = {leaf.path: leaf.sharding(mesh) for leaf in plan.batch}
+        return Destination(plan.batch, shardings, local_rows(plan.batch, shardings, mesh.local_devices))
+
+    @cached_property
+    def dims(self) -> ExampleDims:
+        """The dim of each array with the examples; None for an array without examples."""
+        return dims_by_name(self.leaves)
+
+    @cached_property
+    def batch_size(self) -> int:
+        """The number of examples in a global batch."""
+        return num_examples([leaf.shape for leaf in self.leaves], self.dims)
+
+    @property
+    def planned(self) -> str:
+        """The arrays as text."""
+        return described({leaf.path: leaf for leaf in self.leaves})
+
+    def holds(self, item: Any) -> bool:
+        """Returns whether an element is a batch; an example has one dim less."""
+        values = flat(item)
+        return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in self.leaves if leaf.path in values)
+
+    def resized(self, count: int) -> "Destination":
+        """Returns the same for batches with another number of examples."""
+        leaves = [
+            ExampleLeaf(leaf.path, with_rows(leaf.shape, dim, count), leaf.dtype, getattr(leaf, "axes", ()))
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+        return replace(self, leaves=leaves)
+
+    def num_fewer(self, item: Any) -> int:
+        """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
+        values = flat(item)
+        shapes = [np.shape(values.get(leaf.path, ())) for leaf in self.leaves]
+        counts = {
+            0 if dim is None or len(shape) <= dim else shape[dim]
+            for shape, dim in zip(shapes, self.dims, strict=True)
+        }  # fmt: skip
+        is_complete = len(self.rows_R) == self.batch_size and len(counts) == 1
+        return min(counts) if is_complete and 0 < min(counts) < self.batch_size else 0
+
+    def check_examples(self, name: str) -> None:
+        """Raises DataError if an array of the batch has no examples, so that no source of examples can fill it."""
+        if None in self.dims:
+            message = f"{name} has examples, and {self.planned} differ in their number."
+            raise DataError(message, fix="a source of batches")
+
+    def conform(self, item: Any, name: str) -> Leaves:
+        """Returns copies of the leaves of an example or a batch in the dtypes of the plan; loaders may reuse buffers.
+
+        Raises:
+          DataError: it does not match the plan.
+        """
+        if item is None:  # a filtered MapDataset has None for an excluded example
+            raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
+        values = flat(item)
+        paths = {leaf.path for leaf in self.leaves}
+        in_batches = self.holds(item)
+
+        def refuse(message: str) -> DataError:
+            actual = described({path: np.asarray(value) for path, value in values.items()})
+            return DataError(message, where=f"{name} has {actual}", fix=f"the plan expects {self.planned}")
+
+        if missing := sorted(paths - values.keys()):
+            raise refuse(f"the data has no leaf '{missing[0]}'.")
+        if extra := sorted(values.keys() - paths):
+            raise refuse(f"the plan has no leaf '{extra[0]}'.")
+        leaves = {}
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            array, dtype = np.asarray(values[leaf.path]), np.dtype(leaf.dtype)
+            shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
+            shapes = shapes if in_batches else [example_shape(leaf, dim)]
+            if array.shape not in shapes:
+                raise refuse(f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}.")
+            # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
+            narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
+            if array.dtype != dtype and not narrowed:
+                raise refuse(f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}.")
+            leaves[leaf.path] = array.astype(dtype)
+            if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[leaf.path], array):
+                raise refuse(f"'{leaf.path}' has values that do not fit {dtype}.")
+        return leaves
+
+    def stacked(self, items: Sequence[Any], name: str) -> Leaves:
+        """Returns the leaves of examples as those of a batch; raises DataError as `conform` does."""
+        examples = [self.conform(item, name) for item in items]
+        leaves = {}
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            rows = np.array([example[leaf.path] for example in examples], leaf.dtype)
+            rows = rows.reshape(-1, *example_shape(leaf, dim))
+            leaves[leaf.path] = np.ascontiguousarray(np.moveaxis(rows, 0, dim or 0))
+        return leaves
+
+    def place(self, leaves: Leaves) -> Mapping[str, Any]:
+        """Returns the global arrays, by path, from the rows of this process."""
+        if self.shardings is None:
+            return leaves
+        import jax
+
+        # device_put would compare the full batch across processes. On a CPU both may alias the NumPy buffer.
+        make = jax.make_array_from_callback
+        return {
+            leaf.path: make(
+                leaf.shape, self.shardings[leaf.path], partial(self._part, leaf, dim, leaves[leaf.path]),
+                dtype=np.dtype(leaf.dtype),
+            )
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        }  # fmt: skip
+
+    def _part(self, leaf: BatchLeaf, dim: int | None, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the part of a global array, with examples along a dim, at an index."""
+        if array.shape == leaf.shape or dim is None:
+            return array[index]
+        start, stop, _ = index[dim].indices(leaf.shape[dim])
+        first = int(np.searchsorted(self.rows_R, start))
+        return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
+
+
+def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
+    """Returns the sorted rows of the global batch on the given devices, of shape [R].
+
+    Processes read the same rows if the batch has fewer shards than there are processes (a model sharded over several
+    hosts).
+    """
+    rows: set[int] = set()
+    for leaf, dim in zip(leaves, dims_by_name(leaves), strict=True):
+        if dim is not None:
+            indices = shardings[leaf.path].devices_indices_map(leaf.shape)
+            for device in devices:
+                rows.update(range(*indices[device][dim].indices(leaf.shape[dim])))
+    return np.array(sorted(rows), np.int64)
+
+
+def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
+    """Returns the shape of an array of a batch with another number of examples along a dim."""
+    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
+
+
+def example_shape(leaf: BatchLeaf, dim: int | None) -> tuple[int, ...]:
+    """Returns the shape of one example of an array of a batch."""
+    return leaf.shape if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+
+
+def _of_example(batch: Any, mesh: Any) -> Destination:
+    import jax
+
+    pairs = jax.tree_util.tree_flatten_with_path(batch)[0]
+    if not pairs or any(not hasattr(leaf, "dtype") for _, leaf in pairs):
+        raise ArgumentError(
+            f"batches need a plan, or an example batch, not a {type(batch).__name__}.",
+            fix="spanax.plan(...), or a dict of arrays or jax.ShapeDtypeStructs",
+        )
+    by_path = {jax.tree_util.keystr(path, simple=True, separator=".") or "batch": leaf for path, leaf in pairs}
+    dtypes = {path: str(jax.dtypes.canonicalize_dtype(leaf.dtype)) for path, leaf in by_path.items()}  # as in a plan
+    leaves = [ExampleLeaf(path, tuple(leaf.shape), dtypes[path]) for path, leaf in by_path.items()]
+    if mesh is not None:
+        raise PlanMismatchError(
+            "an example batch has no plan, and so no layout on a mesh.",
+            fix="jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P('data')))",
+        )
+    shardings = {path: getattr(leaf, "sharding", None) for path, leaf in by_path.items()}
+    named = {path: sharding for path, sharding in shardings.items() if isinstance(sharding, jax.NamedSharding)}
+    if not named:
+        return Destination(leaves, None, np.arange(num_examples([leaf.shape for leaf in leaves], dims_by_name(leaves))))
+    if missing := sorted(shardings.keys() - named.keys()):
+        raise BatchError(f"'{missing[0]}' of the example batch has no sharding.", fix="a NamedSharding for each array")
+    devices = next(iter(named.values())).mesh.local_devices
+    return Destination(leaves, named, local_rows(leaves, named, devices))

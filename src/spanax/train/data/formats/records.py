@@ -1,0 +1,252 @@
+"""Rows that are parsed one by one: JSON Lines, and ArrayRecord files, which Grain reads.
+
+pyarrow's reader of JSON Lines has no random access and names no row, and it infers types, so that texts like dates
+become timestamps (`benchmarks/data_formats.py` compares its speed).
+"""
+
+import gzip
+import json
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanax.errors import DataError, FileError
+from spanax.train.data.cache import check_expansion
+
+MAX_LINE_BYTES = 1 << 26
+"""The maximum length of a line, so that a malformed file of one line is not read into memory."""
+
+RECORDS_AT_ONCE = 256
+
+Parser = Callable[[bytes], dict[str, Any]]
+"""Returns the fields of a record."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a file that are not empty; a file compressed by gzip has no random access."""
+
+    path: Path
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def parser(self, first: bytes) -> Parser:
+        return _json_row
+
+    @cached_property
+    def _starts(self) -> Sequence[int]:
+        """The offset of every line, 8 bytes each; the first access reads all of the file."""
+        return array("q", (start for start, _ in self._with_starts()))
+
+    def read(self, indices: Sequence[int]) -> Iterator[bytes]:
+        """Yields the lines at the given indices."""
+        if self.path.name.lower().endswith(".gz"):
+            raise FileError(f"rows of '{self.path.name}' cannot be read at random.", fix=f"gunzip {self.path.name}")
+        with open(self.path, "rb") as file:
+            for index in indices:
+                file.seek(self._starts[index])
+                yield file.readline(MAX_LINE_BYTES)
+
+    def stream(self) -> Iterator[bytes]:
+        """Yields every line."""
+        return (line for _, line in self._with_starts())
+
+    def _with_starts(self) -> Iterator[tuple[int, bytes]]:
+        """Yields the offset of each line, and the line."""
+        number, start = 0, 0
+        is_compressed = self.path.name.lower().endswith(".gz")
+        try:
+            with gzip.open(self.path) if is_compressed else open(self.path, "rb") as file:
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    if is_compressed:
+                        check_expansion(self.path, start + len(line))
+                    if len(line) > MAX_LINE_BYTES:
+                        raise _bad(self.path, number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
+                    if not line.isspace():
+                        yield start, line
+                        number += 1
+                    start += len(line)
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise FileError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
+
+
+@dataclass(frozen=True)
+class ArrayRecords:
+    """The records of an ArrayRecord file; the first determines whether all are JSON, `tf.train.Example`s or text."""
+
+    path: Path
+
+    @cached_property
+    def _source(self) -> Any:
+        from grain.sources import ArrayRecordDataSource
+
+        return ArrayRecordDataSource([str(self.path)])
+
+    def __len__(self) -> int:
+        try:
+            return len(self._source)
+        except Exception as error:  # the library raises the exceptions of its C++ code
+            raise _bad(self.path, 0, error) from None
+
+    def parser(self, first: bytes) -> Parser:
+        if first.lstrip()[:1] == b"{":
+            return _json_row
+        try:
+            return _example_row if _example_row(first) else _text_row
+        except ValueError:
+            return _text_row
+
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Returns the records at the given indices."""
+        try:
+            return list(self._source.__getitems__(list(indices)))
+        except Exception as error:  # the library raises the exceptions of its C++ code
+            raise _bad(self.path, indices[0], error) from None
+
+    def stream(self) -> Iterator[bytes]:
+        """Yields every record."""
+        size = len(self)
+        for first in range(0, size, RECORDS_AT_ONCE):
+            yield from self.read(range(first, min(first + RECORDS_AT_ONCE, size)))
+
+
+@dataclass(frozen=True)
+class RecordRows:
+    """The rows of a file of records.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
+      >>> _ = path.write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
+      >>> rows = RecordRows(Lines(path))
+      >>> rows.fields, list(rows.values("text"))
+      (('text',), ['to be', 'or not'])
+    """
+
+    records: Lines | ArrayRecords
+
+    @property
+    def path(self) -> Path:
+        return self.records.path
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self._row(0, self._first))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.records)
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        numbered = zip(indices, self.records.read(indices), strict=True)
+        parsed = ((index, self._row(index, record)) for index, record in numbered)
+        return [{field: self._value(index, row, field) for field in fields} for index, row in parsed]
+
+    def values(self, field: str) -> Iterator[Any]:
+        for index, record in enumerate(self.records.stream()):
+            yield self._value(index, self._row(index, record), field)
+
+    @cached_property
+    def _first(self) -> bytes:
+        for record in self.records.stream():
+            return record
+        raise DataError(f"'{self.path}' is empty.", fix="a file with rows in it")
+
+    @cached_property
+    def _parse(self) -> Parser:
+        return self.records.parser(self._first)
+
+    def _row(self, index: int, record: bytes) -> dict[str, Any]:
+        try:
+            return self._parse(record)
+        except (ValueError, RecursionError) as error:
+            raise _bad(self.path, index, error) from None
+
+    def _value(self, index: int, row: dict[str, Any], field: str) -> Any:
+        if field not in row:
+            raise _bad(self.path, index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
+        value = row[field]
+        try:
+            return np.asarray(value) if isinstance(value, list) else value
+        except ValueError:
+            raise _bad(self.path, index, f"the lists in '{field}' have different lengths") from None
+
+
+def _bad(path: Path, index: int, reason: object) -> DataError:
+    where = " ".join(str(reason).split())[:120]
+    return FileError(f"row {index:,} of '{path}' cannot be read.", where=where, fix="write the file again")
+
+
+def _json_row(record: bytes) -> dict[str, Any]:
+    row = json.loads(record)
+    if not isinstance(row, dict):
+        raise ValueError(f"it is not a JSON object: {record[:60]!r}")
+    return row
+
+
+def _text_row(record: bytes) -> dict[str, Any]:
+    return {"text": record.decode("utf-8")}
+
+
+def _example_row(record: bytes) -> dict[str, Any]:
+    """Returns the features of a `tf.train.Example`: bytes as UTF-8 text, a single number as a scalar."""
+    from google.protobuf.message import DecodeError
+
+    example = _example_type()()
+    try:
+        example.ParseFromString(record)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    row: dict[str, Any] = {}
+    for name, feature in example.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = list(getattr(feature, kind).value) if kind else []
+        if kind == "bytes_list":
+            row[name] = values[0].decode("utf-8") if len(values) == 1 else values
+        else:
+            numbers = np.array(values, np.float32 if kind == "float_list" else np.int64)
+            row[name] = numbers[0] if len(numbers) == 1 else numbers
+    return row
+
+
+EXAMPLE_PROTO = """
+name: "spanax/example.proto" package: "spanax" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".spanax.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".spanax.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".spanax.Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Features.FeatureEntry" }
+  nested_type {
+    name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".spanax.Feature" }
+  }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".spanax.Features" } }
+"""
+"""The descriptor of tensorflow/core/example/example.proto, which no dependency of Spanax contains; array_record itself
+imports TensorFlow for it."""
+
+
+@cache
+def _example_type() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(EXAMPLE_PROTO, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("spanax.Example"))

@@ -1,0 +1,266 @@
+"""Tables in files: rows with named fields, split into train and validation, with random access by row."""
+
+import glob
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from spanax.errors import DataError, FileError, MissingFileError
+from spanax.train.data.cache import cache_folder
+from spanax.train.data.elements import digest
+from spanax.train.data.text.corpus import HELD_OUT, check_inside, check_split
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
+"""The samples that a digest of large files hashes, instead of terabytes."""
+
+HASH_ALL_BYTES = 1 << 26
+"""The total size up to which a digest hashes all of the content, which takes a tenth of a second."""
+
+SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
+    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
+    ".array_record": "array_record", ".arrayrecord": "array_record", ".csv": "csv",
+}  # fmt: skip
+
+_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNORECASE)
+_SIDE = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])", re.IGNORECASE)
+
+
+class Part(Protocol):
+    """The rows of one file, or of a dataset in memory, with named fields."""
+
+    @property
+    def fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns fields of the rows at the given indices, as arrays, numbers and texts."""
+
+    def values(self, field: str) -> Iterator[Any]:
+        """Yields a field of every row in order, as texts or arrays, in bounded memory."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one split.
+
+    Attributes:
+      name: the name in errors and saved positions.
+      parts: the rows of each file, concatenated in order.
+      digest: a hash of the content.
+      cache_key: the key in the cache, which also changes when files are modified of which the hash covers only samples.
+      size_bytes: the size of all files.
+      split: `"train"` or `"validation"`.
+      holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "numbers.jsonl"
+      >>> _ = path.write_text("".join(f'{{"x": {i}}}' + chr(10) for i in range(40)))
+      >>> table = open_table(path, split="validation")
+      >>> table.num_rows, table.rows([0, 1], ["x"])
+      (2, [{'x': 1}, {'x': 21}])
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    digest: str
+    cache_key: str
+    size_bytes: int
+    split: str = "train"
+    holds_out: bool = True
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The field names of the first part."""
+        return self.parts[0].fields
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The number of rows of the split."""
+        total = int(self._ends[-1])
+        held_out = (total + HELD_OUT - 2) // HELD_OUT if self.holds_out else 0
+        return held_out if self.holds_out and self.split == "validation" else total - held_out
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Returns fields of the rows of the split at the given indices."""
+        numbers = self._numbers(np.asarray(indices, np.int64))
+        files = np.searchsorted(self._ends, numbers, side="right")
+        result: list[dict[str, Any]] = [{}] * len(numbers)
+        for file in np.unique(files):
+            (positions,) = np.nonzero(files == file)
+            first = int(self._ends[file - 1]) if file else 0
+            part_rows = self.parts[file].rows((numbers[positions] - first).tolist(), fields)
+            for position, row in zip(positions, part_rows, strict=True):
+                result[position] = row
+        return result
+
+    def values(self, field: str) -> Iterator[tuple[bool, Any]]:
+        """Yields a field of all rows of both splits, as pairs (whether the row is held out, value)."""
+        number = 0
+        for part in self.parts:
+            for value in part.values(field):
+                yield self.holds_out and number % HELD_OUT == 1, value
+                number += 1
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([part.num_rows for part in self.parts], dtype=np.int64)
+
+    def _numbers(self, indices: np.ndarray) -> np.ndarray:
+        """Maps row indices of the split to those of the table, where row 1 of every twenty is held out."""
+        if not self.holds_out:
+            return indices
+        if self.split == "validation":
+            return indices * HELD_OUT + 1
+        groups, offsets = np.divmod(np.maximum(indices - 1, 0), HELD_OUT - 1)
+        return np.where(indices == 0, 0, groups * HELD_OUT + offsets + 2)
+
+
+def is_table(source: str | os.PathLike[str]) -> bool:
+    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables.
+
+    Example:
+      >>> is_table("a.jsonl"), is_table("shards/*.parquet"), is_table("a.txt")
+      (True, True, False)
+    """
+    path = Path(source)
+    return (_is_saved(path) or bool(_table_files(path))) if path.is_dir() else kind_of(path) is not None
+
+
+def kind_of(path: Path) -> str | None:
+    """Returns the kind of table by the suffix of a file name; None for other files."""
+    return next((kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None)
+
+
+def open_table(
+    source: str | os.PathLike[str], *, split: str = "train", cache_dir: str | os.PathLike[str] | None = None
+) -> Table:
+    """Opens one split of a file, of the files of a folder, or of the files that match a pattern.
+
+    If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
+    are used; otherwise a twentieth of the rows is held out for validation.
+
+    Raises:
+      DataError: no such file exists, or the files are of several kinds.
+    """
+    check_split(split)
+    paths, name, holds_out = _files(source, split)
+    kinds = sorted({str(kind_of(path)) for path in paths})
+    if len(kinds) > 1:
+        raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
+    key, cache_key = _digests(paths)
+    parts = tuple(_opened(path, kinds[0], cache_dir) for path in paths)
+    return Table(name, parts, key, cache_key, sum(map(_size_bytes, paths)), split, holds_out)
+
+
+def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:
+    """Returns the files of a split in order, their name, and whether validation rows must be held out."""
+    path = Path(source)
+    if path.is_dir():
+        files, name, holds_out = _files_of_folder(path, split)
+        check_inside(path, files)
+        return files, name, holds_out
+    if path.is_file() or (kind_of(path) and not glob.has_magic(str(source))):
+        return [path], path.name, True
+    files = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
+    if not files:
+        where = f"looked in {Path.cwd()}"
+        raise MissingFileError(f"no file matches '{source}'.", where=where, fix="shards/*.parquet")
+    return files, str(source), True
+
+
+def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
+    files = _table_files(path)
+    is_dict = (path / "dataset_dict.json").is_file()
+    names = [file.relative_to(path) for file in files]
+    sides = [name.parts[0] if is_dict else _side(name) for name in names]
+    if is_dict and "train" not in sides:
+        where = f"it has {', '.join(sorted({*map(str, sides)})) or 'no rows'}"
+        raise DataError(f"'{path}' has no split 'train'.", where=where, fix="the folder of one of its splits")
+    if not files:
+        raise DataError(f"'{path}' has no rows.", fix="Dataset.save_to_disk again")
+    if not is_dict and ("train" not in sides or None in sides):
+        return files, path.name, True
+    has_validation = "validation" in sides
+    chosen = split if has_validation else "train"
+    listed = [file for file, side in zip(files, sides, strict=True) if side == chosen]
+    return listed, f"{path.name}/{chosen}", not has_validation
+
+
+def _side(path: Path) -> str | None:
+    """Returns the split that the first folder or the name of a path indicates, or None."""
+    match = _SIDE.match(path.parts[0]) or _SIDE.match(path.name)
+    side = match[1].lower() if match else None
+    return "validation" if side in ("valid", "val", "dev") else side
+
+
+def _table_files(folder: Path) -> list[Path]:
+    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`.
+
+    Links to folders are not followed.
+    """
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        skipped = (".", "cache-") if "state.json" in names else (".",)  # where `datasets` also caches results
+        files += [Path(parent) / name for name in names if not name.startswith(skipped)]
+    tables = [file for file in files if kind_of(file)]
+    others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
+    return sorted(tables) if _is_saved(folder) or not others else []
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _opened(path: Path, kind: str, cache_dir: str | os.PathLike[str] | None) -> Part:
+    """Opens a file; imports only the library of its kind."""
+    if kind in ("jsonl", "array_record"):
+        from spanax.train.data.formats.records import ArrayRecords, Lines, RecordRows
+
+        return RecordRows(Lines(path) if kind == "jsonl" else ArrayRecords(path))
+    from spanax.train.data.formats.arrow import open_arrow, open_csv, open_parquet
+
+    _, key = _digests([path])
+    open_ = {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind]
+    return open_(path, lambda columns: cache_folder(cache_dir) / f"rows-{digest(key, *columns)}.arrow")
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(None, "it is not a regular file")
+        return status.st_size
+    except OSError as error:
+        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+
+
+def _digests(paths: Sequence[Path]) -> tuple[str, str]:
+    """Returns a hash of the content of files, and a key that also changes when large files are modified."""
+    sizes = [_size_bytes(path) for path in paths]
+    is_small = sum(sizes) <= HASH_ALL_BYTES
+    num_samples = max(2, NUM_SAMPLES // len(paths))
+    contents: list[str | bytes] = []
+    for path, size_bytes in zip(paths, sizes, strict=True):
+        contents.append(f"{path.name} {size_bytes}")
+        with open(path, "rb") as file:
+            if is_small:
+                contents.append(file.read(HASH_ALL_BYTES))
+                continue
+            for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
+                file.seek(start)
+                contents.append(file.read(SAMPLE_BYTES))
+    key = digest(*contents)
+    changed = " ".join(str(path.stat().st_mtime_ns) for path in paths)
+    return key, key if is_small else digest(key, changed)

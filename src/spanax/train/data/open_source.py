@@ -1,0 +1,260 @@
+"""Opens the sources that a path, a pattern, a dataset or a mixture of them names."""
+
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanax.entries.local_path import local_path
+from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
+from spanax.train.data.destination import Destination
+from spanax.train.data.elements import Leaves, digest
+from spanax.train.data.formats.table import Table, is_table, open_table
+from spanax.train.data.mixture import Mixture, named
+from spanax.train.data.source import (
+    Examples,
+    Passes,
+    Source,
+    check_enough,
+    check_mixable,
+    element_source,
+    in_order,
+    sequence_examples,
+)  # fmt: skip
+from spanax.train.data.text.corpus import Corpus, check_split, load_corpus
+from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
+from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
+
+WINDOWS = {"inputs", "targets"}
+"""The leaves of batches of text or tokens."""
+
+NUM_ROWS_HASHED = 16
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options for reading named data.
+
+    Attributes:
+      tokenizer: the tokenizer for text.
+      split: `"train"` or `"validation"`.
+      field: the field of a table with the text or the tokens, or several, of which the first that a table has is read;
+        or `leaf=field,leaf=field`, or such a mapping.
+      cache_dir: the directory of the cache.
+    """
+
+    tokenizer: str | TrainedTokenizer = "bytes"
+    split: str = "train"
+    field: str | Mapping[str, str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table whose fields are the leaves of a batch.
+
+    Attributes:
+      table: the table.
+      fields: the field of each leaf.
+    """
+
+    table: Table
+    fields: Mapping[str, str]
+
+
+def is_named(source: Any) -> bool:
+    """Returns whether a source is a path, `python`, or a mixture of these; such sources have a validation split."""
+    source = named(source)
+    return isinstance(source, str | Path) or (
+        isinstance(source, Mixture) and all(is_named(part) for part, _ in source.parts)
+    )
+
+
+def open_source(source: Any, destination: Destination, reading: Reading, passes: Passes) -> Source:
+    """Returns a source of the rows of each batch that this process reads.
+
+    Args:
+      source: a path, a pattern, `"python"`, a Hugging Face dataset, a sequence, an iterable, or a mixture.
+      destination: where the batches go.
+      reading: the options for named data.
+      passes: the order, and how often the source is read.
+    """
+    parts = opened(source, [leaf.path for leaf in destination.leaves], reading)
+    if len(parts) == 1 and parts[0][0] is source:
+        return element_source(source, destination, passes)
+    least = destination.batch_size if passes.drop_remainder else 1
+    return in_order([(_examples(part, destination, least), weight) for part, weight in parts], destination, passes)
+
+
+def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple[Any, int]]:
+    """Returns the parts of a source with their weights: Tokens, Rows, or a sequence unchanged."""
+    source = named(source)
+    check_split(reading.split)
+    pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
+    data = [_loaded(part, leaves, reading) for part, _ in pairs]
+    texts = [part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text)]
+    tokenizer = load_tokenizer(reading.tokenizer, texts, reading.cache_dir) if texts else None
+    return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(data, pairs, strict=True)]
+
+
+def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | None:
+    """Returns the size of the smallest vocabulary with every token of a source, or None without tokens.
+
+    Example:
+      >>> vocab_size("python", WINDOWS, Reading())
+      256
+    """
+    parts = [part for part, _ in opened(source, leaves, reading)]
+    return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
+
+
+def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+    """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
+    if isinstance(source, str | os.PathLike):
+        if source != "python" and local_path(source).suffix == ".bin":
+            return bin_tokens(Path(source), reading.split)
+        if source == "python" or not is_table(source):
+            return load_corpus(source)
+        table = open_table(source, split=reading.split, cache_dir=reading.cache_dir)
+        return _of_table(table, leaves, reading.field)
+    datasets = sys.modules.get("datasets")  # without an import, the source is not one of its datasets
+    if datasets and isinstance(source, datasets.DatasetDict):
+        if reading.split not in source:
+            message = f"the DatasetDict has no split '{reading.split}'."
+            raise UnknownNameError(message, fix=nearest(reading.split, source))
+        source = source[reading.split]
+    elif reading.split != "train":
+        message = f"a {type(source).__name__} has no split '{reading.split}'."
+        raise UnknownNameError(message, fix="a DatasetDict, or another source for it")
+    if datasets and isinstance(source, datasets.Dataset):
+        return _of_table(_dataset_table(source, reading.split), leaves, reading.field)
+    return source
+
+
+def _dataset_table(dataset: Any, split: str) -> Table:
+    """Returns a table of all rows of a dataset."""
+    from spanax.train.data.formats.arrow import DatasetRows
+
+    places = np.linspace(0, len(dataset), NUM_ROWS_HASHED, endpoint=False, dtype=np.int64).tolist()
+    stored = dataset.with_format("arrow")
+    rows = (repr(stored[place].to_pydict()) for place in places if len(dataset))
+    key = digest(f"{len(dataset)} {dataset.column_names}", *rows)
+    return Table("Dataset", (DatasetRows(dataset),), key, key, dataset.data.nbytes, split, holds_out=False)
+
+
+def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
+    """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens."""
+    if isinstance(field, str) and "=" in field:
+        pairs = [pair.partition("=") for pair in field.split(",")]
+        field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
+    if isinstance(field, str):
+        names = [name.strip() for name in field.split(",")]
+        return Column(table, next((name for name in names if name in table.fields), "") or _known(table, names[0]))
+    if unknown := next((leaf for leaf in field or {} if leaf not in leaves), None):
+        message = f"the plan has no leaf '{unknown}'."
+        raise UnknownNameError(message, where=f"--field {unknown}=...", fix=nearest(unknown, leaves))
+    if field or all(leaf in table.fields for leaf in leaves):
+        fields = {leaf: leaf for leaf in leaves} | dict(field or {})
+        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
+    where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
+    if set(leaves) != WINDOWS:
+        missing = next(leaf for leaf in leaves if leaf not in table.fields)
+        raise DataError(f"'{table.name}' has no field '{missing}'.", where=where, fix=f"--field {missing}=NAME")
+    if column := next((name for name in ("text", "input_ids") if name in table.fields), None):
+        return Column(table, column)
+    raise UnknownNameError(
+        f"'{table.name}' has no field 'text' or 'input_ids'.",
+        where=where,
+        fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",
+    )
+
+
+def _known(table: Table, field: str) -> str:
+    if field not in table.fields:
+        raise DataError(f"'{table.name}' has no field '{field}'.", fix=nearest(field, table.fields))
+    return field
+
+
+def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
+    if isinstance(part, Corpus) and tokenizer is not None:
+        return corpus_tokens(part, tokenizer, reading.split, reading.cache_dir)
+    if isinstance(part, Column):
+        return part.tokens(tokenizer if part.holds_text else None, cache_dir=reading.cache_dir)
+    return part
+
+
+def _examples(part: Any, destination: Destination, least: int) -> Examples:
+    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are fewer than `least`."""
+    if isinstance(part, Tokens):
+        return windows(part, destination, least)
+    if isinstance(part, Rows):
+        return _row_examples(part, destination, least)
+    check_mixable(part, destination)
+    return sequence_examples(part, destination, least)
+
+
+def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
+    """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
+
+    Consecutive windows overlap by one token.
+
+    Raises:
+      DataError: the plan has other leaves, or there are too few tokens for one batch.
+    """
+    leaves, batch_size = destination.leaves, destination.batch_size
+    dim = destination.dims[0] or 0
+    shapes, kinds = {leaf.shape for leaf in leaves}, {np.dtype(leaf.dtype).kind for leaf in leaves}
+    fits = {leaf.path for leaf in leaves} == WINDOWS and len(shapes) == 1 and kinds <= {"i", "u"}
+    if not fits or len(leaves[0].shape) != 2:
+        raise DataError(
+            "text and tokens provide 'inputs' and 'targets', integers of one shape [B, T], not the leaves of the plan.",
+            where=f"{tokens.name}; the plan expects {destination.planned}",
+            fix="an iterable of batches with the leaves of the plan",
+        )
+    ids = tokens.ids
+    length = leaves[0].shape[1 - dim]
+    num_windows = max(0, len(ids) - 1) // length
+    if num_windows < least:
+        raise TooFewExamplesError(
+            f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
+            where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
+            fix="more data, a smaller batch or shorter sequences",
+        )
+    highest = min(int(np.iinfo(leaf.dtype).max) for leaf in leaves)
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        windows_RT = ids[indices_R[:, None] * length + np.arange(length + 1)]
+        if windows_RT.max(initial=0) > highest:
+            raise DataError(f"token {windows_RT.max()} does not fit the plan's {leaves[0].dtype}.", where=tokens.name)
+        parts = {"inputs": windows_RT[:, :-1], "targets": windows_RT[:, 1:]}
+        return {leaf.path: np.moveaxis(parts[leaf.path], 0, dim).astype(leaf.dtype) for leaf in leaves}
+
+    return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
+
+
+def _row_examples(rows: Rows, destination: Destination, least: int) -> Examples:
+    table, fields = rows.table, rows.fields
+    name = f"{table.name} {table.split} {table.digest}"
+    check_enough(name, table.num_rows, least, destination.batch_size)
+    destination.check_examples(name)
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))
+        return destination.stacked([{leaf: row[field] for leaf, field in fields.items()} for row in table_rows], name)
+
+    read(np.zeros(1, np.int64))  # raises before the first step if an example does not match
+    return Examples(name, _nested_like([leaf.path for leaf in destination.leaves]), table.num_rows, read)
+
+
+def _nested_like(paths: Sequence[str]) -> Any:
+    """Returns the pytree of leaf paths: dicts, tuples if the keys are 0, 1, ..., or a single leaf."""
+    if list(paths) in (["batch"], [""]):
+        return None
+    keys = dict.fromkeys(path.partition(".")[0] for path in paths)
+    inner = {key: [path.partition(".")[2] for path in paths if path.partition(".")[0] == key] for key in keys}
+    children = {key: _nested_like(inner_paths) for key, inner_paths in inner.items()}
+    return tuple(children.values()) if list(children) == [str(i) for i in range(len(children))] else children
