@@ -39,9 +39,9 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       steps: total number of steps, including those before a resume; an error if the run has taken more.
       steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of the
         host; every step is logged, and a call ends at a save or an evaluation.
-      data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record file, a
-        folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, the source of its standard
-        library.
+      data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .csv, .parquet, .arrow or .array_record
+        file, a folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, the source of its
+        standard library.
       field: the field of a table with the text or the tokens (of several, the first that a table has), or
         leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
