@@ -106,7 +106,7 @@ def test_the_path_of_a_file_url_is_advised(kind: Callable[[str], Any], empty: Pa
     assert error.value.args[0].partition("fix: ")[2] == f"{empty}/a b"
 
 
-def test_a_url_that_was_made_absolute_raises(empty: Path) -> None:
+def test_an_absolute_path_of_a_url_raises(empty: Path) -> None:
     for path in (os.path.abspath("s3+x://bucket/x"), Path("s3+x://bucket/x").absolute()):
         with pytest.raises(spanax.SpanaxError, match=r"^'s3\+x://bucket/x' is a URL"):
             spanax.Checkpoints(path)
