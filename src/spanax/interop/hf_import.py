@@ -21,7 +21,7 @@ from spanax.interop.family import members
 from spanax.interop.mapping import Array, TensorMatch, arrays_of, match_tensors
 from spanax.interop.safetensors import Tensor, tensors
 from spanax.models.imported import MODELS, workload_of
-from spanax.run.state import weights
+from spanax.train.state import weights
 from spanax.units import count_text
 
 DTYPES = ("float32", "bfloat16", "float16")
