@@ -30,22 +30,6 @@ MODELS = {
     "U-Net": (partial(unet.UNet, UNET), unet.loss, optax.adam(3e-3), False, ["fsdp", "data", "fsdp+tensor"]),
 }
 
-
-def digits(is_held_out: bool, is_labelled: bool) -> list[dict[str, np.ndarray]]:
-    """Returns the 1,797 handwritten digits of scikit-learn, or every fifth of them, with pixels in [-1, 1]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        sys.exit('the digits are part of scikit-learn, which is not installed.\n  fix: pip install "spanax[examples]"')
-    rows = load_digits()
-    gray = (rows.images[..., None] / 8 - 1).astype(np.float32)
-    examples = [
-        {"images": image, "labels": np.array(label, np.int32)} if is_labelled else {"images": image}
-        for image, label in zip(np.repeat(gray, 3, axis=-1), rows.target, strict=True)
-    ]
-    return [example for index, example in enumerate(examples) if (index % 5 == 0) == is_held_out]
-
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
 parser.add_argument("--steps", type=int, default=40)
@@ -54,13 +38,16 @@ args = parser.parse_args()
 
 for name in args.models:
     build, loss, optimizer, is_labelled, layouts = MODELS[name]
-    training, held_out = (digits(is_held_out, is_labelled) for is_held_out in (False, True))
-    batch = jax.tree.map(lambda leaf: np.repeat(leaf[None], 64, axis=0), training[0])
+    try:
+        digits, held_out = (images.Digits(held_out=is_held_out, labelled=is_labelled) for is_held_out in (False, True))
+    except spanax.SpanaxError as error:
+        sys.exit(str(error))
+    batch = jax.tree.map(lambda leaf: np.repeat(leaf[None], 64, axis=0), digits[0])
     program = spanax.trace(build=build, optimizer=optimizer, batch=batch, loss=loss)
     for layout in layouts if args.every else layouts[:1]:
         plan = spanax.plan(program, spanax.local(), layout=layout)
         run = spanax.start(program, plan)
-        for _, batch in zip(range(args.steps), spanax.batches(training, plan, epochs=None)):
+        for _, batch in zip(range(args.steps), spanax.batches(digits, plan, epochs=None)):
             run.step(batch)
         found = [run.evaluate(batch) for batch in spanax.batches(held_out, plan)]
         judged = {key: np.mean([float(metrics[key]) for metrics in found]) for key in found[0]}

@@ -37,7 +37,7 @@ def test_an_example_runs_in_a_separate_process(tmp_path: Path) -> None:
 
 
 def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, arguments: list[str]) -> None:
-    if "sklearn" in example.read_text():
+    if "Digits" in example.read_text():
         pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(example), *arguments])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from spanax.errors import SpanaxError
 from spanax.models import images, resnet, vit
 from spanax.models.workloads import sgd
 
@@ -124,3 +125,19 @@ def test_synthetic_images_of_a_class_share_a_pattern():
     means = np.array([np.mean(spectra[c:20:10], axis=0) for c in range(10)])
     guessed = [int(np.argmin(np.linalg.norm(means - spectrum, axis=1))) for spectrum in spectra[20:]]
     assert np.mean(np.array(guessed) == np.arange(20, 40) % 10) > 0.8
+
+
+def test_digits_are_real_and_held_out_ones_differ():
+    pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
+    digits, held_out = images.Digits(image_size=16), images.Digits(image_size=16, held_out=True)
+    assert (len(digits), len(held_out)) == (1437, 360)
+    result = digits[0]["images"]
+    assert result.shape == (16, 16, 3) and result.dtype == np.float32 and result.min() == -1 and result.max() <= 1
+    np.testing.assert_array_equal(result[::2, ::2], result[1::2, 1::2])  # each pixel is a square
+    np.testing.assert_array_equal(result[::2, ::2], images.Digits()[0]["images"])
+    everything = {digits[i]["images"].tobytes() for i in range(len(digits))}
+    assert not any(held_out[i]["images"].tobytes() in everything for i in range(len(held_out)))
+    assert {int(held_out[i]["labels"]) for i in range(len(held_out))} == set(range(10))
+    assert images.Digits(labelled=False)[0].keys() == {"images"}
+    with pytest.raises(SpanaxError, match="image_size is 12; expected a multiple of 8"):
+        images.Digits(image_size=12)
