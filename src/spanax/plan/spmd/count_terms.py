@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spanax.plan.cost.ring_attention import matmul_rows
-from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
+from spanax.plan.sharding.partition import Reshard, reductions, transition, union
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, matmul_row, of_experts, sums_rows
-from spanax.plan.spmd.partition import Reshard, reductions, transition, union
+from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.rounded_copies import is_rounded, narrowest_copy_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
+from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
 from spanax.trace.analysis.gradient_accumulation import GradientSum
 from spanax.trace.analysis.op_groups import OpGroup, Phase, trips
