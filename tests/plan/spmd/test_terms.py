@@ -107,7 +107,7 @@ BREAKAGES = [
     (sharded_program, "operand_sharding", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
     (count_terms._TermCounter, "_moved", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
     (count_terms._TermCounter, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
-    (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
+    (partition, "reductions", unsummed, ("moe", "expert", "data=4,expert=2")),
     (sharded_program, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
 ]
 
