@@ -25,8 +25,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("tests", "src")]
 import conftest  # noqa: E402, F401 (8 simulated devices)
 from launched import Launched, arrays, digest, examples, losses  # noqa: E402
-from spanax.run.record.time_account import account  # noqa: E402
-from spanax.run.store import manifest  # noqa: E402
+from spanax.train.record.time_account import account  # noqa: E402
+from spanax.train.store import manifest  # noqa: E402
 
 NAME = "small.py:small"
 STUCK = ("--stuck-seconds", "5")

@@ -31,7 +31,7 @@ from expert_rules import PRESETS, Preset  # noqa: E402
 from hlo_bytes import collectives as by_kind  # noqa: E402
 from spanax.check.hlo.collectives import collectives  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
-from spanax.run.run import Run  # noqa: E402
+from spanax.train.run import Run  # noqa: E402
 
 SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spanax.entries.folder import Folder
-from spanax.run.store import checkpoint, manifest
+from spanax.train.store import checkpoint, manifest
 
 Damage = Callable[[bytes, random.Random], bytes | None]
 

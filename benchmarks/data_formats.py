@@ -44,7 +44,7 @@ def write(folder: Path) -> None:
 
 def table_rows(path: Path) -> list[Any]:
     """Random rows with Spanax; of a Parquet file, the unpacking of the first use counts."""
-    from spanax.run.data.formats.table import open_table
+    from spanax.train.data.formats.table import open_table
 
     part = open_table(path, cache_dir=path.parent / "cache").parts[0]
     return [part.rows(places.tolist(), ["pixels", "label"]) for places in PLACES]
@@ -69,7 +69,7 @@ def grain_parquet(path: Path) -> None:
 
 def table_values(path: Path) -> None:
     """A field of all rows with Spanax."""
-    from spanax.run.data.formats.table import open_table
+    from spanax.train.data.formats.table import open_table
 
     _drain(open_table(path).parts[0].values("text" if path.suffix == ".jsonl" else "pixels"))
 
@@ -92,7 +92,7 @@ def pyarrow_json(path: Path) -> None:
 
 def spanax_order(path: Path) -> None:
     """A million places of a shuffled order with Spanax, 1,024 at a time."""
-    from spanax.run.data.order import Order
+    from spanax.train.data.order import Order
 
     order = Order(10**6, 1024)
     for index in range(10**6 // 1024):
@@ -133,7 +133,7 @@ def measure(name: str, path: Path) -> None:
     """Runs one reader, and prints its seconds and memory."""
     import grain  # noqa: F401 - what imports take is counted for no reader
 
-    import spanax.run.data.batches  # noqa: F401
+    import spanax.train.data.batches  # noqa: F401
 
     before, started = _peak_kib(), time.perf_counter()
     READERS[name][0](path)

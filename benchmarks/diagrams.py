@@ -20,8 +20,8 @@ from spanax.hardware.mesh import MeshShape
 from spanax.models.workloads import load
 from spanax.plan.evaluate import evaluate
 from spanax.plan.pipeline.ticks import ticks
+from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned, resolver_of
 from spanax.plan.sharding.placement import Placement
 from spanax.plan.sharding.resolve import Spec
 from spanax.show.diagrams.canvas import Diagram, svg_text

@@ -46,7 +46,7 @@ def lowered_by_spanax(shape: Shape, mesh: Any, is_scanned: bool, on: str) -> Any
     import spanax
     from by_hand import optimizer_of
     from spanax.models import gpt
-    from spanax.run.run import Run
+    from spanax.train.run import Run
     from with_spanax import config_of
 
     program = spanax.trace(

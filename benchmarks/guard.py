@@ -51,7 +51,7 @@ def programs(num_layers: int, embed_dim: int, batch_size: int) -> tuple[Any, Any
 def loops(args: argparse.Namespace) -> dict[str, tuple[Any, Any, str]]:
     """Each loop as a run, its batch, and the name of the loop that it is held against."""
     import spanax
-    from spanax.run.step.guard import Guard
+    from spanax.step.guard import Guard
 
     devices = spanax.simulate(args.devices)
     program, own, batch = programs(args.layers, args.embed, args.batch)
@@ -90,7 +90,7 @@ def taken(run: Any, batch: Any) -> Callable[[], tuple[float, float]]:
 
 def deciding() -> float:
     """Seconds that a guard takes on the host for one step, when its history is full."""
-    from spanax.run.step.guard import Guard, History
+    from spanax.step.guard import Guard, History
 
     guard, history, values = Guard("skip", spike=SPIKE), History(), {"loss": 2.5, "grad_norm": 1.5}
     for step in range(1, 100):

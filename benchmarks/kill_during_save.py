@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from spanax.run.store import checkpoint, manifest
+from spanax.train.store import checkpoint, manifest
 
 NAMES, ROWS, KEEP = 6, 64, 3
 

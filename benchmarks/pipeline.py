@@ -31,8 +31,8 @@ def expected(table: Any, num_cores: int) -> float:
 def residual_bytes(run: Any, schedule: Any) -> int:
     """What the layers of one stage leave of one microbatch, by the shapes of the traced program."""
     from spanax.plan.pipeline.ticks import ticks_of
-    from spanax.run.step.pipeline.residual_buffers import BufferSpec
-    from spanax.run.step.replay.replay import Replay
+    from spanax.step.pipeline.residual_buffers import BufferSpec
+    from spanax.step.replay.replay import Replay
     from spanax.trace.pipeline.partition import pipeline_partition
 
     traced = run.program.step

@@ -34,11 +34,11 @@ import jax  # noqa: E402
 import expert  # noqa: E402
 from hlo_bytes import by_axis  # noqa: E402
 from spanax.plan.layout import Layout  # noqa: E402
+from spanax.plan.place import resolver_of  # noqa: E402
 from spanax.plan.presets import PRESETS  # noqa: E402
-from spanax.plan.sharding.place import resolver_of  # noqa: E402
 from spanax.plan.spmd.count_terms import count_terms  # noqa: E402
 from spanax.plan.spmd.sharded_program import ShardedProgram  # noqa: E402
-from spanax.run.run import Run  # noqa: E402
+from spanax.train.run import Run  # noqa: E402
 from zoo import ZOO, Case  # noqa: E402
 
 MODELS: dict[str, tuple[Case, int]] = {

@@ -33,8 +33,8 @@ def soak(num_steps: int, num_devices: int, save_every: int) -> dict[str, Any]:
     from flax import nnx
 
     import spanax
-    from spanax.run.config import TrainConfig
-    from spanax.run.trainer import train
+    from spanax.train.config import TrainConfig
+    from spanax.train.trainer import train
 
     rows = np.random.default_rng(0).normal(size=(64, 16, 32)).astype("float32")
     workload = spanax.Workload(

@@ -10,7 +10,7 @@ import spanax
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
-from spanax.run.config import MAX, MIN, TYPES, TrainConfig
+from spanax.train.config import MAX, MIN, TYPES, TrainConfig
 from spanax.usage.examples import EXAMPLES
 from spanax.usage.topics import MIN_FLAGS, Flag, by_topic
 

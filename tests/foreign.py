@@ -19,9 +19,9 @@ from unittest import mock
 
 from spanax import cli
 from spanax.entries.names import FILES, FOLDERS, IMPORTED, IN_STEP
-from spanax.run.record.events import Events
-from spanax.run.record.heartbeat import Pulse
-from spanax.run.store import manifest
+from spanax.train.record.events import Events
+from spanax.train.record.heartbeat import Pulse
+from spanax.train.store import manifest
 
 HANG_SECONDS = int(os.environ.get("SPANAX_TEST_HANG_SECONDS", "240"))
 SECRET = "precious-a1f0"

@@ -30,15 +30,15 @@ from spanax.errors import DataError, SpanaxError
 from spanax.launch import exit_codes as ending
 from spanax.launch.supervisor import Limits, Supervisor
 from spanax.plan.plan import Plan
-from spanax.run.config import TrainConfig, check, with_settings
-from spanax.run.data.batches import Batches
-from spanax.run.record import folder, heartbeat, time_account
-from spanax.run.record.events import Events
-from spanax.run.record.run_lock import claimed
-from spanax.run.state.restore import _meta
-from spanax.run.step.guard import History
-from spanax.run.store import manifest
 from spanax.sealed import opened, sealed
+from spanax.step.guard import History
+from spanax.train.config import TrainConfig, check, with_settings
+from spanax.train.data.batches import Batches
+from spanax.train.record import folder, heartbeat, time_account
+from spanax.train.record.events import Events
+from spanax.train.record.run_lock import claimed
+from spanax.train.state.restore import _meta
+from spanax.train.store import manifest
 
 OLD = Path(__file__).parent / "data" / "run_unsealed"
 BEGAN = 1_700_000_000.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax import cli
-from spanax.run.store import manifest
+from spanax.train.store import manifest
 
 Case = Callable[[Path], list[str]]
 LIGHT: dict[str, tuple[Case, set[int]]] = {}

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from spanax.run.record import events, heartbeat
-from spanax.run.store import manifest
+from spanax.train.record import events, heartbeat
+from spanax.train.store import manifest
 
 WORKLOAD = """
 import os, signal, time
@@ -185,7 +185,7 @@ def arrays(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """Every array of a step, on one device; keys as their numbers."""
     import jax
 
-    from spanax.run.store import checkpoint
+    from spanax.train.store import checkpoint
 
     step = manifest.steps(folder / "checkpoints")[-1] if step is None else step
     meta = json.loads((folder / "checkpoints" / str(step) / "meta.json").read_text())

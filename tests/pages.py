@@ -10,11 +10,11 @@ from spanax.check.finding import Finding, Severity
 from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan, Schedule
+from spanax.plan.prediction import Prediction
 from spanax.plan.sharding.placement import Placement
-from spanax.run.record.events import Events
+from spanax.train.record.events import Events
 
 BEGAN = 1_700_000_000.0
 VOID = {"meta", "input", "br", "img", "link"}

@@ -12,8 +12,8 @@ from flax import nnx
 import spanax
 from spanax.models import gpt, moe, vit
 from spanax.plan.plan import Plan, Schedule
-from spanax.run.run import Run
 from spanax.trace.program import Program
+from spanax.train.run import Run
 
 STEPS, SIZE = 5, 16
 TOLERANCE = 1e-5

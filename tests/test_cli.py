@@ -15,10 +15,10 @@ from spanax import cli
 from spanax.commands import train
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError
-from spanax.run.config import TrainConfig
-from spanax.run.record.folder import write_records
-from spanax.run.store import manifest
 from spanax.sealed import sealed
+from spanax.train.config import TrainConfig
+from spanax.train.record.folder import write_records
+from spanax.train.store import manifest
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 
@@ -287,7 +287,7 @@ def test_the_golden_messages_are_those_of_the_bad_input() -> None:
 
 def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
     """As a supervisor does with a run that ended while it was saving."""
-    from spanax.run.record.folder import check_steps
+    from spanax.train.record.folder import check_steps
 
     check_steps(folder / "ended", 8)
     check_steps(folder / "old", 1)
@@ -296,7 +296,7 @@ def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from spanax.run.record.run_lock import claimed
+    from spanax.train.record.run_lock import claimed
 
     with claimed(folder / "held", resume=False):
         # Locks belong to the open file, so the second run has to be a process of its own.

@@ -32,10 +32,10 @@ from spanax.plan.choose import searched
 from spanax.plan.defaults import STAGE_MARGIN
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.search import search
-from spanax.run.config import TrainConfig, check
-from spanax.run.training import plan_choice
 from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
+from spanax.train.config import TrainConfig, check
+from spanax.train.job import plan_choice
 
 BATCH = 32
 

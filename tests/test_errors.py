@@ -29,17 +29,17 @@ from spanax.hardware.probe import probe
 from spanax.models.images import Digits
 from spanax.plan.choose import plan
 from spanax.plan.plan import Schedule
-from spanax.run.config import TrainConfig, check
-from spanax.run.data.batches import batches
-from spanax.run.data.source import Loader
-from spanax.run.distributed.devices import simulate
-from spanax.run.distributed.processes import Hosts
-from spanax.run.state.start import start
+from spanax.processes.devices import simulate
+from spanax.processes.processes import Hosts
 from spanax.trace.initial_state import Eager
-from spanax.trace.loss.pure_loss import with_extra
 from spanax.trace.program import Program
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.pure_loss import with_extra
 from spanax.trace.tracing import trace
+from spanax.train.config import TrainConfig, check
+from spanax.train.data.batches import batches
+from spanax.train.data.source import Loader
+from spanax.train.state.start import start
 from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"

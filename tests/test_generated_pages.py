@@ -17,9 +17,9 @@ from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.hardware.chips import CHIP_KEYS, DTYPE_KEYS, LINK_KEYS, LINKS
 from spanax.plan import plan
-from spanax.run.config import TrainConfig
-from spanax.run.record.events import KINDS
-from spanax.run.store import manifest
+from spanax.train.config import TrainConfig
+from spanax.train.record.events import KINDS
+from spanax.train.store import manifest
 from spanax.usage.examples import EXAMPLES
 from spanax.usage.topics import by_topic
 

@@ -26,7 +26,7 @@ FOUNDATION = {
     "batch_dims",
 }  # fmt: skip
 DECIDE = FOUNDATION | {"trace", "hardware", "plan"}
-RUN = {"run", "run.data", "run.step", "run.store", "run.record", "run.distributed"}
+RUN = {"run", "train.data", "step", "train.store", "train.record", "processes"}
 OBEY = DECIDE | RUN | {"check", "doctor", "show"}
 PUBLIC = FOUNDATION | {"spanax", "models"}
 MAY_IMPORT = {
@@ -42,13 +42,13 @@ MAY_IMPORT = {
     "batch_dims": set(),
     "entries": {"errors", "documents"},
     "trace": FOUNDATION,
-    "hardware": FOUNDATION | {"run.distributed"},
+    "hardware": FOUNDATION | {"processes"},
     "plan": DECIDE,
-    "run.distributed": FOUNDATION,
-    "run.data": FOUNDATION | {"plan", "run.distributed"},
-    "run.step": DECIDE,
-    "run.store": FOUNDATION | {"run.distributed"},
-    "run.record": FOUNDATION | {"run.store"},
+    "processes": FOUNDATION,
+    "train.data": FOUNDATION | {"plan", "processes"},
+    "step": DECIDE,
+    "train.store": FOUNDATION | {"processes"},
+    "train.record": FOUNDATION | {"train.store"},
     "run": DECIDE | RUN,
     "check": DECIDE | RUN,
     "doctor": FOUNDATION,
@@ -99,7 +99,7 @@ def module_name(path: str) -> str:
 
 
 def place(module: str) -> str:
-    """Its folder or top module: `spanax.plan.cost` -> `plan`, `spanax.run.data.tokens` -> `run.data`."""
+    """Its folder or top module: `spanax.plan.cost` -> `plan`, `spanax.train.data.tokens` -> `train.data`."""
     inner = ".".join(module.split(".")[1:3])
     return inner if inner in MAY_IMPORT else [*module.split("."), "spanax"][1]
 
@@ -389,8 +389,8 @@ def asserted_times(root: Path) -> list[str]:
 
 
 OPENS_RUN_FOLDERS = (
-    "run/record/", "run/store/", "run/state/", "run/training/", "run/distributed/", "launch/", "show/", "commands/",
-    "check/array_placement.py", "check/measure/profile.py", "cli.py",
+    "train/record/", "train/store/", "train/state/", "train/job/", "processes/", "launch/", "show/", "commands/",
+    "check/array_placement.py", "check/profile.py", "cli.py",
 )  # fmt: skip
 OPENS = {
     "open", "read_text", "write_text", "read_bytes", "write_bytes", "read_json", "read_toml", "unlink", "mkdir",
@@ -404,18 +404,18 @@ OPENS_OF_OS = {
 # What these open is not in a run folder, or is the path that the user names.
 OPENS_ELSEWHERE = {
     "check/array_placement.py": {"path.is_file()", "path.is_dir()"},
-    "check/measure/profile.py": {"trace.rglob('*.xplane.pb')", "run.parent.glob(f'*/{PROFILE_SUMMARY}')"},
+    "check/profile.py": {"trace.rglob('*.xplane.pb')", "run.parent.glob(f'*/{PROFILE_SUMMARY}')"},
     "cli.py": {"os.open(os.devnull, os.O_WRONLY)"},
     "launch/kubernetes.py": {"shutil.which('kubectl')"},
     "launch/local.py": {"Path('/dev/nvidiactl').exists()"},
     "launch/ray.py": {"shutil.which('ray')"},
     "launch/request.py": {"shutil.which(program)"},
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
-    "run/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
-    "run/distributed/absent_tpu.py": {"root.glob(pattern)", "root.glob(PCI_VENDORS)", "path.read_text()"},
-    "run/distributed/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
-    "run/record/folder.py": {"read_toml(path)"},
-    "run/record/time_ledger.py": {"open('/proc/self/stat')"},
+    "train/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
+    "processes/absent_tpu.py": {"root.glob(pattern)", "root.glob(PCI_VENDORS)", "path.read_text()"},
+    "processes/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
+    "train/record/folder.py": {"read_toml(path)"},
+    "train/record/time_ledger.py": {"open('/proc/self/stat')"},
     "show/check.py": {"Path(file).read_text()"},
     "commands/inspect.py": {"path.write_text(text)"},
     "commands/plan.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
@@ -432,7 +432,7 @@ OPENS_ELSEWHERE = {
         "(folder / 'environ').read_bytes()", "Path(f'/proc/{pid}/stat').read_text(errors='replace')",
     },
     "commands/report.py": {"command.run.is_file()"},
-    "run/record/report.py": {"folder.is_dir()"},
+    "train/record/report.py": {"folder.is_dir()"},
 }  # fmt: skip
 
 
@@ -442,7 +442,7 @@ def opened_by_path(root: Path) -> list[str]:
     for path, _, tree in sources(root):
         is_of_run = path.startswith(OPENS_RUN_FOLDERS) or (path.startswith("run/") and path.count("/") == 1)
         for node in ast.walk(tree):
-            if not is_of_run or path == "run/compilation_cache.py" or not isinstance(node, ast.Call):
+            if not is_of_run or path == "train/compilation_cache.py" or not isinstance(node, ast.Call):
                 continue
             module, _, name = ast.unparse(node.func).rpartition(".")
             opens = name in OPENS_OF_OS if module in ("os", "os.path") else name in OPENS or module in UNPACKS
@@ -546,22 +546,27 @@ TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times, banned_names]
 # rule, a file that breaks it, its text, what is reported
 BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (banned_names, "new/a.py", "def f(given):\n    found = given\n    return found\n", "new: 2 names"),
-    (wrong_way, "plan/cost.py", "import spanax.run.step\n", "plan must not import spanax.run.step"),
+    (wrong_way, "plan/cost.py", "import spanax.step\n", "plan must not import spanax.step"),
     (wrong_way, "trace/axes.py", "from spanax.hardware import chips\n", "trace must not import spanax.hardware"),
     (wrong_way, "hardware/mesh.py", "from spanax.trace.axes import Axes\n", "hardware must not import spanax.trace"),
     (wrong_way, "plan/cost.py", "def f():\n    from spanax.show import table\n", "cost.py:2: plan must not import"),
     (wrong_way, "run/loop.py", "import typing\nif typing.TYPE_CHECKING:\n    import spanax.check.hlo\n", "loop.py:3"),
-    (wrong_way, "run/data/order.py", "from spanax.run.run import Run\n", "run.data must not import spanax.run.run"),
     (
         wrong_way,
-        "run/step/attention/ring.py",
-        "from spanax.run.data import order\n",
-        "run.step must not import spanax.run.data",
+        "train/data/order.py",
+        "from spanax.train.run import Run\n",
+        "run.data must not import spanax.train.run",
+    ),
+    (
+        wrong_way,
+        "step/attention/ring.py",
+        "from spanax.train.data import order\n",
+        "run.step must not import spanax.train.data",
     ),
     (wrong_way, "plan/cost.py", "from ..run import step\n", "plan must not import spanax.run"),
     (wrong_way, "plan/cost.py", "from .. import trace\n", "plan must not import spanax"),
     (wrong_way, "run/loop.py", "from spanax import plan\n", "run must not import spanax"),
-    (wrong_way, "models/gpt.py", "from spanax.run.step import compile\n", "models must not import spanax.run.step"),
+    (wrong_way, "models/gpt.py", "from spanax.step import compile\n", "models must not import spanax.step"),
     (wrong_way, "plan/cost.py", "import importlib\nx = importlib.import_module('spanax.run')\n", "cost.py:2"),
     (wrong_way, "engine/loop.py", "x = 1\n", "'engine' has no place"),
     (import_cycles, "plan/a.py", "from spanax.plan import a\n", "spanax.plan.a -> spanax.plan.a"),
@@ -702,7 +707,7 @@ def test_downward_imports_are_allowed(tmp_path: Path) -> None:
     for path, text in {
         "plan/cost.py": "from spanax.errors import SpanaxError\nfrom spanax.plan.layout import Layout\n",
         "models/gpt.py": "import spanax\nimport jax\n",
-        "__init__.py": "from spanax.run.step import compile\n",
+        "__init__.py": "from spanax.step import compile\n",
     }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from spanax.run.data.batches import Batches
-from spanax.run.state.named_objects import NamedObjects, is_nnx
+from spanax.train.data.batches import Batches
+from spanax.train.state.named_objects import NamedObjects, is_nnx
 from written import blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "loops.md"
@@ -23,16 +23,16 @@ MODEL, LOOP, *REST = [block.text for block in blocks(PAGE.read_text()) if block.
 
 KILLED = """
 import os, signal, time
-import spanax.run.tracking
+import spanax.train.tracking
 
-def log(self, step, metrics, log=spanax.run.tracking.Tracking.log):
+def log(self, step, metrics, log=spanax.train.tracking.Tracking.log):
     log(self, step, metrics)
     while step == 37:
         if os.path.exists("runs/mine/checkpoints/20/manifest.json"):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.01)
 
-spanax.run.tracking.Tracking.log = log
+spanax.train.tracking.Tracking.log = log
 """
 
 

@@ -20,7 +20,7 @@ from published.runtime import runtime_of
 from published.shapes import completed
 from published.source import source_key
 from spanax.hardware.chips import catalogue
-from spanax.plan.cost.terms import KINDS
+from spanax.plan.spmd.terms import KINDS
 from spanax.trace.analysis.op_groups import Phase
 
 # A benchmark in a process of its own; the planner's prices are frozen elsewhere.

@@ -19,7 +19,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.launch.request import request_of
 from spanax.models.workloads import WORKLOADS
 from spanax.plan.presets import PRESETS, layout_for
-from spanax.run.config import check
+from spanax.train.config import check
 
 CELL = "{code-cell} ipython3"
 """The fence of a cell of a notebook, which `make docs` executes."""

@@ -17,11 +17,11 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster
 from spanax.plan.cost.roofline import NARROW
-from spanax.plan.cost.terms import KINDS, Terms
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.terms import KINDS, Terms
 from spanax.trace.analysis.op_groups import Phase
 
 TRACED = 16

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spanax.plan.cost.terms import Terms
+from spanax.plan.spmd.terms import Terms
 from spanax.trace.analysis.op_groups import Phase
 
 CHECKPOINTED = 12.0

@@ -33,23 +33,12 @@ if TYPE_CHECKING:
     from spanax.plan.plan import Plan as Plan
     from spanax.plan.search import search as search
     from spanax.plan.sharding.placement import Placement as Placement
-    from spanax.run.data.batches import Batches as Batches
-    from spanax.run.data.batches import batches as batches
-    from spanax.run.data.mixture import Mixture as Mixture
-    from spanax.run.data.mixture import mixture as mixture
-    from spanax.run.data.process_batches import local_batch as local_batch
-    from spanax.run.distributed.devices import simulate as simulate
-    from spanax.run.distributed.group import Group as Group
-    from spanax.run.distributed.group import distributed as distributed
-    from spanax.run.run import Run as Run
-    from spanax.run.state.checkpoints import Checkpoints as Checkpoints
-    from spanax.run.state.restore import restore as restore
-    from spanax.run.state.start import start as start
-    from spanax.run.step.guard import Guard as Guard
-    from spanax.run.tracking import track as track
-    from spanax.run.user_heartbeat import heartbeat as heartbeat
+    from spanax.processes.devices import simulate as simulate
+    from spanax.processes.group import Group as Group
+    from spanax.processes.group import distributed as distributed
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
+    from spanax.step.guard import Guard as Guard
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
     from spanax.trace.loss.value_and_grad import value_and_grad as value_and_grad
     from spanax.trace.optimizers.learning_rates import logged as logged
@@ -57,6 +46,17 @@ if TYPE_CHECKING:
     from spanax.trace.tracing import trace as trace
     from spanax.trace.variables import Leaf as Leaf
     from spanax.trace.workload import Workload as Workload
+    from spanax.train.data.batches import Batches as Batches
+    from spanax.train.data.batches import batches as batches
+    from spanax.train.data.mixture import Mixture as Mixture
+    from spanax.train.data.mixture import mixture as mixture
+    from spanax.train.data.process_batches import local_batch as local_batch
+    from spanax.train.run import Run as Run
+    from spanax.train.state.checkpoints import Checkpoints as Checkpoints
+    from spanax.train.state.restore import restore as restore
+    from spanax.train.state.start import start as start
+    from spanax.train.tracking import track as track
+    from spanax.train.user_heartbeat import heartbeat as heartbeat
 
 _NAMES = {
     "check.check": "check",
@@ -72,18 +72,18 @@ _NAMES = {
     "plan.layout": "Layout",
     "plan.plan": "Placement Plan",
     "plan.search": "search",
-    "run.data.batches": "Batches batches",
-    "run.data.mixture": "Mixture mixture",
-    "run.data.process_batches": "local_batch",
-    "run.distributed.devices": "simulate",
-    "run.distributed.group": "Group distributed",
-    "run.run": "Run",
-    "run.state.checkpoints": "Checkpoints",
-    "run.state.restore": "restore",
-    "run.state.start": "start",
-    "run.step.guard": "Guard",
-    "run.tracking": "track",
-    "run.user_heartbeat": "heartbeat",
+    "train.data.batches": "Batches batches",
+    "train.data.mixture": "Mixture mixture",
+    "train.data.process_batches": "local_batch",
+    "processes.devices": "simulate",
+    "processes.group": "Group distributed",
+    "train.run": "Run",
+    "train.state.checkpoints": "Checkpoints",
+    "train.state.restore": "restore",
+    "train.state.start": "start",
+    "step.guard": "Guard",
+    "train.tracking": "track",
+    "train.user_heartbeat": "heartbeat",
     "stack.block_lists": "stack",
     "stack.stack": "Stack",
     "trace.jaxpr.dim_maps.rule": "rule",

@@ -27,9 +27,9 @@ from spanax.commands.weights import export_rules, export_weights, import_weights
 from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
 from spanax.frames import user_frames
-from spanax.run.compilation_cache import drop_untrusted_folder
-from spanax.run.config import TrainConfig
 from spanax.show.error_text import print_error
+from spanax.train.compilation_cache import drop_untrusted_folder
+from spanax.train.config import TrainConfig
 from spanax.usage.examples import described, wants_colors
 from spanax.usage.renamed_flags import current_arguments
 from spanax.usage.topics import help_request, help_text

@@ -15,7 +15,7 @@ from byo import corpus
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.presets import PRESETS
-from spanax.run.run import Run
+from spanax.train.run import Run
 
 # Models still do it; what it collects is not state. Qwix 0.1.8 uses what Flax deprecates.
 pytestmark = [

@@ -18,7 +18,7 @@ import pytest
 import spanax
 from programs import calm_program
 from spanax.check.hlo.collectives import collectives
-from spanax.run.run import Run
+from spanax.train.run import Run
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "collectives.json"
 

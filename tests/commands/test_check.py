@@ -16,7 +16,7 @@ from spanax.check.report import Buffer, Figures, Report
 from spanax.commands.check import CheckCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
-from spanax.run.distributed import devices as distributed_devices
+from spanax.processes import devices as distributed_devices
 from spanax.show.check import collective_text, collectives_text, figure_rows, report_text
 
 SMALL = with_flags(CheckCommand("gpt-nano", "cpu:8"), global_batch_size=16, layout="fsdp", level=2)

@@ -262,7 +262,7 @@ def test_a_plan_searched_for_simulated_devices_trains(
 def test_a_searched_plan_with_stages_runs() -> None:
     import spanax
     from spanax.plan.candidate import plan_of
-    from spanax.plan.sharding.place import as_planned
+    from spanax.plan.place import as_planned
 
     program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
     search_result = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)

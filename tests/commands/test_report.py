@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from spanax import cli
-from spanax.run.record.events import Events
-from spanax.run.record.report import run_report
-from spanax.run.store import manifest
 from spanax.show.report import duration_text, report_text, sections
+from spanax.train.record.events import Events
+from spanax.train.record.report import run_report
+from spanax.train.store import manifest
 
 BEGAN = 1_700_000_000.0
 

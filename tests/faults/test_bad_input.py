@@ -12,7 +12,7 @@ import pytest
 
 from spanax import cli
 from spanax.errors import WriteError
-from spanax.run.distributed import processes as hosts
+from spanax.processes import processes as hosts
 
 # a command -> the exit code, and what its answer names
 BAD: dict[str, tuple[int, str]] = {

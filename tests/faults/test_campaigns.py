@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import corruption
-from spanax.run.store import manifest
+from spanax.train.store import manifest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -14,13 +14,13 @@ from launched import WORKLOAD, arrays, examples, losses
 from sampling import sampled
 from spanax.errors import ConfigError, SpanaxError
 from spanax.models.workloads import load
-from spanax.run.config import TrainConfig
-from spanax.run.record import events
-from spanax.run.record.folder import config_text
-from spanax.run.state.restore import restore
-from spanax.run.store import manifest
-from spanax.run.trainer import train
 from spanax.sealed import opened, sealed
+from spanax.train.config import TrainConfig
+from spanax.train.record import events
+from spanax.train.record.folder import config_text
+from spanax.train.state.restore import restore
+from spanax.train.store import manifest
+from spanax.train.trainer import train
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
-from spanax.run.record.report import run_report
-from spanax.run.store import checkpoint, manifest, view, writer
 from spanax.show.report import report_text, sections
+from spanax.train.record.report import run_report
+from spanax.train.store import checkpoint, manifest, view, writer
 
 WORKLOAD = """
 import jax, numpy as np, optax, spanax

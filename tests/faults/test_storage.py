@@ -21,13 +21,13 @@ import spanax
 from spanax.entries.folder import Folder
 from spanax.entries.names import METRICS
 from spanax.errors import EntryError, WriteError
-from spanax.run.config import TrainConfig
-from spanax.run.record import events, heartbeat
-from spanax.run.record.append_log import AppendLog
-from spanax.run.record.run_lock import claimed
-from spanax.run.state import saves
-from spanax.run.store import checkpoint, manifest
-from spanax.run.trainer import train
+from spanax.train.config import TrainConfig
+from spanax.train.record import events, heartbeat
+from spanax.train.record.append_log import AppendLog
+from spanax.train.record.run_lock import claimed
+from spanax.train.state import saves
+from spanax.train.store import checkpoint, manifest
+from spanax.train.trainer import train
 
 Event = dict[str, Any]
 WIDTH = 64
@@ -247,7 +247,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from spanax.entries import folder_lock
-from spanax.run.record import run_lock
+from spanax.train.record import run_lock
 folder_lock.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
 with run_lock.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
@@ -308,7 +308,7 @@ def test_invalid_events_and_heartbeats_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:
-    from spanax.run.record.folder import open_metrics
+    from spanax.train.record.folder import open_metrics
 
     (tmp_path / "outside").write_text("precious")
     (tmp_path / "metrics.jsonl.new").symlink_to(tmp_path / "outside")

@@ -15,19 +15,19 @@ import pytest
 
 import fuzzed
 from spanax import cli
-from spanax.check.measure.profile import _Summary
+from spanax.check.profile import _Summary
 from spanax.documents import json_line
 from spanax.entries.names import PLAN
 from spanax.errors import SpanaxError
 from spanax.launch.supervisor import Limits, Supervisor
-from spanax.run.config import TrainConfig
-from spanax.run.record import folder as run_folder
-from spanax.run.record.events import KINDS
-from spanax.run.record.heartbeat import Heartbeat
-from spanax.run.store import manifest
 from spanax.schema import Within
 from spanax.sealed import sealed
 from spanax.show.live.events import line
+from spanax.train.config import TrainConfig
+from spanax.train.record import folder as run_folder
+from spanax.train.record.events import KINDS
+from spanax.train.record.heartbeat import Heartbeat
+from spanax.train.store import manifest
 
 EVIL = "[bold]:smile:\x1b[2J\x9b31m\r\x07\x7f\u202e\u2066\u2028\u2029\tA\nspanax: done"
 """Escapes of C0 and C1, bidi overrides, separators of lines, a line break with a message of its own, and markup."""

@@ -17,10 +17,10 @@ import jax
 
 import spanax
 from spanax.errors import IdleAxisError, IndivisibleError, NoLayoutError, ResizeError, SizeError, SpanaxError
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Schedule
-from spanax.plan.sharding.place import as_planned
-from spanax.run.run import Run
 from spanax.trace.program import Program
+from spanax.train.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from spanax.interop.hf_import import params_of
 from spanax.interop.safetensors import Writer
 from spanax.interop.tensor_matching import arrays_of
 from spanax.models.gpt import GPTConfig
-from spanax.run.state.weights import MIN_BATCH_BYTES
+from spanax.train.state.weights import MIN_BATCH_BYTES
 
 MEASURE = """
 import resource, sys

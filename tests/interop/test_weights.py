@@ -20,10 +20,10 @@ from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
-from spanax.run.data.text import tokenizer
-from spanax.run.record.folder import write_records
-from spanax.run.state.weights import Source
-from spanax.run.store import manifest, view
+from spanax.train.data.text import tokenizer
+from spanax.train.record.folder import write_records
+from spanax.train.state.weights import Source
+from spanax.train.store import manifest, view
 
 WEIGHTS = Path(__file__).parent / "weights"
 KINDS = {"gpt2": "gpt2", "llama": "llama", "llama-tied": "llama", "qwen2": "llama", "qwen3": "llama", "vit": "vit"}

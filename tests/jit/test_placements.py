@@ -15,7 +15,7 @@ from flax import nnx
 import spanax
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.errors import LostStateError, SpanaxError
-from spanax.run.step import donation
+from spanax.step import donation
 
 MESH = "fsdp=4,model=2"
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)

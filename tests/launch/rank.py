@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from spanax.run.distributed.supervision import attach_supervisor
-from spanax.run.record.heartbeat import Pulse
+from spanax.processes.supervision import attach_supervisor
+from spanax.train.record.heartbeat import Pulse
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def group() -> dict:
     """What JAX makes of the environment, and where the coordinator listens."""
     import jax
 
-    from spanax.run.distributed.devices import devices
-    from spanax.run.distributed.supervision import Hosts
+    from spanax.processes.devices import devices
+    from spanax.processes.supervision import Hosts
 
     devices(None)
     assert jax.process_index() == Hosts.of().rank

@@ -18,7 +18,7 @@ from spanax.commands import launch as launching
 from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError
 from spanax.launch.log_copy import MAX_BEHIND_BYTES, LogCopy
-from spanax.run.record import events
+from spanax.train.record import events
 from written import blocks
 
 (SCRIPT,) = (

@@ -83,10 +83,10 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
     environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spanax.commands import train
-    from spanax.run import trainer
-    from spanax.run.config import TrainConfig
-    from spanax.run.distributed import devices
+    from spanax.processes import devices
     from spanax.show.live import clean_stdout
+    from spanax.train import trainer
+    from spanax.train.config import TrainConfig
 
     def stopped(load: Any, config: Any, devices: Any, emit: Any) -> dict[str, Any]:
         emit(LAST)

@@ -14,8 +14,8 @@ import pytest
 
 from launch.ranks import attempts, interpreter
 from launch.slurm_cluster import Slurm, is_installed, slurm_cluster, wait_for
-from spanax.run.record import events, heartbeat
-from spanax.run.store import manifest
+from spanax.train.record import events, heartbeat
+from spanax.train.store import manifest
 
 pytestmark = [
     pytest.mark.slow,

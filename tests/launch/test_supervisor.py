@@ -17,15 +17,15 @@ from spanax.errors import SpanaxError, WriteError
 from spanax.launch.exit_codes import ATTEMPT, ending_of
 from spanax.launch.request import request_of
 from spanax.launch.supervisor import Limits, Supervisor, check
-from spanax.run.record import events
-from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.run_lock import claimed
-from spanax.run.record.run_lock import supervised as taken
+from spanax.train.record import events
+from spanax.train.record.heartbeat import Pulse
+from spanax.train.record.run_lock import claimed
+from spanax.train.record.run_lock import supervised as taken
 
 BEFORE = """
 import os, signal, sys, time
 from pathlib import Path
-from spanax.run.record.heartbeat import Pulse
+from spanax.train.record.heartbeat import Pulse
 rank, attempt, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pulse = Pulse(folder, rank, attempt)
 def beat(phase, step): pulse._last_beat = -9; pulse.beat(phase, step)
@@ -219,8 +219,8 @@ def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
 def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
     """A clock a day ahead or a day late, in the content and the time stamp of heartbeats."""
     code = """
-import spanax.run.record.heartbeat
-spanax.run.record.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
+import spanax.train.record.heartbeat
+spanax.train.record.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
 skew = [-86400, 86400][rank]
 for step in range(8):
     beat("step", step)
@@ -289,7 +289,7 @@ def test_a_signal_between_attempts_starts_no_attempt(tmp_path: Path) -> None:
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
     """It may die before its guard knows the process."""
-    code = "from spanax.run.distributed.supervision import attach_supervisor; attach_supervisor(); print('began')"
+    code = "from spanax.processes.supervision import attach_supervisor; attach_supervisor(); print('began')"
     with subprocess.Popen(["true"]) as ended:
         pass
     environ = os.environ | {"SPANAX_SUPERVISOR": str(ended.pid)}

@@ -16,7 +16,7 @@ import spanax
 from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective, totals
 from spanax.check.lint.lint import lint, lint_profile
-from spanax.check.measure.profile import StepProfile
+from spanax.check.profile import StepProfile
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load

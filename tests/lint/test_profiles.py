@@ -7,7 +7,7 @@ import pytest
 
 from requested import with_flags
 from spanax.check.lint.lint import lint_profile
-from spanax.check.measure.profile import StepProfile, read_profile
+from spanax.check.profile import StepProfile, read_profile
 from spanax.commands.check import CheckCommand, answer
 from spanax.errors import DataError
 from spanax.show.live.profile import profile_text

@@ -21,9 +21,9 @@ from spanax.plan.candidates.moves import assignment_text
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import chosen, decided, searched
 from spanax.plan.layout import Layout
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.place import placed
 from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 

@@ -21,8 +21,8 @@ from spanax.errors import DataError, SpanaxError
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import plan_of
 from spanax.plan.layout import Layout
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import resolver_of
 from spanax.plan.sharding.placement import Placement
 from spanax.plan.sharding.resolve import Constraint
 from spanax.trace.jaxpr.provenance import Origin

@@ -14,8 +14,8 @@ from flax import nnx
 import spanax
 import zoo
 from spanax.plan.layout import Layout
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import resolver_of
 from spanax.trace.program import Program
 
 

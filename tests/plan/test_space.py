@@ -16,10 +16,10 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.peak_memory import memory_use, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.partition import as_masks
 from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import AXES, Family, families, layout_on, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.partition import as_masks
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 

@@ -15,9 +15,9 @@ from spanax.commands.report import page_of
 from spanax.hardware.cluster import cluster
 from spanax.plan.advice.summary import summarize
 from spanax.plan.search import search
-from spanax.run.record.report import run_report
 from spanax.show.page.document import document
 from spanax.show.page.search import search_page
+from spanax.train.record.report import run_report
 
 pytest.importorskip("axe_playwright_python", reason='no axe-core: pip install "spanax[browser]"')
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,9 @@ from spanax.commands.report import page_of
 from spanax.hardware.cluster import cluster
 from spanax.plan.advice.summary import summarize
 from spanax.plan.search import search
-from spanax.run.record.report import run_report
 from spanax.show.page.document import document
 from spanax.show.page.search import search_page
+from spanax.train.record.report import run_report
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "pages.json"
 PAGES = ("plan", "run", "check", "ranked")

@@ -22,8 +22,6 @@ from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
-from spanax.run.record.metric_curves import MAX_POINTS, Points, thinned
-from spanax.run.record.report import run_report
 from spanax.show.page.document import document, text_of
 from spanax.show.page.parts.bars import Bar, stacked
 from spanax.show.page.parts.curves import Curve, chart
@@ -31,6 +29,8 @@ from spanax.show.page.parts.markup import html
 from spanax.show.page.parts.mesh import mesh_grid
 from spanax.show.page.parts.schedule_grid import schedule_grid
 from spanax.show.page.plan import seconds_text
+from spanax.train.record.metric_curves import MAX_POINTS, Points, thinned
+from spanax.train.record.report import run_report
 from spanax.units import bytes_text
 
 

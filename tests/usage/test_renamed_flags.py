@@ -7,8 +7,8 @@ import pytest
 from requested import flag_names
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
-from spanax.run.record.folder import read_config, recorded
 from spanax.sealed import sealed
+from spanax.train.record.folder import read_config, recorded
 from spanax.usage.renamed_flags import RENAMED, current_arguments, current_settings
 
 LAUNCH_FLAGS = {f"launch {place}": kind for place, (kind, _) in LAUNCHERS.items()}

@@ -15,11 +15,11 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PLACES, PLAN
 from spanax.errors import EntryError, FileError, MissingFileError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.layer_partition import Parts
 from spanax.plan.sharding.placement import Placement
 from spanax.plan.sharding.resolve import Spec
-from spanax.run.store import manifest, view
+from spanax.train.store import manifest, view
 
 
 @dataclass(frozen=True)

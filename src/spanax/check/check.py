@@ -26,8 +26,8 @@ from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
 from spanax.plan.cost.memory.tiles import padded_bytes
 from spanax.plan.evaluate import evaluate
+from spanax.plan.place import check_made_for
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import check_made_for
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import Op

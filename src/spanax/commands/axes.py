@@ -7,7 +7,7 @@ from functools import partial
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.run.flags import BatchSizeFlags, BatchSizes
+from spanax.train.flags import BatchSizeFlags, BatchSizes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, first_line
-from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 from spanax.usage.validation import require
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     from spanax.check.check import check
     from spanax.check.finding import most_severe_first
     from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
-    from spanax.check.measure.profile import read_profile
-    from spanax.run.distributed.devices import DEFAULT_SIMULATED, simulate
+    from spanax.check.profile import read_profile
+    from spanax.processes.devices import DEFAULT_SIMULATED, simulate
 
     machine = _machine(command)
     # Before the workload, whose file may make arrays and start JAX with fewer devices.
@@ -146,7 +146,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     from spanax.plan.choose import plan
     from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
     from spanax.plan.plan import Plan
-    from spanax.run.config import PLAN_SETTINGS, check_alone
+    from spanax.train.config import PLAN_SETTINGS, check_alone
 
     request, loaded = command.request, None
     if command.plan is not None:

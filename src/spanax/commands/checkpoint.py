@@ -39,8 +39,8 @@ def answer(command: CheckpointCommand) -> Answer:
 
 def show(directory: Path) -> Answer:
     """Returns the saved steps, newest last, each with its first problem."""
-    from spanax.run.store import view
     from spanax.show.checkpoints import steps_json, steps_text
+    from spanax.train.store import view
 
     root = _root(directory)
     steps = view.describe(root)
@@ -49,8 +49,8 @@ def show(directory: Path) -> Answer:
 
 def verify(directory: Path) -> Answer:
     """Compares every file of every step with its checksum; the problems name the file and the difference."""
-    from spanax.run.store import view
     from spanax.show.checkpoints import verified_text
+    from spanax.train.store import view
 
     root = _root(directory)
     seen = view.list_steps(root)
@@ -68,7 +68,7 @@ def verify(directory: Path) -> Answer:
 def _root(directory: Path) -> "Folder":
     """Returns the folder of checkpoints: the one named, or that of the run folder named."""
     from spanax.entries.kind import Kind
-    from spanax.run.store import manifest
+    from spanax.train.store import manifest
 
     root = manifest.steps_of_run(directory)
     if root.kind() is not Kind.FOLDER:

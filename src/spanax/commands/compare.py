@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.run.flags import Load, Precision, SizeFlags, Sizes
+from spanax.train.flags import Load, Precision, SizeFlags, Sizes
 from spanax.usage.validation import check_positive
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def answer(command: CompareCommand) -> Answer:
       SpanaxError: the request is invalid.
     """
     from spanax.models.workloads import load
-    from spanax.run.distributed.devices import devices
+    from spanax.processes.devices import devices
     from spanax.show.live.clean_stdout import reserve_stdout
     from spanax.show.live.progress import progress
 

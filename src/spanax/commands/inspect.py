@@ -87,7 +87,7 @@ def _program_text(command: InspectCommand, placement: "ArrayPlacement") -> str:
     """Returns the lowered train step; brings up as many devices as the plan has."""
     from spanax.check.compilers.annotated_step import annotated_program, program_for
     from spanax.models.workloads import load
-    from spanax.run.distributed.devices import devices
+    from spanax.processes.devices import devices
 
     present = devices(placement.plan.mesh.size)  # before the workload, whose file may start JAX with fewer
     program = program_for(command.path, placement.plan, load, command.workload)

@@ -10,7 +10,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
-from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 from spanax.usage.validation import check_positive, flag, require
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _search(
 def _request(command: PlanCommand) -> "Request":
     from spanax.plan.candidates.request import Request
     from spanax.plan.pipeline.stages import requested_schedule
-    from spanax.trace.rewrites.remat_policies import known_offload
+    from spanax.trace.jaxpr.remat_policies import known_offload
 
     request = command.request
     return Request(
@@ -291,7 +291,7 @@ def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
 
 def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
     """Returns the memory that chunked logits save."""
-    from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
+    from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
     from spanax.units import bytes_text
 
     assert search.best is not None

@@ -29,7 +29,7 @@ def answer(command: ProbeCommand) -> Answer:
       WriteError: the file cannot be written; raised before the measurement.
     """
     from spanax.hardware.probe import probe
-    from spanax.run.distributed.devices import devices
+    from spanax.processes.devices import devices
 
     if not command.out.parent.is_dir() or command.out.is_dir():
         raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that exists")

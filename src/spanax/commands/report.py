@@ -12,8 +12,8 @@ from spanax.errors import FileError
 if TYPE_CHECKING:
     from spanax.check.certificate import Certificate
     from spanax.plan.plan import Plan
-    from spanax.run.record.report import RunReport
     from spanax.show.page.document import Page
+    from spanax.train.record.report import RunReport
 
 EXPECTED = "a run folder, or a file written by spanax plan --out or spanax check --out"
 
@@ -53,8 +53,8 @@ def answer(command: ReportCommand) -> Answer:
 
 
 def _run_answer(command: ReportCommand) -> Answer:
-    from spanax.run.record.report import run_report
     from spanax.show.report import report_text, sections
+    from spanax.train.record.report import run_report
 
     report = run_report(command.run)
     return Answer("\n".join([*_written(report, command.out), report_text(sections(report))]), report.to_json())

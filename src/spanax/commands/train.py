@@ -13,9 +13,9 @@ import tyro
 from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
-from spanax.run.config import PLAN_SETTINGS, TrainConfig, check, with_settings
-from spanax.run.record.folder import read_config, recorded
 from spanax.show.error_text import print_error
+from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
+from spanax.train.record.folder import read_config, recorded
 from spanax.usage.examples import described
 
 
@@ -62,18 +62,18 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
 
 def answer(config: TrainConfig) -> Answer:
     """Trains, and prints events as they happen; the exit code is `PREEMPTED` after a preemption."""
-    from spanax.run.compilation_cache import enable_compilation_cache
-    from spanax.run.distributed.processes import Hosts
-    from spanax.run.distributed.supervision import attach_supervisor
+    from spanax.processes.processes import Hosts
+    from spanax.processes.supervision import attach_supervisor
+    from spanax.train.compilation_cache import enable_compilation_cache
 
     is_supervised = attach_supervisor()
     enable_compilation_cache()
 
     from spanax.models.workloads import load
-    from spanax.run.distributed.devices import devices
-    from spanax.run.trainer import train
+    from spanax.processes.devices import devices
     from spanax.show.live.clean_stdout import reserve_stdout
     from spanax.show.live.events import RESUME, reporter
+    from spanax.train.trainer import train
 
     stream = reserve_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
     # The command that started several processes is not known here; a supervisor prints its own.
@@ -103,7 +103,7 @@ def exit_on_error(full: bool) -> Iterator[None]:
         # Also if JAX detected the other processes by itself.
         if not jax.distributed.is_initialized():
             raise
-        from spanax.run.distributed.lockstep import fail
+        from spanax.processes.lockstep import fail
 
         fail(error)
         os._exit(print_error(error, full=full))

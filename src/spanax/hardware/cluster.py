@@ -11,7 +11,7 @@ from spanax.errors import ArgumentError, ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_of_kind, file_text, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
-from spanax.run.distributed.processes import join_group
+from spanax.processes.processes import join_group
 
 MAX_DEVICES = 1 << 20
 """The maximum number of devices, since all factorizations are enumerated: ten times the largest existing cluster."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
 from spanax.errors import ArgumentError, DeviceCountError, MeshError, RangeError
-from spanax.run.distributed.processes import join_group
+from spanax.processes.processes import join_group
 from spanax.units import whole_number
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from spanax.hardware.measure import (
     start_after_matmul_seconds,
 )
 from spanax.hardware.mesh import MeshShape
-from spanax.run.distributed.processes import join_group
+from spanax.processes.processes import join_group
 from spanax.units import bytes_text, quantity_text
 
 RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

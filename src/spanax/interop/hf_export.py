@@ -28,9 +28,9 @@ from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, parti
 from spanax.interop.tensor_matching import Array, arrays_of
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
-from spanax.run.data.text.tokenizer import tokenizer_config
-from spanax.run.record.folder import recorded, saved_tokenizer
-from spanax.run.state import weights
+from spanax.train.data.text.tokenizer import tokenizer_config
+from spanax.train.record.folder import recorded, saved_tokenizer
+from spanax.train.state import weights
 from spanax.units import bytes_text, count_text
 
 FILE_BYTES = 5_000_000_000

@@ -22,7 +22,7 @@ from spanax.interop.families import family
 from spanax.interop.safetensors import Tensor, tensors
 from spanax.interop.tensor_matching import Array, TensorMatch, arrays_of, match_tensors
 from spanax.models.imported import MODELS, shaped
-from spanax.run.state import weights
+from spanax.train.state import weights
 from spanax.units import count_text
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -17,7 +17,7 @@ from spanax.jit.sharded_function import ShardedFunction
 from spanax.jit.shardings import mesh_of
 from spanax.plan.candidates.request import Request
 from spanax.plan.plan import Plan
-from spanax.run.step.compiled_function import CompiledFunction
+from spanax.step.compiled_function import CompiledFunction
 from spanax.trace.user_mesh import is_typed, outside_meshes
 
 

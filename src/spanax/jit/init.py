@@ -8,7 +8,7 @@ from typing import Any
 from spanax.errors import ArgumentError, ObjectsError
 from spanax.jit.call import is_object
 from spanax.jit.sharded_function import LIKE, ShardedFunction, owners
-from spanax.run.state.sharded_init import init_sharded
+from spanax.step.sharded_init import init_sharded
 from spanax.trace.initial_state import created
 from spanax.trace.user_mesh import on_mesh, outside_meshes
 from spanax.trace.variables import Owner, with_sharding_default

@@ -19,7 +19,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.presets import check_names
 from spanax.plan.sharding.assign import Pins
 from spanax.trace.batch import AUTO
-from spanax.trace.rewrites.remat_policies import known_policy
+from spanax.trace.jaxpr.remat_policies import known_policy
 from spanax.trace.variant import Variant
 
 

@@ -24,14 +24,14 @@ from spanax.jit.turns import Turns
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import decided, requested_layout
 from spanax.plan.layout import Layout
+from spanax.plan.place import anchored, check_made_for
 from spanax.plan.plan import Plan
 from spanax.plan.presets import layout_for, layout_named
-from spanax.plan.sharding.place import anchored, check_made_for
 from spanax.plan.sharding.resolve import Spec
-from spanax.run.distributed.processes import join_group
-from spanax.run.state.placement import build_mesh
-from spanax.run.state.sharded_init import placed
-from spanax.run.step.donation import check_alive, private_copy
+from spanax.processes.processes import join_group
+from spanax.step.donation import check_alive, private_copy
+from spanax.step.placement import build_mesh
+from spanax.step.sharded_init import placed
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_explicit, is_typed, sharding_on, user_mesh
 from spanax.trace.variables import Leaf

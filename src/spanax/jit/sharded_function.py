@@ -23,24 +23,24 @@ from spanax.jit.placement import LossOptions, SharedPlacement, place
 from spanax.jit.results import attributes, has_objects, returned, with_objects
 from spanax.jit.tracebacks import WithoutSpanax
 from spanax.plan.evaluate import evaluate
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned
-from spanax.run.data.process_batches import global_batch
-from spanax.run.distributed.compile_barrier import compiled_with_barrier
-from spanax.run.state.sharded_init import placed
-from spanax.run.step.compile_notice import compile_notice
-from spanax.run.step.compiled_function import CompiledFunction
-from spanax.run.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
-from spanax.run.step.platform import platform_of
-from spanax.run.step.replay.callbacks import raise_deferred
-from spanax.run.step.validate_batch import place_argument
+from spanax.processes.compile_barrier import compiled_with_barrier
 from spanax.show.axes import axes_text
 from spanax.show.search import array_lines
+from spanax.step.compile_notice import compile_notice
+from spanax.step.compiled_function import CompiledFunction
+from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
+from spanax.step.platform import platform_of
+from spanax.step.replay.callbacks import raise_deferred
+from spanax.step.sharded_init import placed
+from spanax.step.validate_batch import place_argument
 from spanax.trace.batch import AUTO
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
+from spanax.train.data.process_batches import global_batch
 
 MANY = 5
 """The number of compilations of one function from which each is reported."""

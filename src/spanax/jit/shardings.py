@@ -12,8 +12,8 @@ from spanax.jit.objects import Objects
 from spanax.jit.sharded_function import LIKE, ShardedFunction
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
-from spanax.run.state.sharded_init import placed
-from spanax.run.step.donation import check_alive, private_copy
+from spanax.step.donation import check_alive, private_copy
+from spanax.step.sharded_init import placed
 from spanax.trace.user_mesh import is_typed, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner, take_apart
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import tyro
 
 from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
-from spanax.run.config import TrainConfig, check, check_path, with_settings
-from spanax.run.record.folder import read_config
-from spanax.run.record.heartbeat import FOLDER_VARIABLE
+from spanax.train.config import TrainConfig, check, check_path, with_settings
+from spanax.train.record.folder import read_config
+from spanax.train.record.heartbeat import FOLDER_VARIABLE
 from spanax.usage.renamed_flags import current_arguments
 
 TRAIN = "train"

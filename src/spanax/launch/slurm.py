@@ -27,7 +27,7 @@ from spanax.launch.local import LOOPBACK, free_port
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, as_flags, check
 from spanax.printable import printable_lines, to_stdout
-from spanax.run.record.run_lock import check_entries
+from spanax.train.record.run_lock import check_entries
 
 
 @dataclass(frozen=True)

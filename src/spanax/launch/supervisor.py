@@ -22,9 +22,9 @@ from spanax.launch.guard import Guard, kill_all, started_by, state_of
 from spanax.launch.log_copy import LogCopy
 from spanax.launch.request import Request
 from spanax.printable import to_stderr
-from spanax.run.record import heartbeat, time_account
-from spanax.run.record.events import Events
-from spanax.run.record.run_lock import supervised
+from spanax.train.record import heartbeat, time_account
+from spanax.train.record.events import Events
+from spanax.train.record.run_lock import supervised
 
 POLL_SECONDS = 0.2
 

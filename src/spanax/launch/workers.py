@@ -14,7 +14,7 @@ from spanax.launch import local, slurm
 from spanax.launch.request import count, request_of
 from spanax.launch.supervisor import RESUME_AGAIN, Limits, Process, Supervisor, check
 from spanax.printable import to_stderr
-from spanax.run.distributed.environment import number
+from spanax.processes.environment import number
 
 
 @dataclass(frozen=True)

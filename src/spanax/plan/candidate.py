@@ -13,16 +13,16 @@ from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import NARROWER, contraction_dtypes
 from spanax.plan.layout import Layout
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.reason import Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.assign import Pins
-from spanax.plan.sharding.place import placed
 from spanax.plan.space import layout_on
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED, RING
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN, GATHERED, RING
 from spanax.units import bytes_text
 
 

@@ -13,12 +13,13 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.attention_kernel import can_ring, in_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
+from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS
 from spanax.plan.candidates.local_search import POOL, with_assignments
+from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.refused_stages import refused_stages
@@ -36,19 +37,18 @@ from spanax.plan.defaults import (
     untraceable_in,
 )
 from spanax.plan.layout import Layout
-from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, search
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
-from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.support import check_divides
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5

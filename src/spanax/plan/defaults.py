@@ -8,8 +8,8 @@ from spanax.errors import PlanMismatchError, VariantError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.plan.reason import Code, Reason
 from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.trace.jaxpr.remat_policies import known_chunks
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import known_chunks
 from spanax.trace.variant import Variant
 
 

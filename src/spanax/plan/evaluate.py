@@ -18,21 +18,21 @@ from spanax.plan.cost.host_transfers import HOST_TRANSFERS
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
-from spanax.plan.cost.prediction import Prediction
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.stage_transfers import stage_transfer_bytes
 from spanax.plan.cost.step_time import Costs, Grid, GridTable, price
-from spanax.plan.cost.terms import Terms
-from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
+from spanax.plan.place import as_planned, in_forms, resolver_of
 from spanax.plan.plan import Plan, path_pattern
-from spanax.plan.sharding.place import as_planned, in_forms, resolver_of
+from spanax.plan.prediction import Prediction
+from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.terms import Terms
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program

@@ -16,14 +16,14 @@ from spanax.entries.names import PLAN
 from spanax.errors import DataError, FileError, UnknownNameError, WriteError, first_line, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
+from spanax.plan.prediction import Prediction
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.constrained import constrain
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.schema import parsed
 from spanax.sealed import opened
-from spanax.trace.rewrites.remat_policies import GATHERED, known_offload
+from spanax.trace.jaxpr.remat_policies import GATHERED, known_offload
 from spanax.units import bytes_text, count_text
 
 VERSION = 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
-from spanax.trace.rewrites.remat_policies import RING
+from spanax.trace.jaxpr.remat_policies import RING
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),

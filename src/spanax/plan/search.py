@@ -9,8 +9,8 @@ from dataclasses import replace
 from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.attention_kernel import can_ring, with_attention
 from spanax.plan.candidate import Search
+from spanax.plan.candidates.attention_kernel import can_ring, with_attention
 from spanax.plan.candidates.forms import Forms, in_context
 from spanax.plan.candidates.grids import SCHEDULES, grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
@@ -24,8 +24,8 @@ from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
+from spanax.trace.jaxpr.remat_policies import RING, known_offload, partial_policy
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import RING, known_offload, partial_policy
 
 
 def search(

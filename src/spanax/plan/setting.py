@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.jaxpr.remat_policies import GATHERED
 
 HEAD_AXES = ("heads", "head_dim")
 """Axes that only attention has."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from spanax.entries.folder import Folder
 from spanax.printable import printable
-from spanax.run.store.view import SavedStep
+from spanax.train.store.view import SavedStep
 from spanax.units import bytes_text
 
 

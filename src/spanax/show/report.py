@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from spanax.printable import printable
-from spanax.run.record.report import RunReport
-from spanax.run.record.time_account import TimeAccount
-from spanax.run.record.time_ledger import BUCKETS
 from spanax.show.live.events import RESUME, resume_for_longer
 from spanax.show.tables import table_text
+from spanax.train.record.report import RunReport
+from spanax.train.record.time_account import TimeAccount
+from spanax.train.record.time_ledger import BUCKETS
 
 MEANING = {
     "step": "steps that count",

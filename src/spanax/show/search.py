@@ -10,7 +10,7 @@ from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE,
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.tables import table_text
-from spanax.trace.rewrites.remat_policies import OFFLOADED_ACTIVATIONS
+from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.units import bytes_text
 
 FLOP_CONVENTION = (

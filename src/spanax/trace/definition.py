@@ -13,20 +13,20 @@ from spanax.errors import LossError, SpanaxError, StepError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
+from spanax.trace.axes.retrace import Shapes, matching, retraced_graph
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
+from spanax.trace.jaxpr.remat_policies import GATHERED
 from spanax.trace.loss.compute_dtype import dtype_error
-from spanax.trace.loss.pure_loss import numbers_of, with_extra
 from spanax.trace.loss.train_step import as_metrics, chosen_step
 from spanax.trace.optimizers.gradient_recording import observing, recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
-from spanax.trace.pipeline.retrace import Shapes, matching, retraced_graph
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
 from spanax.trace.rewrites.padding.padded_step import padded_graph, padded_step
-from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.rewrites.pure_loss import numbers_of, with_extra
 from spanax.trace.traced import Traced
 from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh, outside_meshes

@@ -11,10 +11,10 @@ from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import PipelineError, SpanaxError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import warn_of_unknown
+from spanax.trace.axes.retrace import Shapes
 from spanax.trace.definition import State, TracedVariant, traced_function
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.loss.value_and_grad import loss_form
-from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.program import Program, program_of
 from spanax.trace.rewrites.microbatches.support import Microbatches
 from spanax.trace.rewrites.padding.padded_step import padded_step

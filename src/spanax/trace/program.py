@@ -16,12 +16,12 @@ from spanax.trace.analysis.computation import Computation
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Axis, table
+from spanax.trace.axes.retrace import Shapes
 from spanax.trace.definition import ProgramDefinition, Results
 from spanax.trace.initial_state import Initial
-from spanax.trace.pipeline.retrace import Shapes
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import Microbatches
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN
 from spanax.trace.variables import Leaf, Variables
 from spanax.trace.variant import Variant
 from spanax.units import count_text

@@ -9,9 +9,9 @@ from flax import nnx
 from spanax.trace.batch import AUTO, abstract_batch, checked_axes, spread
 from spanax.trace.definition import Definition
 from spanax.trace.initial_state import Eager
+from spanax.trace.jaxpr.remat_policies import EXACT
 from spanax.trace.loss.train_step import chosen_step
 from spanax.trace.program import Program, program_of
-from spanax.trace.rewrites.remat_policies import EXACT
 from spanax.trace.user_mesh import UserMesh
 from spanax.trace.variables import check_optimizer
 from spanax.trace.variant import Variant

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.jaxpr.remat_policies import GATHERED
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from flax import nnx
 from spanax.errors import OptimizerError, UnknownNameError, nearest
 from spanax.trace.batch import AUTO
 from spanax.trace.bigram import bigram_loss
+from spanax.trace.jaxpr.remat_policies import EXACT
 from spanax.trace.optimizers.learning_rates import logged
 from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, stored_as
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import EXACT
 from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
 

@@ -17,10 +17,10 @@ from spanax.entries.names import ENVIRONMENT, METRICS
 from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.calibration.measured import MeasuredStep
-from spanax.run.config import TrainConfig
-from spanax.run.record.folder import read_environment, write_records
-from spanax.run.record.metric_curves import steady_steps
 from spanax.show.search import candidate_json
+from spanax.train.config import TrainConfig
+from spanax.train.record.folder import read_environment, write_records
+from spanax.train.record.metric_curves import steady_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import zoo
 from programs import array, small_gpt, zoo_program
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.peak_memory import GROUPS, MemoryUse, memory_use, walk
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 

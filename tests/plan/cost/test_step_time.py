@@ -23,11 +23,11 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.kernel_rates import VECTOR_SHARE
 from spanax.plan.cost.roofline import TILE, matmul_seconds, shard_counts
 from spanax.plan.cost.step_time import Costs, Grid, Table, price
-from spanax.plan.cost.terms import KINDS, Matmuls, Terms
+from spanax.plan.place import resolver_of
 from spanax.plan.search import search
-from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.terms import KINDS, Matmuls, Terms
 from spanax.trace.analysis.op_groups import Phase, contraction_flops
 from spanax.trace.program import Program
 

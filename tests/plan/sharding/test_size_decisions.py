@@ -8,7 +8,7 @@ import pytest
 import spanax
 from programs import workload, zoo_program
 from spanax.models.workloads import load
-from spanax.plan.attention_kernel import with_attention
+from spanax.plan.candidates.attention_kernel import with_attention
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.sharding.size_decisions import size_decisions
 from spanax.plan.space import AXES, families, layout_on

@@ -18,7 +18,7 @@ import spanax
 from spanax.plan.sharding import operands, xla_workarounds
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.sharding.xla_workarounds import CPU_COLLECTIVES, WORKAROUNDS, XlaWorkaround
-from spanax.run.step.replay.replay import Replay
+from spanax.step.replay.replay import Replay
 from spanax.trace.jaxpr.graph import from_jaxpr
 
 VECTOR = np.linspace(-1, 2, 16, dtype=np.float32)

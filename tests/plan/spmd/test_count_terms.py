@@ -12,11 +12,11 @@ from flax import nnx
 
 import spanax
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, Terms, table
 from spanax.plan.presets import layout_named
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.terms import KINDS, Collectives, Matmuls, Terms, table
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.program import Program
 

@@ -11,7 +11,7 @@ import spanax
 import zoo
 from programs import zoo_program
 from spanax.plan.evaluate import evaluate
-from spanax.plan.sharding.place import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program

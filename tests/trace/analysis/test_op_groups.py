@@ -15,9 +15,9 @@ from jax import lax
 import spanax
 import zoo
 from programs import array, graph_of, small_gpt, workload, zoo_program
+from spanax.plan.place import resolver_of
 from spanax.plan.sharding.operands import operand_sharding
-from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.partition import as_masks
+from spanax.plan.sharding.partition import as_masks
 from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, executed_flops
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph
 from spanax.trace.program import Program

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 import spanax
 from spanax.errors import SpanaxError
-from spanax.plan.sharding.place import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.fusion import FUSED
 from spanax.trace.jaxpr.dim_maps.registry import TABLE

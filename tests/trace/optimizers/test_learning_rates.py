@@ -12,9 +12,9 @@ from flax import nnx
 
 import spanax
 from sampling import sampled
-from spanax.run.config import TrainConfig
-from spanax.run.trainer import train
 from spanax.trace.workload import adamw
+from spanax.train.config import TrainConfig
+from spanax.train.trainer import train
 
 pytestmark = pytest.mark.usefixtures("devices")  # they compare values
 

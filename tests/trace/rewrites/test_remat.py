@@ -21,9 +21,9 @@ from spanax.errors import RangeError
 from spanax.models import gpt
 from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
 from spanax.trace.jaxpr.marks import LOSS_CHUNKS
+from spanax.trace.jaxpr.remat_policies import POLICIES
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
-from spanax.trace.rewrites.remat_policies import POLICIES
 
 L, T, D = zoo.GPT_SCAN.num_layers, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim
 B, F = 16, 4 * D

@@ -8,14 +8,14 @@ from typing import Any
 from spanax.entries.folder import Folder
 from spanax.entries.names import CONFIG
 from spanax.errors import WorkloadError
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned
-from spanax.run.config import TrainConfig, with_settings
-from spanax.run.record.folder import recorded
-from spanax.run.run import Run
-from spanax.run.workload_tracing import trace_workload
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
+from spanax.train.config import TrainConfig, with_settings
+from spanax.train.record.folder import recorded
+from spanax.train.run import Run
+from spanax.train.workload_tracing import trace_workload
 
 SIZES = {"batch": "batch_size", "seq": "seq_len", "vocab": "vocab_size", "layers": "num_layers", "embed": "embed_dim"}
 """The named axes whose size a workload may take as an argument -> the name of the argument."""

@@ -9,10 +9,10 @@ from typing import Any
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned
-from spanax.run.run import Run
 from spanax.trace.program import Program
+from spanax.train.run import Run
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from spanax.check.report import Report
 from spanax.documents import read_bytes
-from spanax.run.data.cache import cache_folder, keep
+from spanax.train.data.cache import cache_folder, keep
 
 
 def key_of(**parts: Any) -> str:

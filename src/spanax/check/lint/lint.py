@@ -10,12 +10,12 @@ from spanax.check.finding import Finding, Severity, most_severe_first
 from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs, training
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
-from spanax.check.measure.profile import StepProfile
+from spanax.check.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster
+from spanax.plan.place import in_forms
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import in_forms
 from spanax.trace.program import Program
 
 ALLOW_COMMENT = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")

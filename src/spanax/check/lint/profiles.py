@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spanax.check.lint.message import Message
-from spanax.check.measure.profile import StepProfile
+from spanax.check.profile import StepProfile
 
 MAX_HOST_SHARE = 0.20
 """The largest share of a step that devices may be idle for other reasons than input. `gpt-nano` on simulated devices

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.plan.defaults import NARROWER, SAME_DTYPE
-from spanax.plan.sharding.place import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.plan.sharding.resolve import Constraints, axes_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram

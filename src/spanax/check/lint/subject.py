@@ -10,9 +10,9 @@ from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
 from spanax.plan.evaluate import Evaluation, evaluate
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.plan.sharding.place import resolver_of
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.analysis.training_signal import Problem, flaws
 from spanax.trace.program import Program

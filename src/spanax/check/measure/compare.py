@@ -24,10 +24,10 @@ from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
-from spanax.run.run import Run
-from spanax.run.state.placement import assert_placed
-from spanax.run.state.start import start
+from spanax.step.placement import assert_placed
 from spanax.trace.program import Program
+from spanax.train.run import Run
+from spanax.train.state.start import start
 from spanax.units import bytes_text
 
 Moved = Mapping[str, Mapping[str, int]]

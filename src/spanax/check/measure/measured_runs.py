@@ -16,11 +16,11 @@ from spanax.plan.calibration.measured import MeasuredStep, StepSeconds
 from spanax.plan.candidate import plan_of
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
-from spanax.run.record.folder import read_environment, recorded
-from spanax.run.record.metric_curves import steady_steps
 from spanax.schema import Count, parsed
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
+from spanax.train.record.folder import read_environment, recorded
+from spanax.train.record.metric_curves import steady_steps
 
 EXPECTED = "a run folder, or a file with the output of spanax compare --json"
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from spanax.check.hlo.collectives import collectives
 from spanax.check.lint.lint import lint_profile, source_text, without_allowed
-from spanax.check.measure.profile import step_profile
+from spanax.check.profile import step_profile
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROGRAM
 from spanax.plan.plan import Plan
-from spanax.run.record.folder import recorded
+from spanax.train.record.folder import recorded
 
 
 def profile_event(run: Path) -> dict[str, Any]:

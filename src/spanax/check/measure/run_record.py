@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from spanax.check.finding import Finding
 from spanax.check.lint.lint import lint_profile
-from spanax.check.measure.profile import StepProfile, read_profile
+from spanax.check.profile import StepProfile, read_profile
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE
 from spanax.errors import DataError, EntryError, first_line
 from spanax.plan.plan import Plan
-from spanax.run.record.metric_curves import MetricCurves, metric_curves
-from spanax.run.record.report import RunReport
+from spanax.train.record.metric_curves import MetricCurves, metric_curves
+from spanax.train.record.report import RunReport
 
 Read = TypeVar("Read")
 

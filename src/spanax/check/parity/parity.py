@@ -12,16 +12,16 @@ from spanax.check.parity.example_batches import example_batch
 from spanax.errors import RangeError, StepError
 from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned
-from spanax.run.run import Run
-from spanax.run.state.sharded_init import placed
-from spanax.run.state.start import start
-from spanax.run.step.pipeline.layer_order import layer_order
+from spanax.step.pipeline.layer_order import layer_order
+from spanax.step.sharded_init import placed
+from spanax.trace.jaxpr.remat_policies import GATHERED
 from spanax.trace.optimizers.gradient_recording import PREFIX
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.trace.user_mesh import on_host
+from spanax.train.run import Run
+from spanax.train.state.start import start
 
 Group = Literal["loss", "gradients", "parameters"]
 GROUPS: tuple[Group, ...] = get_args(Group)

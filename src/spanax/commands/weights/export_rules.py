@@ -7,7 +7,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.commands.weights.host_memory import use_host_memory
-from spanax.run.flags import BatchSizeFlags, BatchSizes
+from spanax.train.flags import BatchSizeFlags, BatchSizes
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from spanax.errors import NoLayoutError, SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.advice.what_if import cluster_of_size
 from spanax.plan.candidate import Candidate, Search
-from spanax.plan.loss_chunks import chunks_to_try
+from spanax.plan.candidates.loss_chunks import chunks_to_try
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
+from spanax.trace.jaxpr.remat_policies import OPTIMIZER_STATE
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import OPTIMIZER_STATE
 
 MOST = 16
 """The largest multiple of the requested number of devices to price."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from spanax.errors import CalibrationError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.cost.step_time import Grid, price
-from spanax.plan.cost.terms import Terms
 from spanax.plan.evaluate import Evaluation
+from spanax.plan.spmd.terms import Terms
 
 FEWEST_STEPS = 5
 """The number of steady steps below which a median of them says too little."""

@@ -10,8 +10,8 @@ import numpy as np
 from spanax.errors import SpanaxError, first_line
 from spanax.plan.reason import Code, Reason
 from spanax.plan.space import AXES, Family, Rejections
+from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import RING
 
 T = TypeVar("T")
 

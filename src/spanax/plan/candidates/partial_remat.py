@@ -14,8 +14,8 @@ from spanax.plan.defaults import PARTIAL_REMAT_MARGIN
 from spanax.plan.evaluate import evaluate
 from spanax.plan.reason import Code, Reason
 from spanax.plan.space import Rejections
+from spanax.trace.jaxpr.remat_policies import PartialPolicy
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import PartialPolicy
 
 MOST_SEEDS = 2
 """The most candidates that fit, and that do not fit, whose partial policies are estimated: the fastest."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.attention_kernel import repeating_axes, ring_axes
+from spanax.plan.candidates.attention_kernel import repeating_axes, ring_axes
 from spanax.plan.candidates.forms import MOST_IN_RING, REMAT, Forms
 from spanax.plan.candidates.grids import PLAIN, ZERO_BUBBLE, Grids
 from spanax.plan.candidates.ranking import Priced, slowest_rank

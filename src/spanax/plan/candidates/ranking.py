@@ -9,12 +9,12 @@ import numpy as np
 from spanax.plan.candidate import Candidate
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
-from spanax.plan.cost.terms import Terms
 from spanax.plan.defaults import REPEATED_MARGIN
 from spanax.plan.reason import Code, Reason
 from spanax.plan.space import AXES, STORING, Family, Rejections, layout_on, mesh_of
+from spanax.plan.spmd.terms import Terms
+from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import RING
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 from spanax.errors import SpanaxError, first_line
 from spanax.plan.candidate import Search, plan_of
+from spanax.plan.place import as_planned
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.place import as_planned
 from spanax.trace.pipeline.order_invariance import check_order_invariant
 from spanax.trace.pipeline.partition import pipeline_partition
 

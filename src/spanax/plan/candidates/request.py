@@ -11,7 +11,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.assign import Pins
-from spanax.trace.rewrites.remat_policies import RING
+from spanax.trace.jaxpr.remat_policies import RING
 
 
 @dataclass(frozen=True)

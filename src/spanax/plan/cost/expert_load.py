@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.terms import KINDS, Matmuls, Terms
+from spanax.plan.spmd.terms import KINDS, Matmuls, Terms
 
 SENT = KINDS.index("all-to-all")
 """The collective that sends tokens to experts and back."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from spanax.hardware.chip import Chip
-from spanax.plan.cost.terms import HostCopies
+from spanax.plan.spmd.terms import HostCopies
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray

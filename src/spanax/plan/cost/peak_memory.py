@@ -17,12 +17,12 @@ from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, is_table, state_padding, table_copies
 from spanax.plan.cost.memory.tables import Counts, counted, num_window_tuples, table_bytes
 from spanax.plan.cost.memory.tiles import Tiled
-from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.pipeline.bubble import num_in_flight, num_pending
+from spanax.plan.sharding.partition import Masks, union
 from spanax.plan.sharding.resolve import axes_of
-from spanax.plan.spmd.partition import Masks, union
+from spanax.plan.spmd.ring_attention import temporary_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import LANES, WORD_BYTES
 from spanax.trace.analysis.labels import Labels

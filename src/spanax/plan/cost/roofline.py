@@ -6,7 +6,7 @@ from spanax.hardware.chip import Chip
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.expert_load import matmul_loads
 from spanax.plan.cost.kernel_rates import attention_flops_per_second, kernel_on, vector_rate_of
-from spanax.plan.cost.terms import Matmuls, MemoryTraffic
+from spanax.plan.spmd.terms import Matmuls, MemoryTraffic
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray

@@ -19,11 +19,11 @@ from spanax.plan.cost.expert_load import collective_load, grouped
 from spanax.plan.cost.host_transfers import exposed_copies
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
-from spanax.plan.cost.ring_attention import HOP, ROUND
 from spanax.plan.cost.roofline import matmul_seconds, shard_counts, step_flops, traffic_seconds
-from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, Terms
 from spanax.plan.pipeline.bubble import step_seconds
-from spanax.plan.pipeline.layer_partition import shares
+from spanax.plan.sharding.layer_partition import shares
+from spanax.plan.spmd.ring_attention import HOP, ROUND
+from spanax.plan.spmd.terms import KINDS, Collectives, Matmuls, Terms
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray

@@ -9,8 +9,8 @@ from spanax.plan.layout import PIPE, Layout
 from spanax.plan.pipeline.schedules import check_counts
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.sharding.assign import divided_layers
+from spanax.trace.jaxpr.remat_policies import partial_policy
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import partial_policy
 
 AXIS = PIPE
 """The mesh axis of the stages."""

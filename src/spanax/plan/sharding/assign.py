@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
-from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.layer_partition import Parts
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]

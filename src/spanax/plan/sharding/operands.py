@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
+from spanax.plan.sharding.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
-from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS

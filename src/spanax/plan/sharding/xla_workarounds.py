@@ -69,7 +69,7 @@ GROUPED_CONVOLUTIONS = XlaWorkaround(
 MANUAL_LOOKUPS = XlaWorkaround(
     "manual-lookups", "", SpecifierSet(">=0.10.2"),
     "a lookup in a sharded table inside a shard_map over another mesh axis aborts the process",
-    "run/step/replay/sharded_lookup",
+    "step/replay/sharded_lookup",
 )  # fmt: skip
 
 EXTENDED_OPERANDS = XlaWorkaround(
@@ -81,13 +81,13 @@ EXTENDED_OPERANDS = XlaWorkaround(
 CPU_TRANSPOSES = XlaWorkaround(
     "cpu-transposes", "cpu", SpecifierSet(">=0.10.2"),
     "a contraction over two dims writes a transposed copy of an operand",
-    "run/step/replay/cpu_matmuls",
+    "step/replay/cpu_matmuls",
 )  # fmt: skip
 
 CPU_COLLECTIVES = XlaWorkaround(
     "cpu-collectives", "cpu", SpecifierSet(">=0.10.2"),
     "collectives of simulated devices deadlock where steps are dispatched without waiting for them",
-    "run/run",
+    "train/run",
 )  # fmt: skip
 
 WORKAROUNDS = (

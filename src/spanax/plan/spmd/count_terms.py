@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spanax.plan.cost.ring_attention import matmul_rows
-from spanax.plan.cost.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
+from spanax.plan.sharding.partition import Reshard, transition, union
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.divided_sums import divided, num_divided, ways
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, kernel_row, matmul_row, of_experts, sums_rows
-from spanax.plan.spmd.partition import Reshard, transition, union
+from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.slices import exchanges
+from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import as_tiles, halo_shards
 from spanax.plan.spmd.tpu_kernels import KernelMatmul, kernel_matmuls
 from spanax.plan.spmd.tpu_matmuls import (

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
-from spanax.plan.spmd.partition import union
+from spanax.plan.sharding.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires

@@ -9,7 +9,7 @@ tests/byo/mae.py, multitask.py and tests/zoo.py (swin) for v5e:2x4, libtpu 0.0.5
 
 from dataclasses import replace
 
-from spanax.plan.spmd.partition import PartitionedOp, Reshard, union
+from spanax.plan.sharding.partition import PartitionedOp, Reshard, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import is_vector_product
 from spanax.trace.jaxpr.graph import Op

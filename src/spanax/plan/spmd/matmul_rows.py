@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spanax.plan.spmd.partition import PartitionedOp, union
+from spanax.plan.sharding.partition import PartitionedOp, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tpu_kernels import KernelMatmul
 from spanax.trace.analysis.op_groups import OpGroup, executed_flops, num_groups

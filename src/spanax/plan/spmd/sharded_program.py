@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import Any
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.ring_attention import ring_partition
 from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
+from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver
-from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
+from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import RAGGED, Op

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanax.plan.spmd.partition import Reshard, union
+from spanax.plan.sharding.partition import Reshard, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.jaxpr.graph import Graph, Op
 

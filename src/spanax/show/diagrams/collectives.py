@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Moved
+from spanax.plan.prediction import Moved
 from spanax.show.diagrams.canvas import EDGE, LINE, Diagram, box, label, shade, shade_text
 from spanax.show.page.parts.markup import Node, el
 from spanax.units import bytes_text

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from spanax.documents import json_line
 from spanax.printable import printable
-from spanax.run.store.loaded import Loaded
 from spanax.show.live.profile import profile_text
+from spanax.train.store.loaded import Loaded
 from spanax.units import bytes_text, count_text
 from spanax.usage.examples import resume_command
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from spanax.check.array_placement import copies
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Moved
 from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.prediction import Moved
 from spanax.plan.sharding.placement import Placement
 from spanax.show.page.parts.blocks import facts
 from spanax.show.page.parts.markup import Node, el, fill

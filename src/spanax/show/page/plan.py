@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from spanax.plan.cost.prediction import Prediction
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan
+from spanax.plan.prediction import Prediction
 from spanax.show.page.document import Page
 from spanax.show.page.parts.bars import Bar, stacked
 from spanax.show.page.parts.blocks import Block, Figure

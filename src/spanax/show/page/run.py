@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from spanax.check.measure.run_record import RunRecord
-from spanax.plan.cost.prediction import Prediction
+from spanax.plan.prediction import Prediction
 from spanax.printable import printable
-from spanax.run.record.time_account import TimeAccount
-from spanax.run.record.time_ledger import BUCKETS
 from spanax.show.page import plan as of_plan
 from spanax.show.page.document import Page
 from spanax.show.page.parts.bars import Bar, stacked
@@ -15,6 +13,8 @@ from spanax.show.page.parts.curves import Curve, chart
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.tables import table
 from spanax.show.report import MEANING, Section, duration_text, faults_section
+from spanax.train.record.time_account import TimeAccount
+from spanax.train.record.time_ledger import BUCKETS
 from spanax.units import count_text
 
 COMMUNICATION = ("activations between devices", "weights between devices", "gradient sync")

@@ -13,9 +13,9 @@ import jax
 from spanax.batch_dims import num_examples
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.retrace import retraced_graph
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
-from spanax.trace.pipeline.retrace import retraced_graph
 
 
 def batch_sized_dims(

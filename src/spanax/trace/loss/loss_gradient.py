@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 
 from spanax.batch_dims import ExampleDims
-from spanax.trace.loss.pure_loss import check_unmoved
+from spanax.trace.jaxpr.remat_policies import GATHERED, MEAN
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.exact import accumulated
 from spanax.trace.rewrites.microbatches.mean import mean_of_microbatches
+from spanax.trace.rewrites.pure_loss import check_unmoved
 from spanax.trace.rewrites.remat import rematerialized
-from spanax.trace.rewrites.remat_policies import GATHERED, MEAN
 from spanax.trace.variant import Variant
 
 

@@ -9,11 +9,7 @@ from flax import nnx
 from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, RangeError
 from spanax.trace.jaxpr.marks import marked_gradients
-from spanax.trace.loss.loss_gradient import loss_gradient
-from spanax.trace.loss.pure_loss import numbers_of, pure_loss
-from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.microbatches.support import examples
-from spanax.trace.rewrites.remat_policies import (
+from spanax.trace.jaxpr.remat_policies import (
     EXACT,
     GATHERED,
     KERNELS,
@@ -21,6 +17,10 @@ from spanax.trace.rewrites.remat_policies import (
     known_context,
     known_policy,
 )
+from spanax.trace.loss.loss_gradient import loss_gradient
+from spanax.trace.rewrites.attention.fuse import FusedAttention
+from spanax.trace.rewrites.microbatches.support import examples
+from spanax.trace.rewrites.pure_loss import numbers_of, pure_loss
 from spanax.trace.variant import Variant
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]

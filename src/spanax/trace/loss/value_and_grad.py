@@ -11,11 +11,11 @@ import jax
 from flax import nnx
 
 from spanax.errors import VariantError
+from spanax.trace.jaxpr.remat_policies import EXACT, known_context, known_policy
 from spanax.trace.loss.loss_gradient import loss_gradient
-from spanax.trace.loss.pure_loss import pure_function
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import examples
-from spanax.trace.rewrites.remat_policies import EXACT, known_context, known_policy
+from spanax.trace.rewrites.pure_loss import pure_function
 from spanax.trace.variant import Variant
 
 

@@ -19,7 +19,7 @@ from spanax.errors import RangeError, VariantError
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of, scan_counts
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
 from spanax.trace.jaxpr.marks import LAYER_PARTS, LOSS_CHUNKS
-from spanax.trace.rewrites.remat_policies import PartialPolicy, partial_policy
+from spanax.trace.jaxpr.remat_policies import PartialPolicy, partial_policy
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from spanax.plan.cost.memory.tables import (
 )
 from spanax.plan.cost.peak_memory import walk
 from spanax.plan.cost.roofline import shard_counts
-from spanax.plan.sharding.place import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import PartialSum
 

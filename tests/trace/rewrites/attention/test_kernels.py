@@ -73,7 +73,7 @@ def test_a_long_mask_is_evaluated_by_ranges() -> None:
 
 
 def test_an_unknown_kernel_raises() -> None:
-    from spanax.trace.rewrites.remat_policies import known_attention, known_context
+    from spanax.trace.jaxpr.remat_policies import known_attention, known_context
 
     with pytest.raises(SpanaxError, match="unknown context form 'spalsh'"):
         known_context("spalsh")

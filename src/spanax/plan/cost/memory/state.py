@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.plan.cost.memory.tiles import Array, Tiled
+from spanax.plan.sharding.partition import Masks, as_masks, union
 from spanax.plan.sharding.placement import is_offloaded
 from spanax.plan.sharding.resolve import Resolver
-from spanax.plan.spmd.partition import Masks, as_masks, union
 from spanax.plan.spmd.tiled_scatter import WORD_BYTES
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.variables import Leaf

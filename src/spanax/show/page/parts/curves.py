@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from spanax.run.record.metric_curves import Point, thinned
 from spanax.show.page.parts.markup import Node, el, fill
+from spanax.train.record.metric_curves import Point, thinned
 
 
 @dataclass(frozen=True)

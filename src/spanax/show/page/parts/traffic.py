@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from spanax.plan.cost.prediction import Moved
+from spanax.plan.prediction import Moved
 from spanax.show.page.parts.bars import Bar, stacked
 from spanax.show.page.parts.markup import Node, el
 from spanax.units import bytes_text

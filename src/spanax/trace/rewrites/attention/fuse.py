@@ -14,10 +14,10 @@ import jax
 from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
+from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import AttentionMatch, Mismatch, as_written, attentions, canonical
 from spanax.trace.rewrites.attention.operation import attention
-from spanax.trace.rewrites.remat_policies import RING
 
 
 @dataclass(frozen=True)

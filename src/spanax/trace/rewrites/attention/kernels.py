@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
 from spanax.trace.rewrites.attention.masks import MASKED, bounds
 from spanax.trace.rewrites.attention.scores import Form
-from spanax.trace.rewrites.remat_policies import CUDNN, SPLASH
 
 LANES = 128
 """Splash requires multiples of this many queries and keys. Source: checked by its kernels."""

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from spanax.batch_dims import ExampleDims
-from spanax.trace.loss.pure_loss import check_unmoved
 from spanax.trace.rewrites.microbatches.support import partition_examples
+from spanax.trace.rewrites.pure_loss import check_unmoved
 
 
 def mean_of_microbatches(

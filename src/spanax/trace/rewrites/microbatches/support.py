@@ -13,10 +13,10 @@ from spanax.trace.axes.discover import joined
 from spanax.trace.axes.example_dims import example_dims
 from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.loss.pure_loss import check_unmoved, pure_loss
+from spanax.trace.jaxpr.remat_policies import MEAN
 from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import decomposed
-from spanax.trace.rewrites.remat_policies import MEAN
+from spanax.trace.rewrites.pure_loss import check_unmoved, pure_loss
 from spanax.trace.variables import Leaf
 
 

@@ -1,0 +1,107 @@
+"""Chooses between the attention of the model and a platform's fused kernel."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spanax.errors import VariantError
+from spanax.hardware.cluster import Cluster
+from spanax.plan.candidates.request import Request
+from spanax.plan.defaults import defaults
+from spanax.plan.sharding.attention import attention_kernels, attention_sharding
+from spanax.plan.sharding.resolve import Resolver
+from spanax.trace.jaxpr.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
+from spanax.trace.program import Program
+from spanax.trace.rewrites.attention.fuse import FusedAttention
+from spanax.trace.rewrites.attention.operation import RING
+from spanax.trace.variant import Variant
+
+
+def kernel_on(cluster: Cluster) -> str | None:
+    """Returns the fused attention kernel of a cluster's chips, or None.
+
+    Source: jax.experimental.pallas.ops.tpu.splash_attention for TPUs from v4 on; cuDNN's fused attention, which
+    JAX enables on NVIDIA GPUs from Ampere on.
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> [kernel_on(cluster(name)) for name in ("v5p:2x2x1", "h100:8", "mi300x:8", "v3:2x2", "cpu:8")]
+      ['splash', 'cudnn', None, None, None]
+    """
+    kinds, old = cluster.chip.device_kinds, ("v3", "v100-32gb", "v100-16gb")
+    if cluster.chip.name in old:
+        return None
+    if cluster.is_torus:
+        return SPLASH
+    return CUDNN if any(kind.startswith("NVIDIA") for kind in kinds) else None
+
+
+def with_attention(program: Program, cluster: Cluster, requested: str | None, form: Variant | None = None) -> Program:
+    """Returns the program with its attention computed as requested; its `attention` records the kernel or the reason.
+
+    Args:
+      program: what `spanax.trace` returned.
+      cluster: the devices.
+      requested: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
+        supported. None leaves the program unchanged.
+      form: the other options of the program, untraced; by default its own.
+
+    Raises:
+      SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
+    """
+    form = program.form if form is None else form
+    if requested is None or known_attention(requested) == "plain" or form.context != GATHERED:
+        return program.variant(form)
+    kernel = kernel_on(cluster)
+    attention: tuple[FusedAttention, ...] = (
+        FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
+    )
+    if not program.rewrites_loss:
+        attention = (FusedAttention(None, ": the program has a custom train step"),)
+    elif kernel is not None:
+        fused = program.variant(replace(form, context=kernel))
+        if any(each.kernel == kernel for each in fused.attention):
+            return fused
+        attention = fused.attention
+    if requested == "flash":
+        raise VariantError(
+            "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
+        )
+    return replace(program.variant(form), attention=attention)
+
+
+def in_attention(program: Program, cluster: Cluster, request: Request, form: Variant) -> Program:
+    """Returns the program in a form, with the attention of a request; the layout handles ring attention."""
+    attention = request.attention or defaults(cluster).attention
+    return program.variant(form) if request.is_ring else with_attention(program, cluster, attention, form)
+
+
+def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
+    """Whether a search may compute the attention of a program in a ring: neither a form nor a kernel is requested.
+
+    Devices that share one chip, as simulated ones do, save neither memory nor time with a ring.
+    """
+    is_open = program.context == GATHERED and requested != "flash"
+    return is_open and program.rewrites_loss and not cluster.chip.shared
+
+
+def repeating_axes(resolver: Resolver, axes: Sequence[str]) -> tuple[str, ...]:
+    """Returns the mesh axes along which several devices repeat the work of an attention kernel.
+
+    Args:
+      resolver: a layout, applied to a program.
+      axes: the mesh axes.
+    """
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in attention_kernels(step)]
+    several = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
+    return tuple(axis for axis in several if any(each is not None and axis not in each.used for each in shardings))
+
+
+def ring_axes(resolver: Resolver) -> tuple[str, ...]:
+    """Returns the mesh axes of the ring that keys and values circulate around; empty without ring attention."""
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    ops = [group.op for group in step.op_groups if group.op.name in RING and group.op.params["kernel"] is None]
+    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in ops]
+    return max((each.ring for each in shardings if each is not None), key=resolver.mesh.ways, default=())

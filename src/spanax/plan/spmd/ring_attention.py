@@ -1,0 +1,169 @@
+"""Cost terms of ring attention: FLOPs, communication and memory."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.sharding.attention import AttentionSharding
+from spanax.plan.sharding.partition import PartitionedOp, Reshard, as_masks, union
+from spanax.plan.sharding.resolve import Spec, axes_of
+from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.rewrites.attention.blockwise import BLOCK
+from spanax.trace.rewrites.attention.kernels import Kernel
+from spanax.trace.rewrites.attention.operation import BACKWARD
+from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.zigzag import Shares, shares
+
+ROUND, HOP = "round", "collective-permute"
+"""A value that circulates once around a ring, back to its device; and one hop."""
+
+
+SUMMED_BYTES, USED_BYTES = 12.0, 4.0
+"""Bytes per score of a compiled block: a 32-bit sum is written and read by its maximum and its exponential; the 16-bit
+result is written and read by the next matmul. Source: XLA does not fuse two matmuls (openxla/xla, instruction fusion).
+"""
+
+
+def ring_of(sharding: AttentionSharding, mesh: MeshShape) -> Shares:
+    """Returns the sequence chunks of every device of the ring; of one device without a ring."""
+    return shares(sharding.form, mesh.ways(sharding.ring))
+
+
+def ring_partition(graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape) -> PartitionedOp:
+    """Returns how an attention operation is partitioned, with its collectives.
+
+    Keys and values circulate past all other devices; their gradients circulate with them and back to their device,
+    from the first step on, when they are still zero, so that all steps are one loop. Where the chunks of a device are
+    not its stored ones, all values with queries or keys are exchanged before and after, once. Partial gradients are
+    all-reduced.
+    """
+    mask = _masks(mesh)
+    ring = mask((sharding.ring,))
+    shifts: list[Reshard] = []
+    if mesh.ways(sharding.ring) > 1:
+        is_moved = ring_of(sharding, mesh).is_moved
+        for value, spec, rounds, width in _moving(graph, op, sharding):
+            common = mask(spec) & ~ring
+            hops = is_moved * width + rounds * (width if value in op.outputs else -1)
+            for kind, times in ((ROUND, rounds * width), (HOP, hops)):
+                if times:
+                    shifts.append(Reshard(kind, value, ring, common, False, times))
+    if op.name == BACKWARD:
+        used = mask(sharding.axes)
+        for value, spec in zip(op.outputs, sharding.results(op), strict=True):
+            if over := used & ~mask(spec):
+                shifts.append(Reshard("all-reduce", value, over, mask(spec), False, _words(graph, value)))
+    return PartitionedOp(mask(sharding.axes), (), (), tuple(shifts))
+
+
+def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
+    """Returns a function from a spec to its mesh axes as one mask."""
+    bits = {axis: 1 << index for index, axis in enumerate(mesh.names)}
+    return lambda spec: union(as_masks(spec, bits))
+
+
+def _moving(graph: Graph, op: Op, sharding: AttentionSharding) -> Iterator[tuple[int, Spec, int, int]]:
+    """Yields values that are exchanged or circulate: the spec, number of rounds, bytes sent over stored bytes.
+
+    Gradients are accumulated in 32 bits, whatever their dtype.
+    """
+    is_back = op.name == BACKWARD
+    keys = (op.inputs[1], op.inputs[2])
+    for value, spec in zip(op.inputs, sharding.operands(op), strict=True):
+        if value in keys:
+            continue
+        if not axes_of(spec).isdisjoint(sharding.ring):
+            yield value, spec, 0, 1
+    for value in keys:
+        yield value, sharding.keys, 1, 1
+    for index, (value, spec) in enumerate(zip(op.outputs, sharding.results(op), strict=True)):
+        width = _words(graph, value) if is_back else 1
+        is_key = is_back and index in (1, 2)
+        if not axes_of(spec).isdisjoint(sharding.ring):
+            yield value, spec, int(is_key), width
+
+
+def _words(graph: Graph, value: int) -> int:
+    """Returns the bytes of a value's 32-bit sum over the value's own bytes."""
+    return max(1, 4 // graph.avals[value].dtype.itemsize)
+
+
+def products(
+    graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape
+) -> list[tuple[float, tuple[float, ...]]]:
+    """Returns FLOPs and sizes (m, n, k, separate products) of its matmuls: two forward, five backward.
+
+    Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. Statically masked blocks are not
+    computed: the share of `zigzag`, or of a kernel's blocks.
+    """
+    form, kernel = sharding.form, op.params["kernel"]
+    share = _computed_blocks(form, kernel) if kernel else ring_of(sharding, mesh).share
+    count = math.prod(form.sizes[: form.num_batch])
+    rows = math.prod(form.sizes[form.num_batch : form.keys])
+    keys = form.sizes[form.keys] * share
+    width, result = graph.shape(op.inputs[0])[-1], graph.shape(op.inputs[2])[-1]
+    scores, outputs = (rows, keys, width, count), (rows, result, keys, count)
+    backward = [
+        scores,
+        (rows, keys, result, count),
+        (rows, width, keys, count),
+        (keys, width, rows, count),
+        (keys, result, rows, count),
+    ]
+    return [(2.0 * math.prod(sizes), sizes) for sizes in (backward if op.name == BACKWARD else [scores, outputs])]
+
+
+def _computed_blocks(form: Form, kernel: Kernel) -> float:
+    """Returns the share of the blocks of keys that a kernel computes: with a causal mask, up to the diagonal."""
+    num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
+    return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
+
+
+def matmul_rows(
+    graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
+) -> list[tuple[Any, ...]]:
+    """Returns rows of `Matmuls` for its matmuls, without phase and number of runs."""
+    mask = _masks(mesh)
+    form = sharding.form
+    separate, rows = mask(sharding.axes[: form.num_batch]), mask(sharding.axes[form.num_batch : form.keys])
+    queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
+    matmuls: list[tuple[Any, ...]] = []
+    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, sharding, mesh)[0][1][1]
+    for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
+        size_axes = [rows if dim == queries else 0 for dim in (m, n, k)]
+        num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
+        # A kernel does not materialize its scores; compiled blocks of them are summed in 32 bits and used in 16.
+        is_sum = n == keys
+        num_bytes[2 if is_sum else 0] *= 0.0 if is_kernel else SUMMED_BYTES / size if is_sum else USED_BYTES / size
+        shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
+        matmuls.append((
+            flops, separate | rows, [m, n, k, count], [*size_axes, separate],
+            3 if is_batched else -1, num_bytes, shardings, [is_batched] * 3, dtype, [False] * 3, is_kernel,
+        ))  # fmt: skip
+    return matmuls
+
+
+def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape) -> list[tuple[Spec, float]]:
+    """Returns the bytes of its temporaries, by sharding, in addition to operands and results.
+
+    Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
+    and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
+    """
+    form, size = sharding.form, graph.num_bytes
+    numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
+    if op.params["kernel"]:
+        return [(sharding.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
+    parts = mesh.ways(sharding.ring) * len(ring_of(sharding, mesh).owned[0])
+    block = min(BLOCK, form.sizes[form.keys] // parts)
+    rows = 4.0 * math.prod(form.sizes[: form.keys])
+    q, k, v = op.inputs[:3]
+    scores, queries = rows * block, sharding.rows(wide=True)
+    if op.name == BACKWARD:
+        sums = numbers(k) + numbers(v)
+        extras = [
+            (spec, numbers(value))
+            for spec, value in zip(sharding.extras(op.params["grads"]), op.outputs[3:], strict=True)
+        ]
+        return [(queries, 2 * numbers(q) + 2 * scores), (sharding.keys, 2 * (size(k) + size(v)) + 3 * sums), *extras]
+    return [(queries, size(q) + 2 * numbers(op.outputs[0]) + 2 * scores), (sharding.keys, 2 * (size(k) + size(v)))]

@@ -1,0 +1,388 @@
+"""Joins the processes of one run, and provides collectives on the host: barriers, agreement and broadcasts.
+
+The environment describes the group of a process; launchers set it:
+
+    SPANAX_COORDINATOR   host:port of rank 0
+    SPANAX_NUM_HOSTS     the number of processes
+    SPANAX_HOST          the rank of this process, >= 0; by default SLURM_PROCID under Slurm
+    SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
+    SPANAX_ATTEMPT       the number of earlier attempts of the run
+    SPANAX_SUPERVISOR    the pid of the supervisor; 0 for one on another machine
+    SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
+    SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
+
+Without SPANAX_COORDINATOR the variables of torchrun apply (`environment.TorchGroup`), and without those JAX's own
+cluster detection (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes). `SPANAX_NUM_HOSTS=1` alone disables both, for
+processes of a cluster that each train a separate model. Everything is based on `jax.distributed`. Whatever starts JAX's
+backend, in programs and commands, joins the group first.
+"""
+
+import functools
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
+from spanax.processes.absent_tpu import has_only_cpus
+from spanax.processes.environment import WHERE, TorchGroup, number
+from spanax.processes.lockstep import SHUTDOWN_SECONDS, operation, watch
+from spanax.processes.supervision import exit_on_error
+
+JOIN_SECONDS = 300
+"""How long the processes wait for the last of them to join."""
+
+DEATH_SECONDS = 15
+"""After this long without a heartbeat a process counts as dead, and the others abort. JAX's default is 100."""
+
+THREADS_PER_DEVICE = 2
+"""XLA's CPU collectives wait for each other on one thread pool. With its default of one thread per device, a step that
+is dispatched while another runs can deadlock; with two none did. More threads make each step slower.
+
+Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
+"""
+
+ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"
+
+MAX_TEXT_BYTES = 4096
+"""Maximum size of a text that the first process broadcasts, in bytes."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The place of a process in its group.
+
+    Attributes:
+      num_hosts: the number of processes.
+      rank: the rank of this process; rank 0 alone writes records and prints.
+      attempt: the number of earlier attempts of the run.
+      coordinator: host:port of rank 0; empty if JAX detects it.
+      devices_per_host: the number of devices to simulate in each process; None for the requested number.
+      detects_cluster: whether JAX's cluster detection applies, because no group is set.
+      local_device: the accelerator of this process, if several processes share a machine; None for all of them.
+      detects_devices: whether JAX's cluster detection chooses the accelerators; it gives a task of Slurm one.
+    """
+
+    num_hosts: int = 1
+    rank: int = 0
+    attempt: int = 0
+    coordinator: str = ""
+    devices_per_host: int | None = None
+    detects_cluster: bool = True
+    local_device: int | None = None
+    detects_devices: bool = False
+
+    @staticmethod
+    def of(environ: Mapping[str, str] = os.environ) -> "Hosts":
+        """Reads the group from the environment.
+
+        Raises:
+          SpanaxError: a value is not a number, or the variables contradict each other.
+
+        Example:
+          >>> Hosts.of({"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}).rank
+          1
+        """
+        attempt = number(environ, "SPANAX_ATTEMPT", 0)
+        devices_per_host = number(environ, "SPANAX_HOST_DEVICES", 0) or None
+        is_ours = "SPANAX_COORDINATOR" in environ or "SPANAX_NUM_HOSTS" in environ
+        group = None if is_ours else TorchGroup.of(environ)
+        if group is not None:
+            return Hosts(
+                group.num_processes, group.rank, attempt, group.coordinator if group.num_processes > 1 else "",
+                devices_per_host, detects_cluster=False, local_device=group.local_device,
+            )  # fmt: skip
+        if "SPANAX_COORDINATOR" not in environ:
+            num_hosts = number(environ, "SPANAX_NUM_HOSTS", 0)
+            if num_hosts > 1:
+                raise GroupError(
+                    f"SPANAX_NUM_HOSTS is {num_hosts}, but SPANAX_COORDINATOR is not set.",
+                    where=WHERE,
+                    fix=f"SPANAX_COORDINATOR=HOST:PORT of the first process, or {ALONE}",
+                )
+            return Hosts(attempt=attempt, devices_per_host=devices_per_host, detects_cluster=num_hosts == 0)
+        num_hosts = number(environ, "SPANAX_NUM_HOSTS", None)
+        names = ("SPANAX_HOST", "SLURM_PROCID")
+        rank = number(environ, next((name for name in names if name in environ), names[0]), None)
+        if not 0 <= rank < num_hosts:
+            raise GroupError(
+                f"host {rank} is out of range for {num_hosts} hosts, counted from 0.",
+                where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
+            )
+        return Hosts(
+            num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], devices_per_host,
+            detects_devices="SPANAX_HOST" not in environ,
+        )  # fmt: skip
+
+    def join(self) -> None:
+        """Joins the group before JAX starts its backend; a no-op without a group, or if it has been joined.
+
+        Raises:
+          HostsError: the backend has started already, not all processes joined, or the coordinator's port is in use.
+          SpanaxError: the coordinator's address is invalid.
+        """
+        import jax
+
+        if jax.distributed.is_initialized():
+            bind_data_sockets()
+            watch()
+            return
+        num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
+        if not self.coordinator and num_hosts == 1:
+            return
+        if _has_backend():
+            raise HostsError(
+                f"JAX started before this process joined its group of {num_hosts}.",
+                where=f"rank {self.rank}, coordinator {self.coordinator}" if self.coordinator else "detected by JAX",
+                fix="call spanax.distributed() before any array or jax.devices()"
+                + ("" if self.coordinator else f"; or {ALONE}"),
+            )
+        options: dict[str, Any] = {}
+        if self.coordinator:
+            if self.rank == 0:
+                _check_free(_bound_to(self.coordinator))
+            options = {
+                "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
+                "coordinator_bind_address": _bound_to(self.coordinator),
+            }  # fmt: skip
+            if not self.detects_devices:
+                # Cluster detection would still choose the local devices: one GPU for a Slurm task.
+                options["cluster_detection_method"] = "deactivate"
+            if self.local_device is not None:
+                options["local_device_ids"] = [self.local_device]
+        try:
+            jax.distributed.initialize(
+                **options,
+                initialization_timeout=JOIN_SECONDS,
+                heartbeat_timeout_seconds=DEATH_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise HostsError(
+                f"the {num_hosts} processes of this run could not connect: {first_line(error)}",
+                where=f"rank {self.rank}, coordinator {self.coordinator or 'detected by JAX'}",
+                fix="run spanax doctor --hosts HOST:PORT on each of them",
+            ) from None
+        exit_on_error()
+        watch()
+        bind_data_sockets()
+
+
+def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
+    """Makes the CPU collectives of this process (Gloo) listen on one interface, before JAX starts its backend.
+
+    By default JAX binds to the address of the machine's host name: often one that other machines can reach, sometimes
+    none of this machine. Here it is the interface in `SPANAX_INTERFACE`, or the one that reaches the coordinator, which
+    is loopback if all processes share a machine.
+
+    Raises:
+      HostsError: this process cannot listen there.
+      SpanaxError: there is no interface of that name.
+    """
+    import jax
+    from jax._src import distributed, xla_bridge  # no public API passes collectives to the CPU backend
+    from jaxlib import _jax
+
+    client, coordinator = distributed.global_state.client, distributed.global_state.coordinator_address
+    is_gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
+    if client is None or coordinator is None or not is_gloo or _has_backend():
+        return
+    interface = environ.get("SPANAX_INTERFACE")
+    if interface is None:
+        address = {"hostname": _address_towards(coordinator)}
+    else:
+        names = [name for _, name in socket.if_nameindex()]
+        if interface not in names:
+            message = f"unknown network interface '{interface}'."
+            raise GroupError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
+        address = {"interface": interface}
+
+    def make_cpu_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, **address)
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_cpu_client, priority=0, fail_quietly=False)
+
+
+def join_group() -> None:
+    """Joins the group that the environment sets, for programs that do not run a command of Spanax.
+
+    Raises:
+      HostsError: the group cannot be joined.
+      SpanaxError: the environment is inconsistent.
+    """
+    import jax
+
+    hosts = Hosts.of()
+    if hosts.devices_per_host and not jax.distributed.is_initialized() and not _has_backend():
+        prepare_devices(hosts.devices_per_host)
+    hosts.join()
+
+
+@functools.cache
+def detected_processes() -> int:
+    """Returns the number of processes of the cluster that JAX detects; 1 if it detects none.
+
+    Raises:
+      HostsError: JAX detects a cluster and cannot tell its size, or a launcher started processes it does not detect.
+    """
+    import jax
+
+    # No public API returns this: jax.distributed.initialize() raises without a cluster, and starts a
+    # coordinator for a single process.
+    from jax._src.clusters import ClusterEnv, GceTpuCluster, GkeTpuCluster, K8sCluster, SlurmCluster
+
+    skipped: list[type[ClusterEnv]] = []
+    if "JOB_COMPLETION_INDEX" not in os.environ:
+        skipped.append(K8sCluster)  # JAX joins only pods of Indexed Jobs
+    if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        skipped.append(SlurmCluster)  # a shell in an allocation: JAX would wait for all tasks of the job
+    platforms = jax.config.jax_platforms
+    if platforms and "tpu" not in platforms.split(","):
+        skipped += [GceTpuCluster, GkeTpuCluster]  # a worker that simulates devices does not need the others
+    try:
+        for kind in ClusterEnv._cluster_types:
+            if not kind.opt_in_only_method and kind not in skipped and kind.is_env_present():
+                return kind.get_process_count()
+    except (RuntimeError, ValueError, LookupError, OSError) as error:
+        raise HostsError(
+            f"JAX detects a cluster and cannot read its size: {first_line(error)}",
+            where=kind.__name__,
+            fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
+        ) from None
+    num_started = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if num_started != "1":
+        raise HostsError(
+            f"mpirun started {num_started} processes, but JAX {jax.__version__} does not detect them as a cluster.",
+            where="OMPI_COMM_WORLD_SIZE; Open MPI 5 requires JAX 0.12 and mpi4py",
+            fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
+        )
+    return 1
+
+
+def prepare_devices(num_simulated: int) -> None:
+    """Sets how many CPU devices JAX simulates when its backend starts; a no-op afterwards.
+
+    It also chooses the CPU if there is nothing else: libtpu would otherwise look for TPUs, and print warnings.
+    """
+    import jax
+
+    if _has_backend():
+        return  # the number is fixed, and the caller checks it
+    jax.config.update("jax_num_cpu_devices", num_simulated)
+    if not jax.config.jax_platforms and has_only_cpus():
+        jax.config.update("jax_platforms", "cpu")
+    threads = THREADS_PER_DEVICE * num_simulated
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if threads > (cores or 1):  # XLA starts one thread per core by default
+        os.environ.setdefault("NPROC", str(threads))
+    flags = os.environ.get("XLA_FLAGS", "")
+    # JAX rejects its setting together with the older flag.
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+
+
+def is_first() -> bool:
+    """Returns whether this process has rank 0."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def all_processes(value: bool) -> bool:
+    """Returns whether the value is true on every process; a barrier with several processes."""
+    import jax
+
+    if jax.process_count() == 1:
+        return value
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    with operation("an agreement"):
+        return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
+
+
+def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
+    """Returns the result of `decide` on the first process, on every process.
+
+    Raises:
+      SpanaxError: `decide` failed: its error on the first process, and an error of type `kind` on the others.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return decide()
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    error_of_first, text = None, ""
+    if is_first():
+        try:
+            text = decide()
+        except Exception as error:
+            error_of_first = error
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        error_of_first, text = kind(f"the first process returned {len(text)} characters, over {MAX_TEXT_BYTES}."), ""
+    encoded = np.frombuffer(text.encode().ljust(MAX_TEXT_BYTES, b"\0"), np.uint8)
+    with operation("a decision of the first process"):
+        text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(encoded))).rstrip(b"\0").decode()
+    if error_of_first is not None or not text:
+        raise error_of_first or kind("the first process failed; see its error.")
+    return text
+
+
+def _has_backend() -> bool:
+    """Returns whether JAX has started its backend; a group must be joined before that."""
+    from jax._src import xla_bridge  # as in jax.distributed.initialize(); there is no public API
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def _bound_to(coordinator: str) -> str:
+    """Returns the only address that the coordinator listens on: JAX's default is all, without authentication."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        if not host:
+            raise ValueError("an empty host name stands for every interface")
+        return f"{socket.gethostbyname(host)}:{int(port)}"
+    except (OSError, ValueError):
+        raise GroupError(
+            f"the coordinator's address '{coordinator}' is invalid.",
+            where="SPANAX_COORDINATOR, or MASTER_ADDR and MASTER_PORT",
+            fix="host:port, such as 10.0.0.7:9911",
+        ) from None
+
+
+def _address_towards(coordinator: str) -> str:
+    """Returns the address of this machine on the route to the coordinator."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*info[:3]) as route:
+            route.connect(info[4])  # a datagram socket: nothing is sent
+            address = str(route.getsockname()[0])
+        with socket.socket(info[0]) as trial:
+            trial.bind((address, 0))
+    except (OSError, ValueError) as error:
+        raise HostsError(
+            f"this process cannot listen on its address towards the coordinator: {error}.",
+            where=f"coordinator {coordinator}",
+            fix="SPANAX_INTERFACE=NAME of the network interface between the hosts",
+        ) from None
+    return address
+
+
+def _check_free(address: str) -> None:
+    """Raises if the coordinator cannot listen there: JAX itself would crash without an error (0.10.2 and 0.12.0)."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            raise HostsError(
+                f"the coordinator cannot listen on {address}: {error}.",
+                where="SPANAX_COORDINATOR, or MASTER_PORT",
+                fix="another port",
+            ) from None

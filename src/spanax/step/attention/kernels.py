@@ -1,0 +1,166 @@
+"""Lowers attention to the kernel of a platform where the plan chose one.
+
+TPUs use splash attention, NVIDIA GPUs cuDNN. On any other platform, such as simulated devices, the step runs the same
+attention block by block (`trace/rewrites/attention/operation.py`). Batch and heads are sharded as
+`plan/sharding/attention.py` decides.
+"""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
+from spanax.trace.rewrites.attention.kernels import Kernel
+from spanax.trace.rewrites.attention.operation import attention_grad_p, attention_p, backward_here, forward_here
+from spanax.trace.rewrites.attention.scores import Form
+
+BLOCKS = (512, 384, 256, 128)
+"""Block sizes of splash attention for queries and keys; the largest divisor applies, as in MaxText."""
+
+
+def splash_forward(
+    kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any, interpret: bool = False
+) -> list[Any]:
+    """Computes the output and the log-sum-exp of each row."""
+    splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
+    flat = _scaled(kernel, _flat_q(form, q)), _flat_k(form, k), _flat_k(form, v)
+    out, (log_sum,) = jax.vmap(splash)(*flat)
+    return [out.reshape(*q.shape[:-1], -1).astype(dtype), log_sum.reshape(q.shape[:-1])]
+
+
+def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool = False) -> list[Any]:
+    """Computes the gradients of q, k and v."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    q, k, v, grad_out, out, log_sum = operands
+    splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
+    flat_q, rows = _flat_q(form, q), _flat_q(form, log_sum[..., None])[..., 0]
+
+    def back(q: Any, k: Any, v: Any, grad_out: Any, out: Any, log_sum: Any) -> Any:
+        residuals = (q, k, v, None, None, out, log_sum, splash.dq_mask_info, splash.dkv_mask_info)
+        kwargs = splash.kwargs | {"save_residuals": False}
+        names = [*inspect.signature(splash_attention_kernel._splash_attention_bwd).parameters][:-2]
+        return splash_attention_kernel._splash_attention_bwd(*(kwargs[name] for name in names), residuals, grad_out)[
+            3:6
+        ]
+
+    flat = _scaled(kernel, flat_q), _flat_k(form, k), _flat_k(form, v)
+    grad_q, grad_k, grad_v = jax.vmap(back)(*flat, _flat_q(form, grad_out), _flat_q(form, out), rows)
+    grads = (_scaled(kernel, grad_q), grad_k, grad_v)
+    return [grad.reshape(operand.shape).astype(operand.dtype) for grad, operand in zip(grads, (q, k, v), strict=True)]
+
+
+def _splash(kernel: Kernel, q_shape: tuple[int, ...], num_keys: int, interpret: bool) -> Any:
+    """Returns the kernel for the query heads that share one key head."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    _, rows, queries, _ = q_shape
+    mask_type = splash_attention_mask.CausalMask if kernel.is_causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([mask_type((queries, num_keys))] * rows)
+    q_block, k_block = (next(block for block in BLOCKS if size % block == 0) for size in (queries, num_keys))
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=q_block, block_kv=k_block, block_kv_compute=k_block, block_q_dkv=q_block, block_kv_dkv=k_block,
+        block_kv_dkv_compute=k_block, block_q_dq=q_block, block_kv_dq=k_block,
+    )  # fmt: skip
+    return splash_attention_kernel.make_splash_mqa_single_device(
+        mask, block_sizes=sizes, save_residuals=True, interpret=interpret
+    )
+
+
+def _scaled(kernel: Kernel, q: Any) -> Any:
+    return (q.astype(jnp.float32) * kernel.scale).astype(q.dtype) if kernel.scale != 1.0 else q
+
+
+def _flat_q(form: Form, q: Any) -> Any:
+    """Reshapes to (batch, rows, queries, width)."""
+    batch, rows = q.shape[: form.num_batch], q.shape[form.num_batch : form.queries]
+    return q.reshape(math.prod(batch), math.prod(rows), *q.shape[form.queries :])
+
+
+def _flat_k(form: Form, k: Any) -> Any:
+    """Reshapes to (batch, keys, width)."""
+    return k.reshape(math.prod(k.shape[: form.num_batch]), *k.shape[form.num_batch :])
+
+
+# ---- cuDNN: operands have shape (batch, heads, length, width), with several query heads for each key head. Not through
+# `jax.nn`, which queries a local GPU and adds a custom partitioner; here the operands are already partitioned.
+
+
+def cudnn_forward(kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any) -> list[Any]:
+    """Computes the output and the log-sum-exp of each row."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    flat = [_heads(form, operand) for operand in (q, k, v)]
+    out, log_sum = cudnn._dot_product_attention_fwd_impl(*flat, *_unused(q.dtype), **_kwargs(kernel), is_training=True)
+    return [out.reshape(*q.shape[:-1], -1).astype(dtype), log_sum.reshape(q.shape[:-1])]
+
+
+def cudnn_backward(kernel: Kernel, form: Form, operands: Any) -> list[Any]:
+    """Computes the gradients of q, k and v."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    q, k, v, grad_out, out, log_sum = operands
+    flat_q, flat_k, flat_v, grad_out, out = (_heads(form, grad) for grad in (q, k, v, grad_out, out))
+    rows = log_sum.reshape(flat_q.shape[:-1])
+    grads = cudnn._dot_product_attention_bwd_impl(
+        flat_q, flat_k, flat_v, *_unused(q.dtype), rows, out, grad_out.astype(q.dtype), **_kwargs(kernel)
+    )
+    return [grad.reshape(operand.shape).astype(operand.dtype) for grad, operand in zip(grads, (q, k, v), strict=True)]
+
+
+def _heads(form: Form, array: Any) -> Any:
+    """Reshapes to (batch, heads, length, width); query heads that share a key head are contiguous."""
+    examples = array.shape[0] if form.num_batch > 1 else 1
+    return array.reshape(examples, -1, *array.shape[-2:])
+
+
+def _unused(dtype: Any) -> list[Any]:
+    """Returns empty bias, lengths, offsets and page tables."""
+    return [jnp.zeros(0, dtype)] * 7
+
+
+@functools.cache
+def _has_score_mod() -> bool:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
+
+
+def _kwargs(kernel: Kernel) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    masks = cudnn.MaskType
+    return {
+        "scale": kernel.scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": masks.CAUSAL if kernel.is_causal else masks.NO_MASK, "layout": cudnn.AttentionLayout.BNTH.value,
+        "sliding_window_length": None, **({"score_mod": None, "score_mod_args": ()} if _has_score_mod() else {}),
+    }  # fmt: skip
+
+
+# ---- lowering rules
+
+
+def _lower(name: str, platform: str, forward: Any, backward: Any) -> None:
+    """Registers lowering rules of both attention primitives on a platform, for operations that use kernel `name`."""
+
+    def run_forward(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any, kernel: Kernel | None) -> list[Any]:
+        if kernel is None or kernel.name != name:
+            return forward_here(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
+        return forward(kernel, form, dtype, q, k, v)
+
+    def run_backward(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Kernel | None) -> list[Any]:
+        if kernel is None or kernel.name != name:
+            return backward_here(*operands, form=form, grads=grads, kernel=kernel)
+        return backward(kernel, form, operands)
+
+    for primitive, run in ((attention_p, run_forward), (attention_grad_p, run_backward)):
+        mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform=platform)
+
+
+_lower(SPLASH, "tpu", splash_forward, splash_backward)
+_lower(CUDNN, "cuda", cudnn_forward, cudnn_backward)

@@ -1,0 +1,127 @@
+"""A function of NNX objects and arrays, compiled under a plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from spanax.hardware.flags import for_platform
+from spanax.plan.plan import Plan
+from spanax.step.platform import platform_of
+from spanax.step.replay.callbacks import is_callback
+from spanax.step.sharded_function import sharded_function
+from spanax.trace.program import Program
+from spanax.trace.user_mesh import sharding_on
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledFunction:
+    """A traced function of a state and a batch, replayed on the mesh of a plan.
+
+    Attributes:
+      program: the traced function.
+      plan: its plan; without a pipeline.
+      mesh: the devices.
+      donate: whether the buffers of the leaves that the function updates are reused.
+      user_mesh: the user's Explicit mesh of the same devices, if any. Between calls, arrays are on it where possible:
+        under `jax.set_mesh`, JAX accepts arrays on no other mesh.
+      options: the user's options of the compiler, which take precedence over the plan's.
+    """
+
+    program: Program
+    plan: Plan
+    mesh: jax.sharding.Mesh
+    donate: bool
+    user_mesh: jax.sharding.Mesh | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def state(self) -> list[jax.sharding.NamedSharding]:
+        """The sharding of every leaf of the state."""
+        return [placement.sharding(self.mesh) for placement in self.plan.leaves]
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """The indices of the leaves that the function updates."""
+        body = self.program.step.graph.body
+        return tuple(
+            index
+            for index, (before, after) in enumerate(zip(body.inputs[: len(self.state)], body.outputs, strict=False))
+            if before != after
+        )
+
+    @cached_property
+    def donated(self) -> tuple[int, ...]:
+        """The indices of the leaves whose buffers are reused; those of random keys may be those of their data."""
+        keys = {index for index, placement in enumerate(self.plan.leaves) if placement.is_key}
+        return tuple(index for index in self.updated if self.donate and index not in keys)
+
+    @cached_property
+    def read(self) -> tuple[int, ...]:
+        """The indices of the other leaves."""
+        return tuple(sorted({*range(len(self.state))}.difference(self.donated)))
+
+    @cached_property
+    def has_callbacks(self) -> bool:
+        """Whether the function calls Python functions while it runs, which may raise."""
+        return any(map(is_callback, self.program.step.graph.ops()))
+
+    @cached_property
+    def stored(self) -> tuple[jax.sharding.Sharding, ...]:
+        """The sharding of every leaf of the state between calls."""
+        return tuple(sharding_on(sharding, self.user_mesh) for sharding in self.state)
+
+    @cached_property
+    def batch(self) -> list[jax.sharding.NamedSharding]:
+        """The sharding of every leaf of the batch."""
+        return [placement.sharding(self.mesh) for placement in self.plan.batch]
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the mesh has several devices on CPUs, whose collectives require that calls do not overlap."""
+        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
+
+    def outputs(self, inputs: Sequence[Any], *, defers_errors: bool = False) -> list[Any]:
+        """Returns the new state and the results, under the plan's constraints, given state and batch."""
+        program = self.program
+        replay = sharded_function(
+            program, self.plan, self.mesh, None, program.step, None, is_step=True, inputs_only=False
+        )
+        return replace(replay, defers_errors=defers_errors).body(replay.graph.body, inputs)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The jitted function from (donated leaves, other leaves, batch) to (updated leaves, results)."""
+        indices, num_leaves = (*self.donated, *self.read), len(self.state)
+
+        def function(before: Sequence[Any], read: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            state = dict(zip(indices, [*before, *read], strict=True))
+            inputs = [*(state[index] for index in range(num_leaves)), *batch]
+            outputs = self.outputs(inputs, defers_errors=self.is_simulated)
+            return [outputs[index] for index in self.updated], outputs[num_leaves:]
+
+        platform = platform_of(self.mesh)
+        planned = for_platform(self.plan.xla_flags, platform) if platform else {}
+        before, read = ([self.state[index] for index in indices] for indices in (self.donated, self.read))
+        after = [self.stored[index] for index in self.updated]
+        return jax.jit(
+            function,
+            in_shardings=(before, read, self.batch),
+            out_shardings=(after, None),
+            donate_argnums=0,
+            compiler_options={**planned, **self.options} or None,
+        )
+
+    def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the abstract arguments of `jitted`."""
+        state = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+            for leaf, sharding in zip(self.program.leaves, self.state, strict=True)
+        ]
+        batch = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.program.batch, self.batch, strict=True)
+        ]
+        return [state[index] for index in self.donated], [state[index] for index in self.read], batch

@@ -1,0 +1,260 @@
+"""Evaluates the traced program again, with the sharding constraints of the plan on its values.
+
+Constraints also apply to values in loops and remat; the rest of the program is unchanged.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spanax.plan.sharding.operands import OperandSharding
+from spanax.plan.sharding.resolve import Constraint
+from spanax.plan.sharding.xla_workarounds import is_extended
+from spanax.plan.spmd.deferred_reductions import DeferredReductions
+from spanax.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
+from spanax.step.attention.ring import per_device_attention
+from spanax.step.platform import platform_of
+from spanax.step.replay.callbacks import is_callback, with_deferred_errors
+from spanax.step.replay.cpu_matmuls import single_contraction
+from spanax.step.replay.partial_sums import (
+    add_partial_sum_dims,
+    evaluate_partial_sums,
+    leading_after_stacked,
+    leading_before_stacked,
+    merged_leading,
+)
+from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
+from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
+
+# Constraints in the user's program refer to another mesh, and the plan already accounts for them.
+DROPPED = frozenset({"sharding_constraint", "reshard"})
+
+GROUPS = ("feature_group_count", "batch_group_count")
+"""The parameters of a convolution that are divided by the number of shards."""
+
+
+class ConstraintError(AssertionError):
+    """A sharding constraint does not fit its value: an internal error of Spanax."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Evaluates parts of a traced program under sharding constraints.
+
+    Attributes:
+      graph: the traced program.
+      constraints: the constraint of each value, by number; None leaves the sharding to the compiler.
+      uses: the operations that need their operands in another sharding.
+      mesh: the device mesh.
+      unreduced: the deferred reductions.
+      instead: functions that replace operations.
+      manual: the mesh axes that are manual in the surrounding `shard_map`.
+      defers_errors: whether errors of callbacks are raised by `raise_deferred`, after the program.
+    """
+
+    graph: Graph
+    constraints: Sequence[Constraint | None]
+    uses: Mapping[Op, OperandSharding]
+    mesh: Mesh
+    unreduced: DeferredReductions = DeferredReductions()
+    instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = field(default_factory=dict)
+    manual: frozenset[str] = frozenset()
+    defers_errors: bool = False
+
+    def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a body, given its inputs."""
+        readers, values = self.graph.readers, Values()
+        for value, arg in zip(body.inputs, args, strict=True):
+            with as_traced(readers[value][0]) if value in readers else nullcontext():
+                values[value] = self.constrained(arg, self.constraints[value], self.unreduced.of(value))
+        self.ops(body.ops, values)
+        return self.read(values, body.outputs)
+
+    def ops(self, ops: Iterable[Op], values: Values) -> None:
+        """Evaluates operations in order; reads operands from `values` and adds the results to it."""
+        run(self.graph, ops, values, self._compute)
+
+    def read(self, values: Mapping[int, Any], numbers: Iterable[int]) -> list[Any]:
+        """Returns values by number: computed ones, literals and constants."""
+        return read(self.graph, values, numbers)
+
+    def constrained(
+        self, array: Any, constraint: Constraint | None, leading: Sequence[str | tuple[str, ...] | None] = ()
+    ) -> Any:
+        """Returns an array with a sharding constraint; `leading` shards the dims before those of the constraint.
+
+        Raises:
+          ConstraintError: the constraint does not fit the shape of the array.
+        """
+        # An array in host memory was copied from devices, and has their sharding.
+        is_single = self.mesh.size == math.prod(self.mesh.shape[axis] for axis in self.manual)
+        if any(leading) and constraint is None:
+            constraint = Constraint(((),) * (array.ndim - len(leading)), is_open=True)
+        if constraint is None or is_single or jax.typeof(array).memory_space == jax.memory.Space.Host:
+            return array
+        spec = _partition_spec(constraint, self.manual, leading)
+        _check_fits(array.shape, spec, self.mesh)
+        return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
+
+    def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+        if op in self.instead:
+            return self.instead[op](ins)
+        if op.bodies:
+            return self._with_bodies(op, ins)
+        use, deferred = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
+        lookup = (
+            match_sharded_lookup(self.graph, op, self.constraints, self.manual)
+            if self.manual and not deferred
+            else None
+        )
+        if lookup is not None:
+            return sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
+        if use is not None:
+            for targets in filter(None, (use.first, use.inputs)):
+                leading = map(self.unreduced.of, op.inputs)
+                ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
+            if use.is_isolated:
+                ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
+        if op.name in DROPPED:
+            outs = list(ins[:1])
+        elif self.defers_errors and is_callback(op):
+            outs = with_deferred_errors(self.graph, op, ins)
+        elif deferred:
+            outs = evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
+        elif use is not None and use.is_local and self.mesh.size > 1:
+            around = None if op.params.get("kernel") else use.attention
+            part = None if around is None else per_device_attention(op, around, self.mesh, self.manual)
+            outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
+        else:
+            outs = self._product(op, ins, use) or op.bind(ins)
+        if use is not None:
+            outs = [self.constrained(array, target, deferred) for array, target in zip(outs, use.outputs, strict=True)]
+        # The compiler propagates the sharding of an operand with the result's shape through elementwise operations. A
+        # conversion keeps its constraint: otherwise the compiler could communicate the wider dtype.
+        graph, constraints = self.graph, self.constraints
+        is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
+        propagated = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
+        results = []
+        current = use.outputs if use is not None else (None,) * len(outs)
+        for value, out, previous in zip(op.outputs, outs, current, strict=True):
+            target = constraints[value]
+            known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
+            known = known and not is_extended(graph, value, constraints)
+            # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
+            known = known or (previous is not None and (target is None or previous.spec == target.spec))
+            results.append(out if known else self.constrained(out, target, deferred))
+        return results
+
+    def _product(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+        """Returns the results of a matmul in the form that is fast on CPUs; None for other operations and platforms."""
+        if op.name != "dot_general" or platform_of(self.mesh) != "cpu":
+            return None
+        known: Sequence[Constraint | None]
+        if self.mesh.size == 1:
+            known = [Constraint(((),) * array.ndim) for array in ins]
+        else:
+            known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
+        return single_contraction(op, ins, known, self.manual)
+
+    def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+        """Evaluates a loop, a branch or a remat with constraints in its bodies."""
+        if op.name == "scan":
+            outs: Sequence[Any] = self._looped(op, ins)
+        else:
+            outs = with_bodies(op, ins, self.body, self._shape)
+        deferred, constraints = self.unreduced.of, self.constraints
+        return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
+
+    def _looped(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+        """Evaluates a loop, followed by the reductions that were deferred in it."""
+        deferred, axis_sizes, (body,) = self.unreduced.of, self.mesh.shape, op.bodies
+        num_consts, num_carried = scan_counts(self.graph, op)
+        num_fixed = num_consts + num_carried
+        operands = [
+            add_partial_sum_dims(array, deferred(value), deferred(inner), axis_sizes)
+            for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
+        ]
+        operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
+        pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
+
+        def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
+            outs = zip(body.outputs, self.body(body, args), pending, strict=True)
+            return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
+
+        outs = [*with_bodies(op, operands, iteration, self._shape)]
+        outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
+        pairs = zip(op.outputs, outs, pending, strict=True)
+        return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]
+
+    def reduced(self, array: Any, constraint: Constraint | None, axes: Sequence[str], left: Sequence[str] = ()) -> Any:
+        """Returns a value with partial sums over `axes`, reduced over all axes except `left`."""
+        if axes == left:
+            return array
+        summed = tuple(axis for axis in axes if axis not in left)
+        if constraint is not None:  # reduce-scatter: the result is sharded over the same axes
+            spec = tuple(tuple(axis for axis in by if axis not in summed) for by in constraint.spec)
+            constraint = replace(constraint, spec=spec)
+        array = self.constrained(merged_leading(array, axes, left), constraint, (summed, *left))
+        return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
+
+    def _shape(self, value: int) -> tuple[int, ...]:
+        return (*(self.mesh.shape[axis] for axis in self.unreduced.of(value)), *self.graph.shape(value))
+
+
+def _shard_by_shard(
+    op: Op,
+    use: OperandSharding,
+    mesh: Mesh,
+    ins: Sequence[Any],
+    manual: frozenset[str],
+    instead: Callable[..., Any] | None = None,
+) -> list[Any]:
+    """Evaluates an operation, or `instead`, on each shard in `shard_map`, so the compiler does not partition it."""
+    specs = [
+        tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
+        for group in (use.inputs, use.outputs)
+    ]
+    grouped = [name for name in GROUPS if op.params.get(name, 1) > 1]
+
+    def part(*parts: Any) -> tuple[Any, ...]:
+        outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
+        return jax.lax.psum(outs, use.summed) if use.summed else outs
+
+    # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
+    automatic = set(mesh.axis_names) - manual
+    if not automatic:
+        return list((instead or part)(*ins))
+    context: dict[str, Any] = {"axis_names": automatic} if manual else {"mesh": mesh}
+    return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raises ConstraintError if a spec has another rank than a shape or does not divide it, which JAX would ignore."""
+    axes = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by if isinstance(by, tuple) else (by,) for by in spec]
+    num_shards = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
+    if len(num_shards) != len(shape) or any(size % parts for size, parts in zip(shape, num_shards, strict=True)):
+        raise ConstraintError(f"sharding constraint {spec} does not fit shape {shape} on mesh {dict(mesh.shape)}.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
+
+
+def _partition_spec(
+    constraint: Constraint, manual: frozenset[str] = frozenset(), leading: Sequence[str | tuple[str, ...] | None] = ()
+) -> PartitionSpec:
+    unsharded = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
+    spec = [tuple(axis for axis in axes if axis not in manual) for axes in constraint.spec]
+    by_dim = (unsharded if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+    return PartitionSpec(*leading, *by_dim)

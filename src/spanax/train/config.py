@@ -1,0 +1,295 @@
+"""The settings of `spanax train`, as flags, in a TOML file and in the config.toml of a run."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tyro.conf import Positional
+
+from spanax.documents import MAX_TOML_BYTES
+from spanax.entries.local_path import check_local_paths, local_path
+from spanax.errors import ConflictError, FormatError, MissingError, RangeError, UnknownNameError, nearest
+from spanax.hardware.flags import NONE, flags_of
+from spanax.printable import is_printable
+from spanax.schema import SchemaError, parsed, short
+from spanax.step.guard import POLICIES, Guard, check_steps_per_call
+from spanax.trace.jaxpr.remat_policies import (
+    known_accumulation,
+    known_attention,
+    known_chunks,
+    known_dtype,
+    known_offload,
+    known_policy,
+)
+from spanax.train.flags import BatchSizes, LayoutRequest, Precision
+from spanax.train.record.folder import config_text
+from spanax.train.record.trackers import check_trackers
+from spanax.units import whole_number
+
+
+@dataclass(frozen=True)
+class TrainConfig(BatchSizes, Precision, LayoutRequest):
+    """Train a workload on the available devices, or on simulated ones.
+
+    Attributes:
+      workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
+        or a folder written by spanax import.
+      plan: a plan file to use instead of --layout and --mesh.
+      devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
+      steps: total number of steps, including those before a resume; an error if the run has taken more.
+      steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of the
+        host; every step is logged, and a call ends at a save or an evaluation.
+      data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record file, a
+        folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, the source of its standard
+        library.
+      field: the field of a table with the text or the tokens (of several, the first that a table has), or
+        leaf=field,leaf=field.
+      tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
+      lr: peak learning rate.
+      seed: seed of the parameters and of the order of the data.
+      microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
+      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
+      virtual_stages: groups of layers per stage of the interleaved schedule.
+      output_dir: run folder. Default: runs/<workload>-<time>.
+      init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
+        the state is new.
+      init_partial: with --init, load the weights that match by path and shape and list the others, for a model with
+        additional weights, such as LoRA adapters or a new head.
+      resume: continue from the newest intact checkpoint in the run folder, on any mesh.
+      accept_changed_model: with --resume, continue even if the model or the loss has changed.
+      save_every: steps between checkpoints; 0 saves only at the end.
+      keep_last: number of newest checkpoints to keep.
+      eval_every: steps between evaluations on held-out data; 0 evaluates only at the end.
+      eval_batches: batches per evaluation.
+      log_every: steps between log lines.
+      track: trackers that log the metrics: tensorboard, wandb, or tensorboard,wandb.
+      on_bad_step: action if a loss, gradient norm or parameter is not finite, or a spike: halt, skip (discard the
+        update), rollback (restore the newest checkpoint, and skip the batch) or ignore.
+      spike_factor: a loss or gradient norm above this multiple of the median of the last 64 good steps is bad,
+        such as 10.
+      max_bad_steps: tolerated number of consecutive bad steps, or of rollbacks to one checkpoint.
+      profile: trace the steps from A to B, as A:B, and report where their time is spent.
+      config: a TOML file with any of these settings; flags override it.
+      xla_flags: XLA compiler options: none, default (those of the chips, see docs/training.md), or comma-separated
+        name=value pairs. Default: those of the plan.
+      json: write JSON lines, and nothing else, to standard output.
+      traceback: show the full traceback of an error.
+    """
+
+    workload: Positional[str] = "gpt-nano"
+    plan: str | None = None
+    devices: int | None = None
+    steps: int | None = None
+    steps_per_call: int = 1
+    data: str | None = None
+    field: str | None = None
+    tokenizer: str | None = None
+    lr: float | None = None
+    seed: int = 0
+    microbatches: int | None = None
+    pipeline_schedule: str | None = None
+    virtual_stages: int | None = None
+    output_dir: str | None = None
+    init: str | None = None
+    init_partial: bool = False
+    resume: bool = False
+    accept_changed_model: bool = False
+    save_every: int = 100
+    keep_last: int = 3
+    eval_every: int = 0
+    eval_batches: int = 20
+    log_every: int = 1
+    track: str | None = None
+    on_bad_step: str = "halt"
+    spike_factor: float | None = None
+    max_bad_steps: int = 3
+    profile: str | None = None
+    config: str | None = None
+    xla_flags: str | None = None
+    json: bool = False
+    traceback: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """Returns the settings to record in config.toml, without those of one invocation."""
+        invocation = ("output_dir", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
+        return {key: value for key, value in asdict(self).items() if key not in invocation}
+
+    @property
+    def guard(self) -> Guard | None:
+        """The policy for bad steps; None with --on-bad-step ignore."""
+        return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike_factor, self.max_bad_steps)
+
+
+STATE_DTYPES = ("float32", "bfloat16")
+ON_BAD_STEP = (*POLICIES, "ignore")
+
+PLAN_SETTINGS = (
+    "layout",
+    "mesh",
+    "dtype",
+    "microbatches",
+    "pipeline_schedule",
+    "virtual_stages",
+    "remat",
+    "attention",
+    "loss_chunks",
+    "pad",
+    "offload",
+)
+"""Settings that a plan file determines."""
+
+MIN: dict[str, float] = {
+    "devices": 1, "steps": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "microbatches": 1,
+    "virtual_stages": 1, "lr": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
+    "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
+}  # fmt: skip
+
+MAX: dict[str, float] = {"steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
+"""Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
+
+USUAL = {
+    "devices": "8", "steps": "100", "global_batch_size": "32", "seq_len": "128", "microbatches": "4",
+    "virtual_stages": "2", "lr": "3e-4", "spike_factor": "10",
+}  # fmt: skip
+"""Usual values of numbers without a default, for the `fix` of an error."""
+
+MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
+"""The maximal size of config.toml, without its checksum."""
+
+TYPES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
+    """Returns the configuration with the settings of a file.
+
+    Raises:
+      SpanaxError: a key does not exist, or a value has another type.
+    """
+    # `traceback` is needed before the file is read.
+    known = [field.name for field in fields(TrainConfig) if field.name != "traceback"]
+    for key in settings:
+        if key not in known:
+            raise UnknownNameError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
+    try:
+        return parsed(TrainConfig, asdict(config) | dict(settings), is_strict=False)
+    except SchemaError as error:
+        expected = next(name for kind, name in TYPES.items() if kind is error.expected)
+        raise FormatError(
+            f"setting '{error.name}' is {short(error.value)}; it must be {expected}.", where=where
+        ) from None
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """Returns the configuration after validating its values and their combination.
+
+    Raises:
+      SpanaxError: a value is invalid, or contradicts another.
+    """
+    for name, least in MIN.items():
+        value = getattr(config, name)
+        flag, most = f"--{name.replace('_', '-')}", MAX.get(name, 10**12)
+        if value is None or least <= value <= most:
+            continue
+        bound = f"<= {most:g}" if value > most else f">= {least:g}"
+        raise RangeError(f"{flag} is {value}; expected a number {bound}.", fix=f"{flag} {_usual(name)}")
+    _check_texts(config)
+    known_dtype(config.dtype)
+    if config.accumulate is not None:
+        known_accumulation(config.accumulate)
+    if config.optimizer_state not in STATE_DTYPES:
+        message = f"unknown optimizer state '{config.optimizer_state}'."
+        raise UnknownNameError(message, fix=nearest(config.optimizer_state, STATE_DTYPES))
+    if config.on_bad_step not in ON_BAD_STEP:
+        message = f"unknown --on-bad-step '{config.on_bad_step}'."
+        raise UnknownNameError(message, fix=nearest(config.on_bad_step, ON_BAD_STEP))
+    known_policy(config.remat)
+    known_attention(config.attention)
+    flags_of(config.xla_flags or NONE, ())
+    known_chunks(config.loss_chunks or 1)
+    known_offload(config.offload)
+    if config.guard is not None:
+        check_steps_per_call(config.guard, config.steps_per_call)
+    profiled_steps(config)
+    check_trackers(config.track)
+    check_local_paths(config)
+    check_path("--output-dir", config.output_dir)
+    if config.resume and config.output_dir is None:
+        raise MissingError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
+    if config.plan is not None:
+        check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
+    return config
+
+
+def _usual(name: str) -> str:
+    """Returns a usual value of a setting: its default, if it has one."""
+    default = getattr(TrainConfig(), name)
+    return USUAL[name] if default is None else str(default)
+
+
+def _check_texts(config: TrainConfig) -> None:
+    """Checks that the settings can be written to config.toml and read back.
+
+    Raises:
+      SpanaxError: a setting is not UTF-8 (as an argument or file name may be), or the settings are too long.
+    """
+    texts = {name: value for name, value in asdict(config).items() if isinstance(value, str)}
+    for name, text in texts.items():
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            flag = f"--{name.replace('_', '-')}" if name != "workload" else "the workload"
+            raise FormatError(f"{flag} is not UTF-8: {text[:200]!r}.", fix="a name in UTF-8")
+    if len(config_text(config.record()).encode()) > MAX_RECORD_BYTES:
+        name = max(texts, key=lambda name: len(texts[name]))
+        size = f"more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} characters in --{name}"
+        raise FormatError(f"the settings have {size}.", fix="a folder or a pattern instead of a list of files")
+
+
+def check_path(flag: str, path: str | None) -> None:
+    """Checks that a path to write to can be printed and copied unambiguously.
+
+    Raises:
+      SpanaxError: it is empty, begins or ends with whitespace, has a control character, or is a URL.
+    """
+    if path is not None and (path != path.strip() or not path or not is_printable(path)):
+        raise FormatError(
+            f"{flag} is {path!r}: it is empty, begins or ends with whitespace, or has a control character.",
+            fix=f"{flag} runs/NAME",
+        )
+    if path is not None:
+        local_path(path)
+
+
+def check_alone(settings: Mapping[str, Any]) -> None:
+    """Checks that no setting is given that a plan file determines.
+
+    Args:
+      settings: the settings named in PLAN_SETTINGS; None for those not given.
+
+    Raises:
+      SpanaxError: a setting is given.
+    """
+    names = [name for name, value in settings.items() if value is not None]
+    if names:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ConflictError(f"--plan already determines {' and '.join(names)}.", fix=f"omit {flags}")
+
+
+def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
+    """Returns the first and last step to profile; None if no step is profiled.
+
+    Raises:
+      SpanaxError: --profile is not of the form A:B, or goes beyond the last step.
+    """
+    if config.profile is None:
+        return None
+    first, _, last = config.profile.partition(":")
+    start, stop = whole_number(first), whole_number(last)
+    if start is None or stop is None or not 1 <= start <= stop:
+        raise FormatError(
+            f"--profile is '{config.profile}'; it must be the first and the last step.", fix="--profile 10:20"
+        )
+    if config.steps is not None and stop > config.steps:
+        raise RangeError(
+            f"--profile {config.profile} goes beyond the last step, {config.steps}.",
+            fix=f"--profile {max(1, config.steps - 10)}:{config.steps}",
+        )
+    return start, stop

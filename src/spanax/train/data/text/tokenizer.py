@@ -1,0 +1,315 @@
+"""Tokenizers: bytes, a BPE trained on the corpus, or a tokenizer.json."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from spanax.documents import read_bytes, read_json
+from spanax.entries.local_path import local_path
+from spanax.errors import FileError, MissingError, RangeError, UnknownNameError, nearest
+from spanax.train.data.cache import cache_folder, keep
+from spanax.train.data.elements import digest
+from spanax.units import whole_number
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+BPE_VOCAB_SIZE = 4096
+PIECE_BYTES = 1 << 16
+"""The size of the pieces in which text is encoded: this bounds memory (100 bytes per token) and uses all cores."""
+PIECES_AT_ONCE = 64
+MAX_FILE_BYTES, MAX_GAP = 1 << 26, 1 << 17
+"""Limits for a tokenizer.json; published ones have up to 35 MB, and few gaps in their ids."""
+BPE_TRAINING_BYTES = 1 << 26
+"""A larger corpus is subsampled for training: more text hardly changes the merges and takes minutes."""
+
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>")
+"""The end-of-text tokens of published tokenizers, for files without a tokenizer_config.json."""
+
+
+class TrainingText(Protocol):
+    """Text for training a tokenizer."""
+
+    @property
+    def key(self) -> Sequence[str | bytes]:
+        """Identifies the text."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The approximate size."""
+
+    def documents(self) -> Iterable[bytes]:
+        """Returns the text in parts."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Encodes text as token ids.
+
+    Args:
+      name: the kind, followed by a hash of the training text or the file if it has one.
+      vocab_size: the exclusive upper bound of the ids.
+      encode: maps UTF-8 text to ids, of shape [N] and the smallest unsigned dtype for the vocabulary.
+      encode_each: maps short texts to the ids of each text, on all cores.
+      to_json: returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library.
+      end_id: the id of the end-of-text token; None if there is none.
+
+    Example:
+      >>> load_tokenizer("bytes").encode("to be").tolist()
+      [116, 111, 32, 98, 101]
+    """
+
+    name: str
+    vocab_size: int
+    encode: Callable[[str | bytes], np.ndarray]
+    encode_each: Callable[[Sequence[bytes]], Sequence[np.ndarray]]
+    to_json: Callable[[], str]
+    end_id: int | None = None
+
+    def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """Yields the ids of each document followed by the end-of-text token, or by a newline if there is none.
+
+        Example:
+          >>> [ids.tolist() for ids in load_tokenizer("bytes").encode_documents([b"to", b"be"])]
+          [[116, 111, 10], [98, 101, 10]]
+        """
+        ended = [document if self.end_id is not None else document + b"\n" for document in documents]
+        short = iter(self.encode_each([document for document in ended if len(document) <= PIECE_BYTES]))
+        for document in ended:
+            ids = next(short) if len(document) <= PIECE_BYTES else self.encode(document)
+            yield ids if self.end_id is None else np.append(ids, ids.dtype.type(self.end_id))
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A tokenizer that a run has trained, to resume it with the same ids.
+
+    Args:
+      name: `bpe` or `bpe:8192`; other names are loaded as usual.
+      json: the text of its tokenizer.json.
+    """
+
+    name: str
+    json: str
+
+
+def load_tokenizer(
+    tokenizer: str | TrainedTokenizer,
+    texts: Sequence[TrainingText] = (),
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Tokenizer:
+    """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
+
+    Args:
+      tokenizer: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size. A TrainedTokenizer
+        is not trained again.
+      texts: the texts that a `bpe` is trained on: Corpus or Column.
+      cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
+
+    Raises:
+      SpanaxError: the name is unknown.
+      DataError: the file is missing or damaged.
+
+    Example:
+      >>> load_tokenizer("bytes").vocab_size
+      256
+    """
+    name = tokenizer.name if isinstance(tokenizer, TrainedTokenizer) else tokenizer
+    kind, colon, size = name.partition(":")
+    if name == "bytes":
+        return Tokenizer(
+            "bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts], _bytes_json
+        )
+    if kind == "bpe":
+        if colon and (whole_number(size) or 0) < 257:
+            raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
+        if not texts:
+            raise MissingError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
+        trained = tokenizer.json if isinstance(tokenizer, TrainedTokenizer) else None
+        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir, trained)
+    if name.endswith(".json") or os.sep in name:
+        return _from_file(local_path(name))
+    raise UnknownNameError(
+        f"unknown tokenizer '{name}'.", fix=nearest(name, ["bytes", "bpe", f"bpe:{BPE_VOCAB_SIZE}", "tokenizer.json"])
+    )
+
+
+def _encode_bytes(text: str | bytes) -> np.ndarray:
+    return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+
+def _bytes_json() -> str:
+    """Returns the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges, whose ids are the bytes."""
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers
+
+    engine = Engine(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    return engine.to_str()
+
+
+def _byte_characters() -> list[str]:
+    """Returns the printable character that stands for each byte in byte-level BPE.
+
+    Source: `bytes_to_unicode` in encoder.py of GPT-2 (https://github.com/openai/gpt-2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (chr(0x100 + number) for number in range(0x100))
+    return [chr(byte) if byte in printable else next(others) for byte in range(0x100)]
+
+
+def _trained(
+    texts: Sequence[TrainingText],
+    vocab_size: int,
+    cache_dir: str | os.PathLike[str] | None,
+    trained: str | None = None,
+) -> Tokenizer:
+    key = digest(*(part for text in texts for part in text.key), str(vocab_size))
+    name = f"bpe:{vocab_size}@{key}"
+    if trained is not None:
+        engine = _parsed(trained, "tokenizer.json of the run", fix="restore it from a copy")
+        return _wrapped(name, engine, engine.to_str)
+    path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
+    try:
+        engine = _parsed(path.read_text(encoding="utf-8"), path.name, fix="")
+    except (OSError, ValueError, FileError):  # missing or damaged: trained again
+        engine = _train(texts, vocab_size)
+        keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
+    return _wrapped(name, engine, engine.to_str)
+
+
+def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: every text can be encoded
+        show_progress=False,
+        special_tokens=[],
+    )
+    step = 1 + sum(text.size_bytes for text in texts) // BPE_TRAINING_BYTES
+    pieces = (piece for text in texts for document in text.documents() for piece in _pieces(document))
+    engine.train_from_iterator((piece for i, piece in enumerate(pieces) if i % step == 0), trainer)
+    return engine
+
+
+def _from_file(path: Path) -> Tokenizer:
+    try:
+        content = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
+        raise FileError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
+    engine = _parsed(content, str(path), fix="download the file again, or use bytes or bpe")
+    engine.no_truncation()
+    engine.no_padding()
+    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, lambda: content, _end_id(engine, path))
+    if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
+        raise FileError(
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
+            fix="a tokenizer with contiguous ids; a model allocates an embedding for each",
+        )
+    return tokenizer
+
+
+def _parsed(content: str, name: str, *, fix: str) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Engine
+
+    with _raising(f"'{name}' is not a tokenizer, or is damaged.", fix), _without_stderr():
+        return Engine.from_str(content)
+
+
+@contextmanager
+def _raising(message: str, fix: str) -> Iterator[None]:
+    """Raises a FileError for an error of the tokenizers library."""
+    try:
+        yield
+    except BaseException as error:  # the library raises a bare Exception, or a panic of Rust, which is none
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise FileError(message, where=" ".join(str(error).split())[:120], fix=fix) from None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discards what this process writes to descriptor 2: Rust prints a panic, and its stack, before it raises it."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def tokenizer_config(content: str) -> dict[str, str]:
+    """Returns the tokenizer_config.json that lets transformers read a tokenizer.json as it is.
+
+    Without it, transformers chooses the class of the model's family, which builds its own rules around the vocabulary.
+    """
+    vocab = _parsed(content, "tokenizer.json", fix="restore it from a copy").get_vocab(with_added_tokens=True)
+    end = next((name for name in END_OF_TEXT if name in vocab), None)
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if end is None else {"eos_token": end})
+
+
+def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
+    """Returns the id of the end-of-text token, from tokenizer_config.json in the same folder or by its usual names."""
+    try:
+        config = read_json(path.with_name("tokenizer_config.json"))
+        token = config.get("eos_token") if isinstance(config, Mapping) else None
+        names: Sequence[object] = [token.get("content") if isinstance(token, Mapping) else token]
+    except (OSError, ValueError):
+        names = END_OF_TEXT
+    ids = (engine.token_to_id(name) for name in names if isinstance(name, str))
+    return next((token_id for token_id in ids if token_id is not None), None)
+
+
+def _wrapped(
+    name: str, engine: "tokenizers.Tokenizer", to_json: Callable[[], str], end_id: int | None = None
+) -> Tokenizer:
+    # The highest id, not the number of entries: published vocabularies have gaps.
+    vocab_size = max(engine.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+    def encode(text: str | bytes) -> np.ndarray:
+        pieces = list(_pieces(text.encode() if isinstance(text, str) else text))
+        parts = [np.empty(0, dtype)]
+        for first in range(0, len(pieces), PIECES_AT_ONCE):
+            parts += ids(pieces[first : first + PIECES_AT_ONCE])
+        return np.concatenate(parts)
+
+    def encode_each(texts: Sequence[bytes]) -> list[np.ndarray]:
+        return ids([text.decode() for text in texts])
+
+    def ids(texts: list[str]) -> list[np.ndarray]:
+        with _raising(f"tokenizer '{name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"):
+            return [np.array(encoding.ids, dtype) for encoding in engine.encode_batch(texts, add_special_tokens=False)]
+
+    return Tokenizer(name, vocab_size, encode, encode_each, to_json, end_id)
+
+
+def _pieces(text: bytes) -> Iterator[str]:
+    """Yields the text in pieces of about `PIECE_BYTES`, each of which ends before a newline or a space."""
+    start = 0
+    while start < len(text):
+        stop = min(start + PIECE_BYTES, len(text))
+        if stop < len(text):
+            breaks = (text.rfind(mark, start + 1, stop) for mark in (b"\n", b" "))
+            stop = next((position for position in breaks if position > 0), stop)
+            while stop < len(text) and text[stop] & 0xC0 == 0x80:  # never inside a UTF-8 character
+                stop += 1
+        yield text[start:stop].decode("utf-8")
+        start = stop

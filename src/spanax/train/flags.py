@@ -1,0 +1,161 @@
+"""Flags that several commands share: sizes of a workload, precision, and the requested layout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import arg
+
+from spanax.errors import RangeError
+
+if TYPE_CHECKING:
+    from spanax.trace.program import Program
+    from spanax.trace.workload import Workload
+
+Load = Callable[..., Any]
+"""Builds a workload, given `batch_size`, `seq_len`, `num_layers` and `embed_dim`."""
+
+USUAL = {"global_batch_size": 32, "seq_len": 128, "layers": 12, "embed": 768}
+"""Usual sizes by flag, for the `fix` of an error."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sizes of the batch.
+
+    Attributes:
+      global_batch_size: number of examples per step, over all devices.
+      seq_len: sequence length in tokens.
+    """
+
+    global_batch_size: int | None = None
+    seq_len: int | None = None
+
+    def load(self, load: Load, **more: Any) -> Any:
+        """Returns the workload at the requested sizes; `more` are further arguments of `load`.
+
+        Raises:
+          RangeError: a size is below 1.
+        """
+        for name, usual in USUAL.items():
+            size, flag = getattr(self, name, None), f"--{name.replace('_', '-')}"
+            if size is not None and size < 1:
+                raise RangeError(f"{flag} is {size}; expected an integer >= 1.", fix=f"{flag} {usual}")
+        return load(**self._arguments(), **more)
+
+    def _arguments(self) -> dict[str, int]:
+        sizes = {"batch_size": self.global_batch_size, "seq_len": self.seq_len}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+
+@dataclass(frozen=True)
+class Sizes(BatchSizes):
+    """Sizes of the batch and the model.
+
+    Attributes:
+      layers: number of layers, instead of the workload's.
+      embed: model width, instead of the workload's.
+    """
+
+    layers: int | None = None
+    embed: int | None = None
+
+    def _arguments(self) -> dict[str, int]:
+        sizes = {"num_layers": self.layers, "embed_dim": self.embed}
+        return super()._arguments() | {name: size for name, size in sizes.items() if size is not None}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of computation and optimizer state.
+
+    Attributes:
+      dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
+        accelerators, unless the model sets its own dtypes.
+      optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
+    """
+
+    dtype: str | None = None
+    optimizer_state: str = "float32"
+
+    def check_dtype(self) -> None:
+        """Raises SpanaxError if the compute dtype is unknown."""
+        from spanax.trace.jaxpr.remat_policies import known_dtype
+
+        known_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """The requested layout; the planner chooses what is not requested.
+
+    Attributes:
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert, pipeline,
+        pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or
+        the fastest layout that fits.
+      mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
+      remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
+        each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
+        full:8, the others under none, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
+        as written in the model.
+      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel if it applies.
+        Default: auto on accelerators, plain on CPUs.
+      loss_chunks: number of token chunks for the logits, or auto, if that saves much memory. Default: auto on
+        accelerators, 1 on CPUs.
+      pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads
+        nothing. Default: without layout and mesh, if a step is 10 % faster; otherwise none.
+      offload: state to store in host memory: optimizer, whose arrays are copied to the devices only for the update; or
+        none. Default: none; without layout and mesh, whatever makes a layout fit if nothing fits otherwise.
+      accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
+        microbatches. Default: exact.
+    """
+
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    attention: str | None = None
+    loss_chunks: str | None = None
+    pad: str | None = None
+    offload: str | None = None
+    accumulate: str | None = None
+
+    def check_layout(self) -> None:
+        """Raises SpanaxError if the value of a flag is unknown."""
+        from spanax.trace.jaxpr.remat_policies import (
+            known_accumulation,
+            known_attention,
+            known_chunks,
+            known_offload,
+            known_policy,
+        )
+
+        known_policy(self.remat)
+        known_attention(self.attention)
+        known_chunks(self.loss_chunks or 1)
+        known_offload(self.offload)
+        known_accumulation(self.accumulate or "exact")
+
+    def trace(
+        self,
+        workload: "Workload",
+        precision: Precision,
+        *,
+        dtype: str | None,
+        learning_rate: float = 1e-3,
+        num_steps: int = 100,
+    ) -> "Program":
+        """Returns the training step of a workload, traced with the requested rematerialization and precision."""
+        return workload.trace(
+            learning_rate=learning_rate,
+            num_steps=num_steps,
+            compute_dtype=dtype,
+            remat=self.remat,
+            optimizer_state=precision.optimizer_state,
+            accumulate=self.accumulate,
+        )
+
+
+BatchSizeFlags = Annotated[BatchSizes, arg(name="")]
+SizeFlags = Annotated[Sizes, arg(name="")]
+PrecisionFlags = Annotated[Precision, arg(name="")]
+LayoutFlags = Annotated[LayoutRequest, arg(name="")]

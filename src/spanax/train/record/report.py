@@ -1,0 +1,114 @@
+"""Reads a run folder into a `RunReport`: its time account, last checkpoint, last metrics, and the command to resume."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
+from spanax.errors import DataError, EntryError, MissingFileError
+from spanax.train.record import heartbeat
+from spanax.train.record.folder import read_settings
+from spanax.train.record.time_account import TimeAccount, account
+from spanax.train.store import view
+from spanax.usage.examples import resume_command
+
+MAX_NOTES = 8
+"""Number of unknown event kinds and of damaged heartbeats in a report."""
+
+RATES = ("step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds")
+METRIC_EVENTS = ("step", "eval")
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Summary of a run, finished or not.
+
+    Attributes:
+      folder: the run folder.
+      workload: name of the workload; empty if the folder does not record one.
+      account: wall time by category.
+      checkpoint: the newest intact checkpoint, or None.
+      metrics: metrics of the last logged step (`step`) and of the last evaluation (`eval`).
+      notes: files and lines that could not be read, one line per problem.
+      saving: the step of a checkpoint that is being written, or None.
+    """
+
+    folder: Path
+    workload: str
+    account: TimeAccount
+    checkpoint: view.SavedStep | None
+    metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    saving: int | None = None
+
+    @property
+    def how_to_go_on(self) -> str:
+        """The command that resumes the run; `it is running` if none is needed."""
+        outcome = self.account.attempts[-1].outcome
+        if outcome == "running":
+            return "it is running"
+        return resume_command(self.folder, 2 * self.account.reached if outcome == "finished" else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the object that `spanax report --json` prints."""
+        checkpoint = None if self.checkpoint is None else asdict(self.checkpoint)
+        return {
+            "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": checkpoint,
+            "saving": self.saving, "metrics": self.metrics, "notes": list(self.notes),
+            "how_to_go_on": self.how_to_go_on,
+        }  # fmt: skip
+
+
+def run_report(folder: Path) -> RunReport:
+    """Returns the report on a run folder, also while the run is writing to it.
+
+    Raises:
+      DataError: the folder is not a run folder.
+      EntryError: an entry of the folder is a link or has another unexpected type.
+    """
+    if not folder.is_dir():
+        raise MissingFileError(
+            f"folder '{folder}' does not exist.", fix="a run folder: the --output-dir of spanax train"
+        )
+    times, notes, workload = account(folder), list[str](), ""
+    try:
+        workload = str(read_settings(folder).get("workload", ""))
+    except EntryError:
+        raise
+    except DataError as error:
+        notes.append(" ".join(str(error).split()))  # damaged runs need a report most
+    steps = view.describe(Folder.of(folder).inner(CHECKPOINTS))
+    intact = [saved for saved in steps if saved.state == "good"]
+    saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
+    metrics, num_damaged = _last_metrics(folder)
+    notes += [
+        f"{name}: {_num_lines(count)} damaged"
+        for name, count in ((EVENTS, times.num_damaged), (METRICS, num_damaged))
+        if count
+    ]
+    notes += [
+        f"{EVENTS}: {_num_lines(count)} of the unknown kind '{kind}' left out"
+        for kind, count in sorted(times.unknown.items())[:MAX_NOTES]
+    ]
+    if times.is_tail:
+        notes.append(f"{EVENTS}: only the last events were read")
+    notes += heartbeat.damaged(folder)[:MAX_NOTES]
+    return RunReport(folder, workload, times, intact[-1] if intact else None, metrics, notes, saving)
+
+
+def _num_lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"
+
+
+def _last_metrics(folder: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Returns the metrics of the last `step` and `eval` events of a run, and the number of damaged lines."""
+    metrics: dict[str, dict[str, Any]] = {}
+    num_damaged = 0
+    for event in Folder.of(folder).lines(METRICS):
+        if event is None:
+            num_damaged += 1
+        elif isinstance(kind := event.get("event"), str) and kind in METRIC_EVENTS:
+            metrics[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
+    return metrics, num_damaged

@@ -1,0 +1,87 @@
+"""Traces a workload with the settings of a training configuration."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spanax.entries.local_path import check_local_paths
+from spanax.errors import DataError, WorkloadError
+from spanax.plan.plan import Plan
+from spanax.trace.program import Program
+from spanax.trace.workload import Workload
+from spanax.train.config import TrainConfig
+from spanax.train.data.elements import flat
+from spanax.train.data.open_source import Reading, vocab_size
+from spanax.train.data.text.tokenizer import TrainedTokenizer
+from spanax.train.record.folder import saved_tokenizer
+
+
+def trace_workload(
+    load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
+) -> tuple[Workload, TrainConfig, Program]:
+    """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
+
+    A plan from a file, `planned`, determines the compute dtype.
+
+    Raises:
+      SpanaxError: the workload has no data, or the step cannot be traced.
+      DataError: the tokens need a larger vocabulary than the model has.
+    """
+    workload, config = _settled(load, config)
+    dtype = config.dtype if planned is None else planned.schedule.compute_dtype
+    program = config.trace(workload, config, dtype=dtype, learning_rate=config.lr or 0.0, num_steps=config.steps or 0)
+    return workload, config, program
+
+
+def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
+    """Returns the workload in the configured sizes with the tokenizer's vocabulary, and the settings with defaults."""
+    workload = config.load(load)
+    config = replace(
+        config,
+        steps=workload.num_steps if config.steps is None else config.steps,
+        lr=workload.learning_rate if config.lr is None else config.lr,
+        tokenizer=config.tokenizer or workload.tokenizer,
+        init=config.init or workload.init,
+    )
+    source = source_of(config, workload)
+    check_local_paths(replace(config, data=str(source) if isinstance(source, str | Path) else None))  # of the workload
+    if workload.vocab_size is not None:
+        reading = Reading(tokenizer_of(config), field=config.field)
+        num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
+        if num_tokens not in (None, workload.vocab_size):
+            workload = config.load(load, vocab_size=num_tokens)
+        if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
+            raise DataError(
+                f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
+                where=f"--data {source} --tokenizer {config.tokenizer}",
+                fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
+            )
+    return workload, config
+
+
+def tokenizer_of(config: TrainConfig) -> str | TrainedTokenizer:
+    """Returns the tokenizer of the settings, or the one that a run to resume has saved.
+
+    Raises:
+      DataError: the saved tokenizer is missing, or does not match its checksum.
+    """
+    name = config.tokenizer or "bytes"
+    saved = saved_tokenizer(Path(config.output_dir)) if config.resume and config.output_dir else None
+    return name if saved is None else TrainedTokenizer(name, saved)
+
+
+def source_of(config: TrainConfig, workload: Workload) -> Any:
+    """Returns the training data: --data, or the workload's source.
+
+    Raises:
+      SpanaxError: there is neither.
+    """
+    source = config.data if config.data is not None else workload.source
+    if source is None:
+        custom = "source=... in your spanax.Workload"
+        raise WorkloadError(
+            f"workload '{config.workload}' has no data.",
+            fix=custom if workload.vocab_size is None else f"--data PATH, or {custom}",
+        )
+    return source
