@@ -139,7 +139,7 @@ def test_estimates_are_linear_in_the_number_of_layers(
 
     def priced(result: Search, seed: Candidate, program: Program) -> Any:
         seconds, num_bytes = COSTS[program.remat]
-        return partial_remat._Point(replace(seed, step_seconds=seconds), program, num_bytes)
+        return partial_remat._Point(replace(seed, step_seconds=seconds, upper_bytes=num_bytes), program)
 
     monkeypatch.setattr(partial_remat, "_priced", priced)
     result = replace(before(), candidates=() if is_large else (candidate,))
@@ -148,17 +148,17 @@ def test_estimates_are_linear_in_the_number_of_layers(
     assert all(each.lighter.upper_bytes > limit for each in estimates)
 
 
-@pytest.mark.parametrize(("saved", "expected"), [(20.0, [3]), (12.0, [3, 5]), (0.0, [3])])
+@pytest.mark.parametrize(("saved", "expected"), [(20, [3]), (12, [3, 5]), (0, [3])])
 def test_a_second_policy_is_traced_where_the_first_implies_it(
-    saved: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    saved: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Per layer, of an excess of 60."""
 
     def priced(result: Search, seed: Candidate, program: Program) -> Any:
-        return partial_remat._Point(seed, program, 100.0 - saved * int(program.remat[5]))
+        return partial_remat._Point(replace(seed, upper_bytes=100 - saved * int(program.remat[5])), program)
 
     monkeypatch.setattr(partial_remat, "_priced", priced)
-    lighter = partial_remat._Point(before().best, program(), 100.0)
+    lighter = partial_remat._Point(replace(before().best, upper_bytes=100), program())
     estimate = partial_remat._Estimate(1.0, partial_remat.PartialPolicy("full", 3), lighter)
     points = partial_remat._traced(before(), estimate, 40, Counter())
     assert [point.program.remat for point in points] == [f"full:{count}" for count in expected]

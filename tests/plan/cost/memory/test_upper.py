@@ -14,6 +14,7 @@ from flax import nnx
 
 import spanax
 from programs import zoo_program
+from sampling import sampled
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.trace.program import Program
@@ -99,11 +100,20 @@ def evaluated(program: Program, layout: str) -> Evaluation:
     return evaluate(program, spanax.plan(program, V5E, layout=layout), V5E)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+QUICK = (
+    "an image per device, 32 channels",
+    "windows of 5 x 5",
+    "64 columns, Adagrad",
+    "16 columns, Adam",
+    "matmuls, large",
+)
+
+
+@pytest.mark.parametrize("name", sampled(COMPILED, QUICK))
 def test_the_upper_estimate_covers_the_compiled_program(name: str) -> None:
     trace, layout, compiled = COMPILED[name]
     memory = evaluated(trace(), layout).memory
-    assert compiled < memory.upper_bytes[0] < 2.2 * compiled
+    assert compiled < memory.upper_bytes[0] < 3 * compiled
 
 
 def test_the_upper_estimate_exceeds_the_prediction_and_grows_with_the_batch() -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from spanax.plan.spmd.tiled_scatter import LANES, ROWS, WORD_BYTES
 
-FEW_EXAMPLES, COPIES = 4, 2
+FEW_EXAMPLES, COPIES, WINDOW_COPIES = 7, 2, 3
 """Convolutions of at most so many examples on a device fold parts of an image into the batch: so many copies of each
-activation are live, and of the windows of a convolution, one for each column of its kernel. Source: convolutions
-compiled by libtpu 0.0.52 for v5e:2x4, docs/planning.md."""
+activation are live, and so many of all columns of the windows of one convolution. Source: convolutions compiled by
+libtpu 0.0.52 for v5e:2x4, docs/planning.md."""
 
 MOST_PADDING, MANY_LOOKUPS = 4, 2048
 """The largest factor by which rows of a table are padded to lanes; any factor where a device looks up so many of them.
@@ -71,7 +71,7 @@ class Tiled(NamedTuple):
         result = padded(dims, self.itemsize, self._barred, (*self.indexed, *self.spatial))
         if self.spatial:
             examples = np.prod([dim for dim, is_batch in zip(dims, self.is_batch, strict=True) if is_batch], axis=0)
-            copies = COPIES * max(self.window, 1)
+            copies = WINDOW_COPIES * self.window or COPIES
             result = result * np.where(examples <= FEW_EXAMPLES, copies, 0.0 if self.window else 1.0)
         return result, dims.prod(0) * self.itemsize
 
