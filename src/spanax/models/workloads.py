@@ -19,7 +19,7 @@ from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported
 
 
-def text_workload(
+def text_workload(  # noqa: PLR0913  its options are settings
     model: Callable[..., Any],
     loss: Callable[..., Any],
     config: Any,

@@ -25,7 +25,8 @@ from spanax.train.data.source import (
     in_order,
     sequence_examples,
 )  # fmt: skip
-from spanax.train.data.text.corpus import Corpus, check_split, load_corpus
+from spanax.train.data.split import check_split
+from spanax.train.data.text.corpus import Corpus, load_corpus
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
 

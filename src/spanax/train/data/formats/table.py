@@ -15,7 +15,7 @@ import numpy as np
 from spanax.errors import DataError, FileError, MissingFileError
 from spanax.train.data.cache import cache_folder
 from spanax.train.data.elements import digest
-from spanax.train.data.text.corpus import HELD_OUT, check_inside, check_split
+from spanax.train.data.split import HELD_OUT, check_inside, check_split
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
 """The samples that a digest of large files hashes, instead of terabytes."""
@@ -243,7 +243,9 @@ def _size_bytes(path: Path) -> int:
             raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(
+            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
+        ) from None
 
 
 def _digests(paths: Sequence[Path]) -> tuple[str, str]:

@@ -4,17 +4,12 @@ import errno
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanax.errors import DataError, FileError, MissingFileError, UnknownNameError, nearest
+from spanax.errors import DataError, FileError, MissingFileError
 from spanax.train.data.elements import digest
-
-SPLITS = ("train", "validation")
-HELD_OUT = 20
-"""One in this many parts is held out for validation."""
-
+from spanax.train.data.split import HELD_OUT, check_inside
 
 TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"
 """The kinds of tables, which are read by rows; other files are read as text."""
@@ -94,7 +89,9 @@ def _read_text(path: Path, *, may_be_binary: bool = False) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
-        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
+        raise FileError(
+            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
+        ) from None
     if may_be_binary and b"\0" in text[:8192]:  # git's test for a binary file
         return b""
     try:
@@ -106,26 +103,6 @@ def _read_text(path: Path, *, may_be_binary: bool = False) -> bytes:
             fix="convert it (iconv -f latin1 -t utf-8), or remove it from the folder",
         ) from None
     return text
-
-
-def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Checks that no file is a link out of the folder, which could expose any file of this machine."""
-    root = Path(os.path.realpath(folder))
-    for path in paths:
-        target = Path(os.path.realpath(path))
-        if not target.is_relative_to(root):
-            raise FileError(
-                f"'{path}' is a link out of the data folder.",
-                where=f"to {target}",
-                fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
-            )
-
-
-def check_split(split: str) -> str:
-    """Returns `split`; raises SpanaxError if it is not in `SPLITS`."""
-    if split not in SPLITS:
-        raise UnknownNameError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
-    return split
 
 
 def _python_corpus() -> Corpus:

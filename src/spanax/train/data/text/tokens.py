@@ -21,7 +21,8 @@ from spanax.errors import DataError, FileError
 from spanax.train.data.cache import cache_folder, exclusive, keep, reserve, writing
 from spanax.train.data.elements import digest
 from spanax.train.data.formats.table import Table
-from spanax.train.data.text.corpus import HELD_OUT, SPLITS, Corpus
+from spanax.train.data.split import HELD_OUT, SPLITS
+from spanax.train.data.text.corpus import Corpus
 from spanax.train.data.text.tokenizer import Tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22
