@@ -672,6 +672,13 @@ def test_import_spanax_starts_no_backend() -> None:
     assert python(f"import spanax; [getattr(spanax, name) for name in spanax.__all__]; {BACKENDS}") == "[]"
 
 
+def test_spanax_jit_loads_only_what_it_calls() -> None:
+    places = "{name.split('.')[1] for name in sys.modules if name.startswith('spanax.')}"
+    loaded = set(python(f"import sys, spanax; spanax.jit; print(*{places})").split())
+    assert {"trace", "plan", "step", "jit"} <= loaded
+    assert not loaded & {"train", "check", "show", "commands", "launch", "interop", "models", "doctor"}
+
+
 def test_a_started_backend_is_detected() -> None:
     assert python(f"import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices(); {BACKENDS}") == "['cpu']"
 

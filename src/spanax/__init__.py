@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spanax.processes.devices import simulate as simulate
     from spanax.processes.group import Group as Group
     from spanax.processes.group import distributed as distributed
+    from spanax.processes.process_batches import local_batch as local_batch
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
     from spanax.step.guard import Guard as Guard
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from spanax.train.data.batches import batches as batches
     from spanax.train.data.mixture import Mixture as Mixture
     from spanax.train.data.mixture import mixture as mixture
-    from spanax.train.data.process_batches import local_batch as local_batch
     from spanax.train.run import Run as Run
     from spanax.train.state.checkpoints import Checkpoints as Checkpoints
     from spanax.train.state.restore import restore as restore
@@ -74,7 +74,7 @@ _NAMES = {
     "plan.search": "search",
     "train.data.batches": "Batches batches",
     "train.data.mixture": "Mixture mixture",
-    "train.data.process_batches": "local_batch",
+    "processes.process_batches": "local_batch",
     "processes.devices": "simulate",
     "processes.group": "Group distributed",
     "train.run": "Run",

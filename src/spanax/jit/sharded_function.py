@@ -24,6 +24,7 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
+from spanax.processes.process_batches import global_batch
 from spanax.step.compile_notice import compile_notice
 from spanax.step.compiled_function import CompiledFunction
 from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
@@ -36,7 +37,6 @@ from spanax.trace.function import trace_function
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
-from spanax.train.data.process_batches import global_batch
 
 if TYPE_CHECKING:
     from spanax.check.report import Report

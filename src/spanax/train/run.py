@@ -16,6 +16,7 @@ from spanax.errors import LossError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
+from spanax.processes.process_batches import global_batch
 from spanax.step.compile_notice import compile_notice
 from spanax.step.donation import check_state, note_failure
 from spanax.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
@@ -33,7 +34,6 @@ from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import methods_outside_meshes
 from spanax.train.data.batches import Batches
-from spanax.train.data.process_batches import global_batch
 from spanax.train.evaluation import num_fewer, smaller_evaluation, unplanned_evaluation
 from spanax.train.program_digest import meta_of
 from spanax.train.store import checkpoint

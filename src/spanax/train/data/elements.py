@@ -1,6 +1,5 @@
 """Conversions between examples or batches, which are pytrees, and their leaves by path."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,21 +31,6 @@ class ExampleLeaf:
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str | None, ...] = ()
-
-
-def digest(*parts: str | bytes | np.ndarray) -> str:
-    """Returns a hash of the contents as twelve hex digits, equal on every machine.
-
-    Example:
-      >>> digest("a", "bc") == digest("ab", "c")
-      False
-    """
-    state = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        data = part.tobytes() if isinstance(part, np.ndarray) else part.encode() if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.hexdigest()
 
 
 def described(leaves: Mapping[str, Any]) -> str:

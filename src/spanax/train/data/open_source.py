@@ -11,8 +11,9 @@ import numpy as np
 
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
+from spanax.sealed import digest
 from spanax.train.data.destination import Destination
-from spanax.train.data.elements import Leaves, digest
+from spanax.train.data.elements import Leaves
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.source import (

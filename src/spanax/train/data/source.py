@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from spanax.errors import ArgumentError, BatchError, ConflictError, DataError, TooFewExamplesError
+from spanax.sealed import digest
 from spanax.train.data.destination import Destination
-from spanax.train.data.elements import Leaves, digest, flat, nested
+from spanax.train.data.elements import Leaves, flat, nested
 from spanax.train.data.mixture import picked, places_until
 from spanax.train.data.order import Order
 from spanax.train.data.text.tokens import Tokens

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from spanax.errors import DataError, FileError, MissingFileError
+from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder
-from spanax.train.data.elements import digest
 from spanax.train.data.split import HELD_OUT, check_inside, check_split
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.errors import DataError, FileError, MissingFileError
-from spanax.train.data.elements import digest
+from spanax.sealed import digest
 from spanax.train.data.split import HELD_OUT, check_inside
 
 TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"

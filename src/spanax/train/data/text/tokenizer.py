@@ -12,8 +12,8 @@ import numpy as np
 from spanax.documents import read_bytes, read_json
 from spanax.entries.local_path import local_path
 from spanax.errors import FileError, MissingError, RangeError, UnknownNameError, nearest
+from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, keep
-from spanax.train.data.elements import digest
 from spanax.units import whole_number
 
 if TYPE_CHECKING:

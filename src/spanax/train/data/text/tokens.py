@@ -18,8 +18,8 @@ import numpy as np
 
 from spanax.documents import read_json
 from spanax.errors import DataError, FileError
+from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, exclusive, keep, reserve, writing
-from spanax.train.data.elements import digest
 from spanax.train.data.formats.table import Table
 from spanax.train.data.split import HELD_OUT, SPLITS
 from spanax.train.data.text.corpus import Corpus

@@ -12,7 +12,7 @@ import pytest
 
 import spanax
 from spanax.errors import SpanaxError
-from spanax.train.data.process_batches import _judge_global, _judge_local
+from spanax.processes.process_batches import _judge_global, _judge_local
 
 SCRIPT = """
 import json

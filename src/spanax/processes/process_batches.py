@@ -17,7 +17,7 @@ import numpy as np
 from spanax.errors import BatchError, DeviceCountError
 from spanax.processes.agreement import verdict
 from spanax.processes.processes import join_group
-from spanax.train.data.elements import digest
+from spanax.sealed import digest
 
 if TYPE_CHECKING:
     import jax
