@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = "multitask.b"
 """Part of the name of the cells that are traced fast."""
 
-LOW = {"gpt2.b8-fsdp-v5e.2x4", "gpt2.b64-data-v5e.2x4", "unet32.b128-data-v5e.2x4"}
+LOW = {"gpt2.b8-fsdp-v5e.2x4", "gpt2.b64-data-v5e.2x4", "resnet50.b256-data-v5e.2x4"}
 """Cells whose prediction is more than five percent low; their upper estimates cover it."""
 
 TPUS, GPUS = ("v5e", "v5p"), ("h100",)
@@ -39,12 +39,12 @@ def of_size(rows: list[dict[str, Any]], size: str, chips: tuple[str, ...] = TPUS
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
-    """Arguments to 2 %, and the compiled peak below its upper estimate, but not four times below."""
+    """Arguments to 2 %, and the compiled peak below its upper estimate, but not ten times below."""
     assert rows
     for row in rows:
         assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row
         assert row["predicted"] <= row["upper"], row
-        assert row["compiled"] <= row["upper"] < 4 * row["compiled"], row
+        assert row["compiled"] <= row["upper"] < 10 * row["compiled"], row
 
 
 def test_some_cells_are_predicted_within_their_margin() -> None:
@@ -56,6 +56,8 @@ def test_some_cells_are_predicted_within_their_margin() -> None:
 @pytest.mark.slow
 def test_all_cells_are_predicted_within_their_margin(rows: list[dict[str, Any]]) -> None:
     check_rows(rows)
+    ratios = sorted(row["upper"] / row["compiled"] for row in rows if not row["group"].startswith(GPUS))
+    assert ratios[len(ratios) // 2] < 1.6
 
 
 @pytest.mark.slow

@@ -201,11 +201,11 @@ def planned(
 
 
 def tight(make: Callable[..., Program], share: float, *, on: str, **options: Any) -> Make:
-    """A plan on devices whose memory it needs to a given share."""
+    """A plan on devices whose memory it needs to a given share, by its upper estimate."""
 
     def findings() -> list[Finding]:
         base = case(make(), on, **options)
-        needed = evaluate(base.program, base.plan, base.cluster).candidate.peak_bytes
+        needed = evaluate(base.program, base.plan, base.cluster).candidate.upper_bytes
         return dataclasses.replace(
             base, cluster=dataclasses.replace(base.cluster, memory_bytes=int(needed / share))
         ).findings()

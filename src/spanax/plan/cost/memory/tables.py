@@ -56,8 +56,8 @@ some collectives are asynchronous. Source: fitted to half of the programs below 
 tests/data/memory_cells.json."""
 
 
-UPPER_FACTOR, UPPER_PER_COLLECTIVE = 1.25, 8
-"""The largest factor between compiled tuples and their estimate, and the most further tuples of a collective."""
+UPPER_FACTOR, UPPER_PER_PROGRAM, UPPER_PER_COLLECTIVE = 1.25, 8, 8
+"""The largest factor of compiled tuples over their estimate, and the further tuples of a program and a collective."""
 
 
 def counted(sharded: ShardedProgram, live: Liveness, body: Body, ops: Sequence[Op]) -> Counts:
@@ -117,4 +117,6 @@ def table_bytes(
     copied = (COPIES * state.num_arrays + state.num_updated) * free_share
     tuples = PER_PROGRAM + PER_KERNEL * counts.kernels + PER_COLLECTIVE * counts.collectives
     total = copied + tuples + counts.scalars + num_window_tuples
-    return SLOT_BYTES * (UPPER_FACTOR * total + UPPER_PER_COLLECTIVE * counts.collectives if is_upper else total)
+    if is_upper:
+        total = UPPER_FACTOR * total + UPPER_PER_PROGRAM + UPPER_PER_COLLECTIVE * counts.collectives
+    return SLOT_BYTES * total
