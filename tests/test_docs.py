@@ -243,7 +243,7 @@ def test_the_tests_named_by_a_page_exist(page: Path) -> None:
 
 
 def test_a_missing_test_is_detected() -> None:
-    text = "`tests/test_docs.py::test_a_wrong_example_is_detected`, `test_docs.py::no`, `tests/train/test_docs.py`"
+    text = "`tests/test_docs.py::test_a_wrong_example_is_detected`, `test_docs.py::no`, `tests/run/test_docs.py`"
     text += ", `test_a_wrong_example_is_detected`, `test_of_nothing`"
     assert unknown_tests(text) == ["test_docs.py::no", "run/test_docs.py::", "test_of_nothing"]
 

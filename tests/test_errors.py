@@ -29,6 +29,7 @@ from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.probe import probe
+from spanax.models.images import Digits
 from spanax.plan.choose import plan
 from spanax.plan.plan import Schedule
 from spanax.processes.devices import simulate
@@ -49,6 +50,11 @@ GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
 def misspelt() -> None:
     raise SpanaxError(f"unknown layout 'fdsp'; {nearest('fdsp', ['data', 'fsdp', 'tensor'])}")
+
+
+def without_scikit_learn() -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        Digits()
 
 
 def in_dtype(dtype: str = "bfloat16") -> None:
@@ -195,6 +201,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
     "pad: examples": lambda: spanax.plan(linear(), "cpu:3", layout="tensor", mesh="model=3", pad="batch"),
     "pad: an axis that no mesh axis shards": lambda: spanax.plan(linear(), "cpu:8", layout="data", pad="features"),
+    "digits: no scikit-learn": without_scikit_learn,
+    "digits: no such size": lambda: Digits(image_size=12),
 }
 
 

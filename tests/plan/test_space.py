@@ -13,7 +13,7 @@ from flax import nnx
 import spanax
 from programs import array, workload
 from spanax.plan.cost.memory.state import state_of
-from spanax.plan.cost.peak_memory import memory_use, walk
+from spanax.plan.cost.peak_memory import Meshes, memory_use, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.partition import as_masks
@@ -97,9 +97,10 @@ def priced(
     grid = Grid(family.sizes[:, index : index + 1], stages, each, each)
     seconds = price(count_terms(ShardedProgram(resolver, program.step)), cluster, grid).step_seconds
     memory = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step)), grid.sizes,
-        num_stages=stages, num_microbatches=each, in_flight=each, scale=each,
-    )  # fmt: skip
+        state_of(resolver),
+        walk(ShardedProgram(resolver, program.step)),
+        Meshes(grid.sizes, num_stages=stages, num_microbatches=each, in_flight=each, scale=each),
+    )
     return float(seconds[0]), float(memory.peak_bytes[0])
 
 

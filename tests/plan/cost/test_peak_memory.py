@@ -13,7 +13,7 @@ import spanax
 import zoo
 from programs import array, small_gpt, zoo_program
 from spanax.plan.cost.memory.state import state_of
-from spanax.plan.cost.peak_memory import GROUPS, MemoryUse, memory_use, walk
+from spanax.plan.cost.peak_memory import GROUPS, MemoryUse, Meshes, memory_use, walk
 from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -54,7 +54,10 @@ def groups(
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
     arrays = {name: np.asarray([arguments.pop(name, default)]) for name, default in numbers.items()}
     result = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **arguments
+        state_of(resolver),
+        walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu),
+        Meshes(sizes, **arrays),
+        **arguments,
     )
     assert result.peak_bytes[0] == pytest.approx(sum(values[0] for values in result.groups.values()))
     return by_group(result, 0)
@@ -257,9 +260,10 @@ def test_one_walk_serves_many_meshes() -> None:
     sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
     each = np.ones(5)
     together = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step)), sizes,
-        num_stages=each, num_microbatches=each, in_flight=each, scale=each,
-    )  # fmt: skip
+        state_of(resolver),
+        walk(ShardedProgram(resolver, program.step)),
+        Meshes(sizes, num_stages=each, num_microbatches=each, in_flight=each, scale=each),
+    )
     for position, (fsdp, model) in enumerate(sizes.T.tolist()):
         if model > 1 and fsdp > 1:
             assert by_group(together, position) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")

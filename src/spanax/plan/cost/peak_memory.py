@@ -73,6 +73,25 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
+class Meshes:
+    """Candidates of one sharding, an element each.
+
+    Attributes:
+      sizes: a row per mesh axis, a column per mesh.
+      num_stages: of the pipeline; they divide stacked layers, counted as fewer where some are padding.
+      num_microbatches: if more than one, gradients are accumulated in a separate array.
+      in_flight: the microbatches whose activations a stage stores at once.
+      scale: the batch of one microbatch over the traced batch.
+    """
+
+    sizes: Array
+    num_stages: Array
+    num_microbatches: Array
+    in_flight: Array
+    scale: Array
+
+
+@dataclass(frozen=True, eq=False)
 class MemoryUse:
     """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum, without those in host memory.
 
@@ -112,12 +131,8 @@ def ring_memory(sharded: ShardedProgram) -> list[object]:
 def memory_use(
     state: State,
     level: Level,
-    sizes: Array,
+    meshes: Meshes,
     *,
-    num_stages: Array,
-    num_microbatches: Array,
-    in_flight: Array,
-    scale: Array,
     fused_attention: bool = False,
     on_chip: OnChip | None = None,
 ) -> MemoryUse:
@@ -126,19 +141,18 @@ def memory_use(
     Args:
       state: the sharded leaves; the batch stays live until the step ends.
       level: the program's peak moments.
-      sizes: a row per mesh axis, a column per mesh.
-      num_stages: of the pipeline; they divide stacked layers, counted as fewer where some are padding.
-      num_microbatches: if more than one, gradients are accumulated in a separate array.
-      in_flight: the microbatches whose activations a stage stores at once.
-      scale: the batch of one microbatch over the traced batch.
+      meshes: the candidates.
       fused_attention: whether attention scores stay on the chip.
       on_chip: the compiler-managed memory of a TPU, which also pads arrays; None: no array is padded.
     """
-    num_shards = shard_counts(sizes)
+    num_stages = meshes.num_stages
+    num_microbatches = meshes.num_microbatches
+    scale = meshes.scale
+    num_shards = shard_counts(meshes.sizes)
     by_kind = {kind: state.local_bytes(kind, num_shards, num_stages) for kind in (*STATE_GROUPS, "gradient", OFFLOADED)}
     groups = {name: by_kind[kind] for kind, name in STATE_GROUPS.items()}
     groups["batch"] = groups["batch"] * scale * num_microbatches  # live from the start
-    columns = Columns(num_shards, scale, num_stages, in_flight, fused_attention, on_chip)
+    columns = Columns(num_shards, scale, num_stages, meshes.in_flight, fused_attention, on_chip)
     peak = _peak(level, columns)
     if on_chip is not None:
         total, small = peak[: len(GROUPS)].sum(0), peak[len(GROUPS)]
@@ -179,17 +193,8 @@ def memory_per_device(
     """
     columns = [(*grid.sizes, grid.shares, grid.num_microbatches, _num_in_flight(grid), grid.scale) for grid in grids]
     *sizes, num_stages, num_microbatches, in_flight, scale = map(np.concatenate, zip(*columns, strict=True))
-    memory = memory_use(
-        state,
-        level,
-        np.stack(sizes),
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        in_flight=in_flight,
-        scale=scale,
-        fused_attention=fused_attention,
-        on_chip=on_chip,
-    )
+    meshes = Meshes(np.stack(sizes), num_stages, num_microbatches, in_flight, scale)
+    memory = memory_use(state, level, meshes, fused_attention=fused_attention, on_chip=on_chip)
     ends = np.cumsum([grid.scale.size for grid in grids]).tolist()
     return [memory.select(slice(start, end)) for start, end in itertools.pairwise([0, *ends])]
 
