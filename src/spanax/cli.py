@@ -70,6 +70,9 @@ COMMANDS: dict[str, Verb] = {
 }
 
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
+SETTINGS = (tyro.conf.DisallowNone,)
+"""Help names `PATH`, and not `{None}|PATH`."""
+
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -140,7 +143,9 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     verb = COMMANDS[name]
     if verb.parse is not None:
         return verb.parse(argv)
-    return tyro.cli(verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv)
+    return tyro.cli(
+        verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=SETTINGS
+    )
 
 
 def _overview(argv: Sequence[str]) -> None:
@@ -157,4 +162,4 @@ def _overview(argv: Sequence[str]) -> None:
         Annotated[verb.flags, tyro.conf.subcommand(name, description=verb.summary)] for name, verb in COMMANDS.items()
     ]
     everything: Any = Union[tuple(commands)]  # noqa: UP007
-    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv)
+    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=SETTINGS)
