@@ -22,7 +22,7 @@ from spanax.commands import (
     report,
     train,
 )  # fmt: skip
-from spanax.commands.answer import Answer
+from spanax.commands.answer import HELP, Answer
 from spanax.commands.weights import export_rules, export_weights, import_weights
 from spanax.compat import color_help
 from spanax.entries.local_path import check_local_paths
@@ -70,9 +70,6 @@ COMMANDS: dict[str, Verb] = {
 }
 
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
-SETTINGS = (tyro.conf.DisallowNone,)
-"""Help names `PATH`, and not `{None}|PATH`."""
-
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -143,9 +140,7 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     verb = COMMANDS[name]
     if verb.parse is not None:
         return verb.parse(argv)
-    return tyro.cli(
-        verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=SETTINGS
-    )
+    return tyro.cli(verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=HELP)
 
 
 def _overview(argv: Sequence[str]) -> None:
@@ -162,4 +157,4 @@ def _overview(argv: Sequence[str]) -> None:
         Annotated[verb.flags, tyro.conf.subcommand(name, description=verb.summary)] for name, verb in COMMANDS.items()
     ]
     everything: Any = Union[tuple(commands)]  # noqa: UP007
-    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=SETTINGS)
+    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=HELP)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from spanax.commands.answer import Answer
+from spanax.commands.answer import HELP, Answer
 from spanax.errors import UnknownNameError, nearest
 from spanax.launch import local, slurm, workers
 from spanax.usage.examples import described
@@ -46,14 +46,22 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
     place, flags = argv[0] if argv else "", list(argv[1:])
     if place not in LAUNCHERS:
         if place in ("-h", "--help"):
-            tyro.cli(LaunchFlags, prog="spanax launch", description=described(SUMMARY, "launch"), args=["--help"])
+            tyro.cli(
+                LaunchFlags,
+                prog="spanax launch",
+                description=described(SUMMARY, "launch"),
+                args=["--help"],
+                config=HELP,
+            )
         if place in RECIPES:
             fix = f"{RECIPES[place]}, as docs/hosts.md shows under {place.capitalize()}"
             raise UnknownNameError(f"`spanax launch` has no launcher for '{place}'.", fix=fix)
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
     kind, name = LAUNCHERS[place][0], f"launch {place}"
-    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end])
+    parsed: Any = tyro.cli(
+        kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end], config=HELP
+    )
     return LaunchCommand(place, parsed, flags[end + 1 :])
 
 

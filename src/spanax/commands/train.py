@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from spanax.commands.answer import Answer
+from spanax.commands.answer import HELP, Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
 from spanax.show.error_text import print_error
@@ -27,7 +27,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
       DataError: a file of settings cannot be read.
     """
     config: TrainConfig = tyro.cli(
-        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv
+        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv, config=HELP
     )
     return check(with_files(config, argv))
 
