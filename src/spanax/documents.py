@@ -19,13 +19,17 @@ from spanax.sealed import opened
 MAX_BYTES = 1 << 24
 """The maximum size of a JSON file. The plan of a model with 10,000 arrays has 5 MB."""
 
-MAX_TOML_BYTES, MAX_DOTS = 1 << 16, 64
+MAX_TOML_BYTES = 1 << 16
+MAX_DOTS = 64
 """The maximum size of a TOML file, and number of dots in a line: `tomllib` is quadratic in the length of a key."""
 
-MAX_VALUES, MAX_DEPTH, MAX_INT = 1 << 20, 64, 1 << 62
+MAX_VALUES = 1 << 20
+MAX_DEPTH = 64
+MAX_INT = 1 << 62
 """The maximum number of values, depth of nesting, and magnitude of integers."""
 
-_QUOTED, _LONG_QUOTES = re.compile(r""""(?:[^"\\\n]|\\.)*"|'[^'\n]*'"""), re.compile("\"{3}|'{3}")
+_QUOTED = re.compile(r""""(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
+_LONG_QUOTES = re.compile("\"{3}|'{3}")
 
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:

@@ -149,7 +149,8 @@ class IdleAxisError(SpanaxError, code="SPX302"):
 
     def __init__(self, what: str, *, axis: str, in_storage: bool = False, where: str = "", fix: str = ""):
         super().__init__(what, where=where, fix=fix)
-        self.axis, self.in_storage = axis, in_storage
+        self.axis = axis
+        self.in_storage = in_storage
 
 
 class IndivisibleError(SpanaxError, code="SPX303"):

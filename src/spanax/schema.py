@@ -27,7 +27,9 @@ class SchemaError(ValueError):
     """
 
     def __init__(self, name: str, value: Any, expected: Any, why: str = ""):
-        self.name, self.value, self.expected = name, value, expected
+        self.name = name
+        self.value = value
+        self.expected = expected
         super().__init__(why or f"{name[:60]} is {short(value)}, not {getattr(expected, '__name__', expected)}")
 
 
@@ -93,9 +95,11 @@ def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any
     origin, args = _parts(hint)
     parse = functools.partial(_as, name=name, is_open=is_open, is_strict=is_strict)
     if origin is Annotated:
-        result, limits = parse(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
+        result = parse(args[0], value)
+        limits = [limit for limit in args[1:] if isinstance(limit, Within)]
         if any(not limit.low <= result <= limit.high for limit in limits):
-            low, high = limits[0].low, limits[0].high
+            low = limits[0].low
+            high = limits[0].high
             raise SchemaError(name, value, hint, f"{name} is {short(value)}, not within {low:g} and {high:g}")
         return result
     if origin in (Union, UnionType):

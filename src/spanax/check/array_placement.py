@@ -71,8 +71,10 @@ def array_placement(path: Path) -> ArrayPlacement:
 
 def _saved(step: int, folder: Folder) -> ArrayPlacement:
     """Returns the placement of the arrays of a checkpoint."""
-    plan, specs = Plan.of_run(folder), _saved_specs(folder)
-    leaves, elsewhere = [], []
+    plan = Plan.of_run(folder)
+    specs = _saved_specs(folder)
+    leaves = []
+    elsewhere = []
     for leaf in plan.leaves:
         # JAX omits trailing unsharded dims of a spec.
         saved = specs.get(leaf.path, leaf.spec)

@@ -147,7 +147,8 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
     state, host = (
         sum(_padded(leaf, platform) for leaf in plan.leaves if leaf.memory_kind == kind) for kind in (DEVICE, HOST)
     )
-    limit, upper = cluster.memory_bytes, rounded_up(cost.memory.upper_bytes[0])
+    limit = cluster.memory_bytes
+    upper = rounded_up(cost.memory.upper_bytes[0])
     return Report(
         level=level,
         target=str(cluster),
@@ -256,7 +257,8 @@ def _state_bytes(module: Module, plan: Plan, is_simulated: bool) -> tuple[int, i
 
     Layouts of programs for simulated devices have no memory space: then that of the plan counts.
     """
-    arguments, num_bytes = module.entry.parameters, [0, 0]
+    arguments = module.entry.parameters
+    num_bytes = [0, 0]
     for index, leaf in enumerate(plan.leaves):
         shape = arguments[index].shape
         is_on_host = leaf.memory_kind == HOST if is_simulated else shape.memory_space == HOST_MEMORY

@@ -232,7 +232,8 @@ def _summary(trace: _Trace, axes: Mapping[str, str]) -> StepProfile:
             by_name[name] += end - start
             kind = COLLECTIVE.match(name)
             (communicating[axes.get(name, kind[1])] if kind else computing).append((start, end))
-        is_busy, is_computing = busy_by_device[device], timeline.mask(computing) & window
+        is_busy = busy_by_device[device]
+        is_computing = timeline.mask(computing) & window
         totals["compute"] += timeline.duration(is_computing)
         totals["communication"] += timeline.duration(is_busy & ~is_computing)
         totals["input_wait"] += timeline.duration(is_waiting & ~busy_anywhere)

@@ -118,7 +118,8 @@ class Report:
         """Relative errors, predicted / compiled - 1, by figure; collectives by mesh axes, summed over kinds."""
         errors: dict[str, Any] = {}
         for name in ("state_bytes", "host_bytes", "peak_bytes", "flops"):
-            predicted, compiled = getattr(self.predicted, name), getattr(self.compiled, name)
+            predicted = getattr(self.predicted, name)
+            compiled = getattr(self.compiled, name)
             if predicted is not None and compiled:
                 errors[name] = predicted / compiled - 1
         if self.predicted.collectives is not None and self.compiled.collectives is not None:

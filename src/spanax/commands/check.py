@@ -148,7 +148,8 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     from spanax.plan.plan import Plan
     from spanax.train.config import PLAN_SETTINGS, check_alone
 
-    request, loaded = command.request, None
+    request = command.request
+    loaded = None
     if command.plan is not None:
         loaded = Plan.load(command.plan)
         check_alone({name: command.settings[name] for name in PLAN_SETTINGS})

@@ -88,7 +88,8 @@ def compared(
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))
     workload = command.sizes.load(load)
-    rate, steps = workload.learning_rate, workload.num_steps
+    rate = workload.learning_rate
+    steps = workload.num_steps
     program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=command.dtype)
     search = layouts(program, here, mesh=mesh, top=command.top, every=command.all)
     show(start_text(search), True)

@@ -63,7 +63,8 @@ def answer(command: InspectCommand) -> Answer:
     placement = array_placement(command.path)
     plan = placement.plan
     chosen = [plan[command.leaf]] if command.leaf is not None else distinct_arrays(placement)
-    text, data = printable_lines(placement_text(placement)), placement_json(placement)
+    text = printable_lines(placement_text(placement))
+    data = placement_json(placement)
     if command.leaf is not None:
         (leaf,) = chosen
         text = drawing_text(leaf, plan.mesh)

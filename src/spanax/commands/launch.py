@@ -43,7 +43,8 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
       SpanaxError: the place is unknown.
       SystemExit: the arguments request help, or cannot be parsed.
     """
-    place, flags = argv[0] if argv else "", list(argv[1:])
+    place = argv[0] if argv else ""
+    flags = list(argv[1:])
     if place not in LAUNCHERS:
         if place in ("-h", "--help"):
             tyro.cli(
@@ -58,7 +59,8 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
             raise UnknownNameError(f"`spanax launch` has no launcher for '{place}'.", fix=fix)
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
-    kind, name = LAUNCHERS[place][0], f"launch {place}"
+    kind = LAUNCHERS[place][0]
+    name = f"launch {place}"
     parsed: Any = tyro.cli(
         kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end], config=HELP
     )

@@ -186,9 +186,11 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.show.search import search_json, search_text
 
     search, program = _search(command, load, machine)
-    calibrated_lines, calibrated_data = list[str](), dict[str, Any]()
+    calibrated_lines = list[str]()
+    calibrated_data = dict[str, Any]()
     if command.calibrate:
-        before, calibration = search, _calibration(command, program, machine)
+        before = search
+        calibration = _calibration(command, program, machine)
         machine = calibration.cluster
         search, program = _search(command, load, machine, program)
         calibrated_lines, calibrated_data = _calibrated(command, calibration, before, search)
@@ -239,7 +241,8 @@ def _calibrated(command: PlanCommand, calibration: "Calibration", before: "Searc
 
 def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[Extra]:
     """Returns what each flag adds, in the order of the answer."""
-    extras, search = list[Extra](), summary.search
+    extras = list[Extra]()
+    search = summary.search
     if command.out is not None or command.html is not None:
         extras.append((_write(command, summary, plan, machine), {}))
     if command.explain is not None:
@@ -257,7 +260,8 @@ def _write(command: PlanCommand, summary: "Summary", plan: "Plan", machine: "Clu
     """Writes the plan with its predicted cost, and the page."""
     from spanax.plan.evaluate import evaluate
 
-    lines, search = [], summary.search
+    lines = []
+    search = summary.search
     assert search.best is not None
     try:
         program = next(iter(search.programs.values()))
@@ -295,7 +299,8 @@ def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
     from spanax.units import bytes_text
 
     assert search.best is not None
-    program, count = search.program_of(search.best), plan.schedule.loss_chunks
+    program = search.program_of(search.best)
+    count = plan.schedule.loss_chunks
     saved = saved_bytes(program, plan, machine)
     line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
     line = line if count > 1 else str(suiting_chunks(program, plan, machine)[1])
@@ -375,8 +380,10 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
 
 def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     """Doubles the batch until the best layout reaches the requested MFU."""
-    target, limit = command.target_mfu or 0.0, 64 * machine.num_devices
-    size, highest = command.sizes.global_batch_size or machine.num_devices, 0.0
+    target = command.target_mfu or 0.0
+    limit = 64 * machine.num_devices
+    size = command.sizes.global_batch_size or machine.num_devices
+    highest = 0.0
     while (best := (search := _search_at(command, load, machine, "batch", size)).best) is not None:
         highest = max(highest, 100 * (search.rates(best).mfu or 0.0))
         if highest >= target:

@@ -34,7 +34,8 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 
 def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     """Returns the settings of the files that `config` names, with the flags applied on top."""
-    defaults, folder = TrainConfig(), Path(config.output_dir or "")
+    defaults = TrainConfig()
+    folder = Path(config.output_dir or "")
     resumed = recorded(folder) if config.resume else {}
     if resumed:
         defaults = with_settings(defaults, without_replaced(resumed, config), str(folder / CONFIG))

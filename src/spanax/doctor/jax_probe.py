@@ -31,7 +31,8 @@ def devices(
     environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND, dev: Path = Path("/dev")
 ) -> Verdict:
     """Checks that JAX starts, computes on every device, and uses the installed accelerators."""
-    platforms, began = environ.get("JAX_PLATFORMS", ""), time.monotonic()
+    platforms = environ.get("JAX_PLATFORMS", "")
+    began = time.monotonic()
     # Several processes of a host may probe at once, and each would preallocate most of a GPU's memory.
     code, lines = output_of(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
     answers = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]

@@ -93,7 +93,8 @@ def packages(installed: Installed) -> Verdict:
         message = "spanax is not installed as a package, so versions cannot be checked."
         return Verdict("packages", "warning", message, fix="pip install spanax")
     direct = [canonicalize_name(requirement.name) for requirement in _requirements(installed, "spanax")]
-    wrong, missing = [], set()
+    wrong = []
+    missing = set()
     for package in ("spanax", *direct):
         for requirement in _requirements(installed, package):
             version = _version(installed, requirement.name)
@@ -126,7 +127,8 @@ def plugins(installed: Installed) -> Verdict:
 def settings(environ: Mapping[str, str], *, is_group: bool) -> list[Verdict]:
     """Checks environment variables that make a run hang, abort or slow down."""
     warnings: list[tuple[str, str, str]] = []
-    threads, fraction = environ.get("NPROC", ""), environ.get(FRACTION, "")
+    threads = environ.get("NPROC", "")
+    fraction = environ.get(FRACTION, "")
     if threads and (whole_number(threads) or 0) < THREADS:
         warnings.append((f"NPROC={threads}: simulated devices may deadlock.", "", f"NPROC={THREADS}, or unset it"))
     if fraction and not re.fullmatch(r"0?\.\d*[1-9]\d*|1(\.0*)?", fraction):

@@ -15,7 +15,8 @@ CONNECT_SECONDS = 5.0
 
 FIREWALL = "open the port between the hosts, in the firewall or the security group"
 
-_RANK, _WELCOME = struct.Struct("!i"), b"spanax"
+_RANK = struct.Struct("!i")
+_WELCOME = b"spanax"
 
 
 def group(hosts: Hosts, timeout: float) -> Verdict:
@@ -40,7 +41,8 @@ def group(hosts: Hosts, timeout: float) -> Verdict:
         with socket.create_server((address, port)) as server:
             missing = _absent(server, hosts.num_hosts, timeout)
     except OSError as error:
-        message, fix = f"cannot listen on {address}:{port}: {error.strerror}.", "use a port above 1023"
+        message = f"cannot listen on {address}:{port}: {error.strerror}."
+        fix = "use a port above 1023"
         if error.errno == errno.EADDRNOTAVAIL:
             message = f"{address} is not an address of this host, which has rank 0."
             fix = "use an address of host 0"
@@ -95,7 +97,8 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
 
 def _joined(address: str, port: int, rank: int, timeout: float) -> Verdict:
     """Connects to host 0, which may start later."""
-    deadline, where = time.monotonic() + timeout, f"{address}:{port}"
+    deadline = time.monotonic() + timeout
+    where = f"{address}:{port}"
     while True:
         try:
             with socket.create_connection((address, port), CONNECT_SECONDS) as connection:
@@ -113,7 +116,8 @@ def _joined(address: str, port: int, rank: int, timeout: float) -> Verdict:
 
 def _absent(server: socket.socket, num_hosts: int, timeout: float) -> set[int]:
     """Waits for the other hosts of a group, and returns the ranks that did not connect in time."""
-    missing, deadline = set(range(1, num_hosts)), time.monotonic() + timeout
+    missing = set(range(1, num_hosts))
+    deadline = time.monotonic() + timeout
     while missing and (remaining := deadline - time.monotonic()) > 0:
         server.settimeout(remaining)
         with suppress(OSError, struct.error):  # a stranger

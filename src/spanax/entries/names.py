@@ -45,7 +45,9 @@ METRICS = Name("metrics.jsonl", UNBOUNDED)
 EVENTS = Name("events.jsonl", 1 << 22)
 """Of a larger file, the last events are read. In memory, an event takes up to 30 times the size of its line."""
 
-LOCK, LEADER_LOCK, RANK_LOCK = Name("LOCK", 1 << 10), Name("LOCK.leader", 1 << 10), Name("LOCK.rank*", 1 << 10)
+LOCK = Name("LOCK", 1 << 10)
+LEADER_LOCK = Name("LOCK.leader", 1 << 10)
+RANK_LOCK = Name("LOCK.rank*", 1 << 10)
 STEPS_LOCK = Name("LOCK.steps", 1 << 10)
 """In a folder of checkpoints, which may also be a run folder."""
 

@@ -186,7 +186,8 @@ def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[
     overrides = {key: value for key, value in table.items() if key != "like"}
     merged = parent | overrides
     for key in (*DTYPE_KEYS, *LINKS):
-        override, base = overrides.get(key), parent.get(key, {})
+        override = overrides.get(key)
+        base = parent.get(key, {})
         if isinstance(override, dict) and override.get("kind") in (None, base.get("kind")):
             merged[key] = base | override
     inherited = dict(_sources(parent, where, by_field=False))

@@ -120,7 +120,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
     """
     path = re.fullmatch(r"(?P<file>.+\.toml)(?::(?P<size>.*))?", name)
     if path:
-        file, size = path["file"], path["size"]
+        file = path["file"]
+        size = path["size"]
         chip, written = read_file(file)
         size = size or written or ""
     else:
@@ -220,7 +221,8 @@ def _nodes(chip: Chip, shape: tuple[int, ...], name: str, file: str = "") -> Clu
         count = shape[0]
         per_node = count if limit is None or count <= limit else limit
         if count % per_node:
-            lower, upper = count // per_node * per_node, -(-count // per_node) * per_node
+            lower = count // per_node * per_node
+            upper = -(-count // per_node) * per_node
             raise ClusterError(
                 f"{count} devices of {chip.name} do not fill nodes of {per_node}.",
                 where=f"cluster '{name}'",

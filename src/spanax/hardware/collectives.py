@@ -103,7 +103,8 @@ def collective_seconds(kind: Collective, num_bytes: Any, link: AxisLink) -> Any:
       >>> f"{collective_seconds('all_reduce', 2**30, link) * 1e3:.1f} ms; measured: 8.2 ms"
       '8.3 ms; measured: 8.2 ms'
     """
-    n, start = link.size, link.start_seconds
+    n = link.size
+    start = link.start_seconds
     if kind == "all_gather" or kind == "reduce_scatter":
         return all_gather_seconds(num_bytes, n, link.bytes_per_second, link.latency_seconds, start)
     if kind == "all_reduce":

@@ -12,7 +12,8 @@ from spanax.errors import FormatError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.options import OPTIONS
 
-NONE, DEFAULT = "none", "default"
+NONE = "none"
+DEFAULT = "default"
 
 VALUES = {bool: re.compile("true|false", re.IGNORECASE), int: re.compile("-?[0-9]{1,18}")}
 """Type of an option -> pattern of its values."""

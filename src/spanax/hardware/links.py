@@ -96,7 +96,8 @@ def within(sizes: Sequence[Any], node: int) -> list[Any]:
       >>> [int(size) for size in within((4, 4, 4), 8)]
       [1, 2, 4]
     """
-    shared_sizes, stride = list[Any](), 1
+    shared_sizes = list[Any]()
+    stride = 1
     for size in reversed(sizes):
         shared_sizes.insert(0, np.clip(node // stride, 1, size))
         stride = stride * size
@@ -107,7 +108,8 @@ def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, .
     size = math.prod(sizes[position] for position in positions)
     if size == 1:
         return ALONE
-    chip, node = cluster.chip, cluster.devices_per_node
+    chip = cluster.chip
+    node = cluster.devices_per_node
     inside_node = tuple(map(int, within(sizes, node)))
     members = math.prod(inside_node[position] for position in positions)
     if members == 1:
@@ -145,7 +147,8 @@ def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
     Source of the all-to-all: deepseek-ai/DeepEP @0297fc8, README.md, "Performance": 16 H100s on two nodes exchange 90
     and 81 GB/s, their own parts included, and 32 on four 61; this formula returns 91 and 60.
     """
-    members, nodes = inside.size, -(-size // inside.size)
+    members = inside.size
+    nodes = -(-size // inside.size)
     line = between.effective_bytes_per_second
     rate = min(inside.bytes_per_second, members * line)
     # An all_to_all concurrently sends one part to other nodes, over one link per device, and the other within the node.

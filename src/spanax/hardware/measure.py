@@ -23,7 +23,8 @@ KERNELS = 64
 WORK_SIZE = 256
 """The size of the matmul before a collective, about as long as the compute between two collectives of a step."""
 
-PROGRAM_SECONDS, MAX_TIMES = 5e-3, 16
+PROGRAM_SECONDS = 5e-3
+MAX_TIMES = 16
 """The target duration of a program of repeated short operations, and the maximum number of repetitions."""
 
 
@@ -39,7 +40,9 @@ class Collected:
 
 def matmul_rates(devices: Sequence[Any], dtype: str, seconds: float) -> dict[int, float]:
     """Measures the FLOP/s per device by size of a square matmul, with all devices active."""
-    end, rates, op_seconds = time.monotonic() + seconds, {}, 0.0
+    end = time.monotonic() + seconds
+    rates = {}
+    op_seconds = 0.0
     call_seconds = dispatch_seconds(devices)
     for size in MATMUL_SIZES:
         values = _on_each(devices, (size, size), JAX_DTYPES[dtype])
@@ -53,21 +56,24 @@ def matmul_rates(devices: Sequence[Any], dtype: str, seconds: float) -> dict[int
 
 def memory_rate(devices: Sequence[Any], num_bytes: int, seconds: float) -> float:
     """Measures the bytes per second that each device reads and writes, with all devices active."""
-    values, end = _on_each(devices, (num_bytes // 4,), "float32"), time.monotonic() + seconds
+    values = _on_each(devices, (num_bytes // 4,), "float32")
+    end = time.monotonic() + seconds
     call_seconds = dispatch_seconds(devices)
     return 2 * num_bytes / program_seconds(lambda x: x + 1, values, 1, until=end, call_seconds=call_seconds)
 
 
 def kernel_start_seconds(devices: Sequence[Any], seconds: float) -> float:
     """Measures the seconds per small matmul in a program of many, on one device."""
-    values, end = _on_each(devices[:1], (8, 8), "float32"), time.monotonic() + seconds
+    values = _on_each(devices[:1], (8, 8), "float32")
+    end = time.monotonic() + seconds
     call_seconds = dispatch_seconds(devices[:1])
     return program_seconds(lambda x: x @ x, values, KERNELS, until=end, call_seconds=call_seconds)
 
 
 def collected(groups: Sequence[Sequence[Any]], limit_bytes: int, seconds: float) -> Iterator[Collected]:
     """Measures each collective by size in all groups concurrently, with up to `limit_bytes` per device."""
-    size, end = len(groups[0]), time.monotonic() + seconds
+    size = len(groups[0])
+    end = time.monotonic() + seconds
     call_seconds = dispatch_seconds([device for group in groups for device in group])
     for number, kind in enumerate(COLLECTIVES):
         until = time.monotonic() + (end - time.monotonic()) / (len(COLLECTIVES) - number)
@@ -95,8 +101,10 @@ def start_after_matmul_seconds(devices: Sequence[Any], seconds: float) -> float:
     from jax import lax
     from jax.sharding import Mesh, PartitionSpec
 
-    values, call_seconds = _on_each(devices, (WORK_SIZE, WORK_SIZE), "float32"), dispatch_seconds(devices)
-    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+    values = _on_each(devices, (WORK_SIZE, WORK_SIZE), "float32")
+    call_seconds = dispatch_seconds(devices)
+    mesh = Mesh(np.array(devices), ("x",))
+    spec = PartitionSpec("x")
 
     def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -191,8 +199,10 @@ def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: in
         "all_to_all": lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True),
         "permute": lambda x: lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),
     }
-    mesh, spec = Mesh(np.array(groups), ("group", "x")), PartitionSpec(("group", "x"))
-    total, sharding = math.prod(mesh.devices.shape) * num_elements, NamedSharding(mesh, spec)
+    mesh = Mesh(np.array(groups), ("group", "x"))
+    spec = PartitionSpec(("group", "x"))
+    total = math.prod(mesh.devices.shape) * num_elements
+    sharding = NamedSharding(mesh, spec)
     zeros = jax.jit(lambda: jax.numpy.zeros((total,), "float32"), out_shardings=sharding)()
 
     def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -112,7 +112,9 @@ class MeshShape:
           >>> MeshShape.of("data=4,fsdp=16").split(2)
           ((2, 16), (2, 1))
         """
-        within, between, remaining = [], [], num_slices
+        within = []
+        between = []
+        remaining = num_slices
         for _, size in self.axes:
             factor = math.gcd(size, remaining)
             remaining //= factor

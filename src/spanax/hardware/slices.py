@@ -94,7 +94,8 @@ def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
 
 def _possible(chip: Chip, shape: tuple[int, ...]) -> bool:
     """Whether the chips fill hosts of 2x2 chips: libtpu rejects v5p:3x2x1, and accepts parts of one host."""
-    num_chips, in_host = math.prod(shape), (chip.devices_per_host or 1) // chip.devices_per_chip
+    num_chips = math.prod(shape)
+    in_host = (chip.devices_per_host or 1) // chip.devices_per_chip
     if num_chips < in_host:
         return in_host % num_chips == 0 and all(size <= in_host // 2 for size in shape)
     return num_chips % min(in_host, 4) == 0 and sum(size % 2 == 0 for size in shape) >= 2

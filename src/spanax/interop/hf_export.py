@@ -206,7 +206,8 @@ def _stored(source: weights.Source, arrays: list[Array]) -> dict[str, list[Array
     stored: dict[str, list[Array]] = {}
     diff: dict[str, None] = {}
     for array in arrays:
-        path, shape = array.path, array.shape
+        path = array.path
+        shape = array.shape
         if path not in source.saved and array.stacked in source.saved:
             path, shape = array.stacked, (num_layers[array.stacked], *shape)
         saved = source.saved.get(path, "nothing")

@@ -62,7 +62,8 @@ class Array:
         """
         groups, array_dims = self._dims()
         for index, name in enumerate(self.names):
-            dims, part = list(array_dims), values
+            dims = list(array_dims)
+            part = values
             if ALONG in dims:
                 part = np.moveaxis(values, dims.index(ALONG), 0)[index]
                 dims.remove(ALONG)
@@ -94,7 +95,8 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
       >>> [(array.path, array.shape, array.names) for array in arrays][2]
       ('blocks.1.attention_norm.scale', (8,), ('transformer.h.1.ln_1.weight',))
     """
-    remaining, arrays = dict(params), []
+    remaining = dict(params)
+    arrays = []
     for path, row in family.tensors.items():
         names = tuple(entry for entry in row if " -> " not in entry)
         dims = next((entry for entry in row if " -> " in entry), "")

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from spanax.documents import parse_json, read_bytes
 from spanax.errors import EntryError, MissingFileError, WeightsError, first_line
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 DTYPES = {
     "U64": "uint64", "I64": "int64", "F64": "float64", "F32": "float32", "U32": "uint32", "I32": "int32",
@@ -94,7 +95,8 @@ def inside(path: Path, folder: Path) -> Path:
     Raises:
       DataError: the target is outside of these folders, or not a regular file.
     """
-    real, root = path.resolve(), folder.resolve()
+    real = path.resolve()
+    root = folder.resolve()
     blobs = root.parent.parent / "blobs"
     if not real.is_file():
         raise MissingFileError(f"'{path}' is missing, or not a regular file.", where=str(folder))
@@ -128,7 +130,8 @@ class Writer:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in sorted(listed, key=lambda name: (order.index(str(listed[name].dtype)), name)):
-            dtype, shape = str(listed[name].dtype), list(listed[name].shape)
+            dtype = str(listed[name].dtype)
+            shape = list(listed[name].shape)
             end = offset + math.prod(shape) * np.dtype(dtype).itemsize
             header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
             offset = end

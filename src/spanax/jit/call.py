@@ -34,7 +34,8 @@ class CallForm:
 
     def arguments(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Returns `args` and `kwargs` with these objects and arrays."""
-        objects, values = iter(nodes), iter(arrays)
+        objects = iter(nodes)
+        values = iter(arrays)
         leaves = [next(objects) if is_object else next(values) for is_object in self.is_object]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         args = list(args)

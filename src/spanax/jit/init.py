@@ -67,7 +67,8 @@ def init(make_objects: Callable[[], Any], *, like: ShardedFunction, batch: Any =
     variables, jaxpr = created(make_owners, "make_objects")
     abstract = variables.merge(variables.abstract())
     args, keywords = _arguments(parameters, len(abstract), batch)
-    plan, mesh = like.prepare(*abstract, *args, **keywords), like.placement.mesh
+    plan = like.prepare(*abstract, *args, **keywords)
+    mesh = like.placement.mesh
     assert mesh is not None
     shardings = [plan[leaf.path].sharding(mesh) for leaf in variables.leaves]
     arrays = outside_meshes(init_sharded)(jaxpr, [], shardings)

@@ -189,7 +189,8 @@ def _static(
       SpanaxError: a position is not an int, or a name not a str.
     """
     listed = _listed("static_argnums", numbers, int, "static_argnums=(1,)")
-    positions, keywords = {*listed}, {*_listed("static_argnames", names, str, 'static_argnames=("steps",)')}
+    positions = {*listed}
+    keywords = {*_listed("static_argnames", names, str, 'static_argnames=("steps",)')}
     parameters = [*inspect.signature(function).parameters.values()]
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positions = {number % len(positional) if number < 0 else number for number in positions}

@@ -193,7 +193,8 @@ def _of_same_devices(users: jax.sharding.Mesh | None, mesh: jax.sharding.Mesh) -
 
 def _planned_like(program: Program, cluster: Cluster, request: Request, losses: LossOptions, *, is_like: bool) -> Plan:
     """Returns the plan of a program on the mesh of a request, whose axes may have nothing to shard in it."""
-    known, layout = {*program.step.axes.names.values()}, request.layout
+    known = {*program.step.axes.names.values()}
+    layout = request.layout
     assert isinstance(layout, Layout)
     pins = {axis: pin for axis, pin in request.pins.items() if axis in known}
     request = replace(request, pins=pins, attention=losses.attention, loss_chunks=losses.loss_chunks, offload=())

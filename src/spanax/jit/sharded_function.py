@@ -179,7 +179,8 @@ class ShardedFunction:
         """
         from spanax.check.check import check  # a call of the function needs none of it
 
-        program, plan = self.program, self.plan
+        program = self.program
+        plan = self.plan
         placement = self.placement if on is None else SharedPlacement(self.placement.request, on)
         return check(
             program,
@@ -197,10 +198,12 @@ class ShardedFunction:
         from spanax.show.axes import axes_text
         from spanax.show.search import array_lines
 
-        program, plan = self.program, self.plan
+        program = self.program
+        plan = self.plan
         if path is None:
             return "\n".join([axes_text(program), "", str(plan)])
-        leaf, evaluation = plan[path], evaluate(program, plan, self.placement.cluster())
+        leaf = plan[path]
+        evaluation = evaluate(program, plan, self.placement.cluster())
         return "\n".join(array_lines(leaf, evaluation.collectives_of(path) if leaf.kind != "batch" else {}))
 
     @property
@@ -289,7 +292,8 @@ class ShardedFunction:
 
     def _run(self, executable: Executable, objects: Objects, arrays: Sequence[Any]) -> Any:
         self._latest = compiled = executable.compiled
-        state, leaves = objects.arrays(), compiled.program.leaves
+        state = objects.arrays()
+        leaves = compiled.program.leaves
         check_state(leaves, state, compiled.donated[0] if compiled.donated else 0)
         moved = self._placed(executable, state)
         donated = [state[index] for index in compiled.donated]
@@ -327,11 +331,14 @@ class ShardedFunction:
 
     def _placed(self, executable: Executable, state: list[Any]) -> list[int]:
         """Places the arrays that are not sharded as compiled, in `state`, and returns their indices."""
-        compiled, seen, moved = executable.compiled, executable.seen, list[int]()
+        compiled = executable.compiled
+        seen = executable.seen
+        moved = list[int]()
         shardings = [getattr(array, "sharding", None) for array in state]
         for index in () if all(map(is_, shardings, seen)) else range(len(state)):
             if shardings[index] is not seen[index]:
-                leaf, array = compiled.program.leaves[index], state[index]
+                leaf = compiled.program.leaves[index]
+                array = state[index]
                 state[index] = place(leaf.path, array, compiled.stored[index], compiled.mesh)
                 seen[index] = state[index].sharding
                 if state[index] is not array:
@@ -356,7 +363,8 @@ def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
 
     The arrays of the first optimizer begin with `optimizer`, as in `spanax.trace`.
     """
-    prefixes, is_used = [], {"": False, OPTIMIZER: False}
+    prefixes = []
+    is_used = {"": False, OPTIMIZER: False}
     for node, name in zip(nodes, names, strict=True):
         is_optimizer = isinstance(node, nnx.Optimizer)
         usual = OPTIMIZER if is_optimizer else "" if isinstance(node, nnx.Module) else name

@@ -86,7 +86,8 @@ def reshard(objects: Any, *, like: ShardedFunction | Plan) -> None:
             f"`objects` is a {type(objects).__name__}, not NNX objects.", fix="the model, or (model, optimizer)"
         )
     plan, mesh = (like, None) if isinstance(like, Plan) else (like.plan, like.placement.mesh)
-    on, flat = mesh_of(plan, mesh, None), Objects.of(nodes)
+    on = mesh_of(plan, mesh, None)
+    flat = Objects.of(nodes)
     arrays = []
     for placement, array in zip(placements(nodes, plan), flat.arrays(), strict=True):
         check_alive(placement.path, array)

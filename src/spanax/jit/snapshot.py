@@ -119,7 +119,8 @@ def changes(before: Any, after: Any, prefixes: Sequence[str]) -> list[str]:
 
 def _items(structure: Any, prefixes: Sequence[str]) -> Iterator[tuple[tuple[str, ...], tuple[str, Hashable]]]:
     """Yields the path of each object and static attribute, its text and its content."""
-    nodes, attributes = iter(structure[0]), iter(structure[1])
+    nodes = iter(structure[0])
+    attributes = iter(structure[1])
     next(nodes)
     for prefix in prefixes:
         next(attributes)

@@ -45,7 +45,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _filtered(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without the frames of Spanax and of the libraries that it calls."""
-    frames, is_inside = list[TracebackType](), False
+    frames = list[TracebackType]()
+    is_inside = False
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         is_inside = is_spanax(file) or (is_inside and is_library(file))

@@ -27,7 +27,8 @@ KNOWN = FINAL | {MISTAKE: "an error in the user's code"}
 ATTEMPT = "== attempt"
 """Prefix of the line that starts an attempt in a log."""
 
-MAX_WORDS_LINES, MAX_LOG_BYTES = 8, 1 << 16
+MAX_WORDS_LINES = 8
+MAX_LOG_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)

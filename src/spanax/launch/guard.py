@@ -51,7 +51,8 @@ def started_by(leaders: Sequence[int], supervisor: int) -> dict[int, str]:
       >>> os.getpid() in started_by([os.getsid(0)], 0) or sys.platform != "linux"
       True
     """
-    named, variable = {}, f"SPANAX_SUPERVISOR={supervisor}".encode()
+    named = {}
+    variable = f"SPANAX_SUPERVISOR={supervisor}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
             name, _, values = (folder / "stat").read_text(errors="replace").rpartition(")")

@@ -14,10 +14,12 @@ from spanax.launch.exit_codes import ATTEMPT
 from spanax.printable import printable_lines
 
 STDERR = 2
-CHUNK_BYTES, MAX_BEHIND_BYTES = 1 << 16, 1 << 22
+CHUNK_BYTES = 1 << 16
+MAX_BEHIND_BYTES = 1 << 22
 """The size of the parts that are copied, and how far the copy may be behind before it leaves something out."""
 
-POLL_SECONDS, LAST_SECONDS = 0.1, 5.0
+POLL_SECONDS = 0.1
+LAST_SECONDS = 5.0
 """The time between two copies, and how long the end of the log may take: the terminal may have been stopped."""
 
 

@@ -71,7 +71,8 @@ def script(command: SlurmCommand, request: Request) -> str:
     Raises:
       SpanaxError: a value is invalid for Slurm.
     """
-    hosts, devices = count("hosts", command.hosts), count("devices-per-host", command.devices_per_host)
+    hosts = count("hosts", command.hosts)
+    devices = count("devices-per-host", command.devices_per_host)
     folder = Path(os.path.abspath(request.folder))
     options = {
         "job-name": command.name or request.name,
@@ -119,7 +120,8 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
         to_stdout(text)
         return 0
     sbatch = _tool("sbatch")
-    place, file = Folder.of(request.folder), request.folder / JOB_SCRIPT
+    place = Folder.of(request.folder)
+    file = request.folder / JOB_SCRIPT
     try:
         check_entries(place.make())
         # Slurm opens its log by path before Spanax runs, and does not create folders.

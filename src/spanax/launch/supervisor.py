@@ -33,7 +33,9 @@ STACKS_SECONDS = 2.0
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
-SAME_ERROR, SAME_STEP, SAME_STEP_KILLED = 2, 3, 10
+SAME_ERROR = 2
+SAME_STEP = 3
+SAME_STEP_KILLED = 10
 """Consecutive failures at one step after which the run stops: with the same message, with others, and by SIGKILL, which
 may have other causes, such as memory."""
 
@@ -43,7 +45,8 @@ CAUSE_SECONDS = 0.5
 ENDED_SECONDS = 5.0
 """How long processes may run after another one has ended before a warning says so."""
 
-RUN_RESTARTS, PROGRAM_RESTARTS = 100, 3
+RUN_RESTARTS = 100
+PROGRAM_RESTARTS = 3
 """Default maximum numbers of restarts. A run always continues from a checkpoint; a program may start over."""
 
 RESUME_AGAIN = "to resume: the same `spanax launch` command, with --resume at its end"
@@ -158,7 +161,8 @@ class Supervisor:
 
     def _watch(self) -> int:
         attempt = num_same_step = num_same_error = 0
-        last, backoff_seconds = Ending(0, "", step=-1), self.limits.backoff_seconds
+        last = Ending(0, "", step=-1)
+        backoff_seconds = self.limits.backoff_seconds
         with self._signals(), closing(Guard(self.limits.stop_seconds)) as guard:
             while True:
                 events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
@@ -169,7 +173,8 @@ class Supervisor:
                         self.say(f"stopped on request: {ending.what}{intact}")
                     events.append("end", how=ending.what, code=ending.code)
                     return ending.code
-                is_same_step, has_progress = ending.step == last.step, ending.step > last.step
+                is_same_step = ending.step == last.step
+                has_progress = ending.step > last.step
                 num_same_step = num_same_step + 1 if is_same_step and ending.has_step else 1
                 is_same_error = is_same_step and ending.words != "" and ending.words == last.words
                 num_same_error = num_same_error + 1 if is_same_error else 1
@@ -261,7 +266,8 @@ class Supervisor:
 
     def _warn_of_ended(self, codes: Sequence[int | None], ended_at: dict[int, float]) -> None:
         """Warns once of each process that has ended with 0 while others still run."""
-        now, running = time.monotonic(), [rank for rank, code in enumerate(codes) if code is None]
+        now = time.monotonic()
+        running = [rank for rank, code in enumerate(codes) if code is None]
         for rank, code in enumerate(codes):
             if code == 0 and running and now - ended_at.setdefault(rank, now) > ENDED_SECONDS:
                 ended_at[rank] = float("inf")
@@ -269,7 +275,8 @@ class Supervisor:
 
     def _silent(self, seen: dict[int, tuple[int | None, float]], started_at: float) -> list[Silence]:
         """Returns the silent ranks, once one of them has exceeded its limit; uses only this process's clock."""
-        now, is_late = time.monotonic(), False
+        now = time.monotonic()
+        is_late = False
         silent = []
         for rank, beat in heartbeat.read(self.folder).items():
             stamp = heartbeat.stamp(self.folder, rank)

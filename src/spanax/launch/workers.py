@@ -40,7 +40,8 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    hosts, words = count("hosts", command.hosts), shlex.split(command.start)
+    hosts = count("hosts", command.hosts)
+    words = shlex.split(command.start)
     request = request_of(argv, command.logs)
     is_slurm = words[:1] == ["srun"]
     rank = 0 if is_slurm else number(os.environ, "SPANAX_HOST", 0)

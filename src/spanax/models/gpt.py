@@ -41,7 +41,8 @@ SIZES = {
     "gpt3-175b": GPTConfig(50257, seq_len=2048, num_layers=96, num_heads=96, embed_dim=12288),
 }
 
-INIT, POSITIONS_INIT = nnx.initializers.normal(0.02), nnx.initializers.normal(0.01)
+INIT = nnx.initializers.normal(0.02)
+POSITIONS_INIT = nnx.initializers.normal(0.01)
 
 
 def residual_init(config: GPTConfig) -> nnx.Initializer:
@@ -58,7 +59,8 @@ class Attention(nnx.Module):
     """Causal self-attention; heads are a separate dim of every parameter and activation."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
+        D = config.embed_dim
+        heads = (config.num_heads, config.embed_dim // config.num_heads)
         self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=INIT, rngs=rngs)
         self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=residual_init(config), rngs=rngs)
         self.drop = make_dropout(config, rngs)
@@ -77,7 +79,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: attention, then an MLP four times as wide."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-        D, F = config.embed_dim, 4 * config.embed_dim
+        D = config.embed_dim
+        F = 4 * config.embed_dim
         self.attention_norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
@@ -100,7 +103,8 @@ class GPT(nnx.Module):
         self.positions = nnx.Param(POSITIONS_INIT(rngs.params(), (config.seq_len, config.embed_dim)))
         self.drop = make_dropout(config, rngs)
         if config.scan_layers:
-            block, remat = functools.partial(Block, config), "full" if config.remat else None
+            block = functools.partial(Block, config)
+            remat = "full" if config.remat else None
             self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         else:
             self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])

@@ -107,7 +107,8 @@ def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) 
         share_K = jnp.clip((turns_K - scaling.low) / (scaling.high - scaling.low), 0, 1)
         speed_K = speed_K * (share_K + (1 - share_K) / scaling.factor)
     angles_TK = jnp.arange(x_BTHK.shape[1])[:, None] * speed_K
-    cos_T1K, sin_T1K = jnp.cos(angles_TK)[:, None], jnp.sin(angles_TK)[:, None]
+    cos_T1K = jnp.cos(angles_TK)[:, None]
+    sin_T1K = jnp.sin(angles_TK)[:, None]
     left_BTHK, right_BTHK = jnp.split(x_BTHK, 2, axis=-1)
     turned = [left_BTHK * cos_T1K - right_BTHK * sin_T1K, right_BTHK * cos_T1K + left_BTHK * sin_T1K]
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
@@ -117,7 +118,8 @@ class OffsetRMSNorm(nnx.Module):
     """Gemma's norm, in float32: it multiplies by one plus the scale, which starts at zero."""
 
     def __init__(self, dim: int, epsilon: float, rngs: nnx.Rngs):
-        self.scale, self.epsilon = nnx.Param(nnx.initializers.zeros(rngs.params(), (dim,))), epsilon
+        self.scale = nnx.Param(nnx.initializers.zeros(rngs.params(), (dim,)))
+        self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -138,18 +140,24 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        D, head_dim = config.embed_dim, config.head_dim or config.embed_dim // config.num_heads
-        heads, kv_heads = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
+        D = config.embed_dim
+        head_dim = config.head_dim or config.embed_dim // config.num_heads
+        heads = (config.num_heads, head_dim)
+        kv_heads = (config.num_kv_heads, head_dim)
         project = functools.partial(nnx.LinearGeneral, D, use_bias=config.qkv_bias, kernel_init=INIT, rngs=rngs)
-        self.theta, self.scaling = config.rope_theta, config.rope_scaling
-        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
+        self.theta = config.rope_theta
+        self.scaling = config.rope_scaling
+        self.q = project(heads)
+        self.k = project(kv_heads)
+        self.v = project(kv_heads)
         self.q_norm, self.k_norm = (make_norm(config, head_dim, rngs) if config.qk_norm else None for _ in range(2))
         self.out = nnx.LinearGeneral(
             heads, D, axis=(-2, -1), use_bias=False, kernel_init=residual_init(config.num_layers), rngs=rngs
         )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTHK, k_BTHK = self.q(x_BTD), self.k(x_BTD)
+        q_BTHK = self.q(x_BTD)
+        k_BTHK = self.k(x_BTD)
         if self.q_norm and self.k_norm:
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         q_BTHK, k_BTHK = (rotate(x_BTHK, self.theta, self.scaling) for x_BTHK in (q_BTHK, k_BTHK))
@@ -160,7 +168,8 @@ class GatedMLP(nnx.Module):
     """The gated MLP (Shazeer, 2020, arXiv 2002.05202): SwiGLU, or Gemma's GeGLU with the tanh approximation."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        D, F = config.embed_dim, config.mlp_dim
+        D = config.embed_dim
+        F = config.mlp_dim
         self.activation = ACTIVATIONS[config.activation]
         self.gate, self.up = (nnx.Linear(D, F, use_bias=False, kernel_init=INIT, rngs=rngs) for _ in range(2))
         self.down = nnx.Linear(F, D, use_bias=False, kernel_init=residual_init(config.num_layers), rngs=rngs)
@@ -191,10 +200,12 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        block, remat = functools.partial(self.block, config), "full" if config.remat else None
+        block = functools.partial(self.block, config)
+        remat = "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         self.norm = make_norm(config, config.embed_dim, rngs)
-        is_tied, head = config.tied_embeddings, (config.embed_dim, config.vocab_size)
+        is_tied = config.tied_embeddings
+        head = (config.embed_dim, config.vocab_size)
         self.head = None if is_tied else nnx.Linear(*head, use_bias=False, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:

@@ -58,8 +58,11 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
-        E, D, F = config.num_experts, config.embed_dim, config.mlp_dim
-        self.num_chosen, self.capacity_factor = config.experts_per_token, config.capacity_factor
+        E = config.num_experts
+        D = config.embed_dim
+        F = config.mlp_dim
+        self.num_chosen = config.experts_per_token
+        self.capacity_factor = config.capacity_factor
         self.router = nnx.Linear(D, E, use_bias=False, kernel_init=INIT, rngs=rngs)
         self.gate, self.up = (nnx.Param(INIT(rngs.params(), (E, D, F))) for _ in range(2))
         self.down = nnx.Param(residual_init(config.num_layers)(rngs.params(), (E, F, D)))
@@ -72,7 +75,8 @@ class Experts(nnx.Module):
         chosen_BTKE = jax.nn.one_hot(chosen_BTK, num_experts, dtype=jnp.int32)
 
         if self.capacity_factor is None:
-            y_BTD, dropped = self._of_all(x_BTD, gates_BTK, chosen_BTKE), jnp.zeros(())
+            y_BTD = self._of_all(x_BTD, gates_BTK, chosen_BTKE)
+            dropped = jnp.zeros(())
         else:
             y_BTD, dropped = self._in_slots(x_BTD, gates_BTK, chosen_BTK, chosen_BTKE, self.capacity_factor)
 

@@ -75,7 +75,8 @@ class ResNet(nnx.Module):
 
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs):
         self.stem = ConvNorm(3, config.width, 7, rngs, stride=2)
-        blocks, fan_in = [], config.width
+        blocks = []
+        fan_in = config.width
         for stage, num_blocks in enumerate(config.stage_sizes):
             width = config.width * 2**stage
             for index in range(num_blocks):

@@ -107,7 +107,8 @@ class Level(nnx.Module):
     """The blocks at one image size, and the convolution that halves or doubles the size afterwards."""
 
     def __init__(self, blocks: list[Block], resize: nnx.Conv | None):
-        self.blocks, self.resize = nnx.List(blocks), resize
+        self.blocks = nnx.List(blocks)
+        self.resize = resize
 
 
 class UNet(nnx.Module):
@@ -140,7 +141,8 @@ class UNet(nnx.Module):
                 blocks.append(Block(config, size, fan_in + skip_widths.pop(), fan_out, rngs))
                 fan_in = fan_out
             up.append(Level(blocks, conv(fan_out, fan_out, 3, rngs) if size != config.image_size else None))
-        self.down, self.up = nnx.List(down), nnx.List(up)
+        self.down = nnx.List(down)
+        self.up = nnx.List(up)
 
         self.norm = nnx.GroupNorm(fan_in, config.num_groups, epsilon=1e-6, rngs=rngs)
         self.leave = conv(fan_in, 3, 3, rngs, init=LAST_INIT)
@@ -182,7 +184,8 @@ def loss(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
 def sample(model: UNet, key: jax.Array, num_images: int) -> jax.Array:
     """Samples images from noise (algorithm 2, with variances of beta)."""
     config = model.config
-    betas, share = jnp.linspace(*config.betas, config.num_times), signal_share(config)
+    betas = jnp.linspace(*config.betas, config.num_times)
+    share = signal_share(config)
 
     def denoise(step: jax.Array, x_BYXC: jax.Array) -> jax.Array:
         time = config.num_times - 1 - step

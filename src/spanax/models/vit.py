@@ -41,7 +41,8 @@ SIZES = {
     "g14": ViTConfig(224, 14, num_layers=40, num_heads=16, embed_dim=1408, mlp_dim=6144),
 }
 
-INIT, BIAS_INIT = nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)
+INIT = nnx.initializers.xavier_uniform()
+BIAS_INIT = nnx.initializers.normal(1e-6)
 QKV_INIT = nnx.initializers.lecun_uniform()
 """For the concatenated query, key and value matrices: the distribution of `INIT` for one of them."""
 
@@ -50,7 +51,8 @@ class Attention(nnx.Module):
     """Bidirectional self-attention."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
-        D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
+        D = config.embed_dim
+        heads = (config.num_heads, config.embed_dim // config.num_heads)
         self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=QKV_INIT, rngs=rngs)
         self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=INIT, rngs=rngs)
 
@@ -64,7 +66,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: attention, then an MLP."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
-        D, F = config.embed_dim, config.mlp_dim
+        D = config.embed_dim
+        F = config.mlp_dim
         self.attention_norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
@@ -81,12 +84,14 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config
-        D, patch = config.embed_dim, (config.patch_size, config.patch_size)
+        D = config.embed_dim
+        patch = (config.patch_size, config.patch_size)
         num_tokens = (config.image_size // config.patch_size) ** 2 + 1
         self.patches = nnx.Conv(3, D, patch, strides=patch, padding="VALID", rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, D)))
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, num_tokens, D)))
-        block, remat = functools.partial(Block, config), "full" if config.remat else None
+        block = functools.partial(Block, config)
+        remat = "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         self.norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(D, config.num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)

@@ -79,13 +79,15 @@ def vit_workload(
 
 def resnet_workload(config: resnet.ResNetConfig, *, batch_size: int = 256, nano: bool = False) -> Workload:
     """Returns the workload of a ResNet."""
-    build, learning_rate = partial(resnet.ResNet, config), 0.1 * batch_size / 256
+    build = partial(resnet.ResNet, config)
+    learning_rate = 0.1 * batch_size / 256
     return _image_workload(build, config, batch_size, nano, optimizer=sgd, learning_rate=learning_rate)
 
 
 def unet_workload(config: unet.UNetConfig, *, batch_size: int = 128, nano: bool = False) -> Workload:
     """Returns the workload of a diffusion U-Net."""
-    build, learning_rate = partial(unet.UNet, config), 2e-3 if nano else 2e-4
+    build = partial(unet.UNet, config)
+    learning_rate = 2e-3 if nano else 2e-4
     workload = _image_workload(build, config, batch_size, nano, optimizer=unet.adam, learning_rate=learning_rate)
     batch = unet.example_batch(batch_size, config.image_size)
     unlabelled = {"noise": 0.1, "labelled": False}
@@ -124,7 +126,8 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
     """
     if embed_dim is None:
         return config
-    head_dim, num_kv_heads = config.embed_dim // config.num_heads, getattr(config, "num_kv_heads", 1)
+    head_dim = config.embed_dim // config.num_heads
+    num_kv_heads = getattr(config, "num_kv_heads", 1)
     unit = head_dim * num_kv_heads
     if embed_dim % unit:
         below = embed_dim // unit * unit

@@ -238,7 +238,8 @@ class Search:
 
     def rates(self, candidate: Candidate) -> Rates:
         """Returns the speed of a candidate; MFU counts the FLOPs of the model, HFU also those of recomputation."""
-        seconds, num_devices = candidate.step_seconds, self.cluster.num_devices
+        seconds = candidate.step_seconds
+        num_devices = self.cluster.num_devices
         peak = num_devices * self.peak_flops * seconds
         return Rates(
             examples_per_second=self.batch_size / seconds,

@@ -418,7 +418,8 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
 
 def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
     """Returns the layout and the mesh of a request, and why."""
-    layout, mesh = request.layout, request.mesh
+    layout = request.layout
+    mesh = request.mesh
     if isinstance(layout, Layout):
         if mesh is None:
             raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")

@@ -71,7 +71,8 @@ class LayoutCosts:
         """The cost terms."""
         if self.equal is not None:
             return self.equal.terms
-        compiler, late = Compiler.of(self.cluster), deferred_reductions(self.sharded)
+        compiler = Compiler.of(self.cluster)
+        late = deferred_reductions(self.sharded)
         return count_terms(self.sharded, compiler=compiler, late=late)
 
     @cached_property
@@ -91,7 +92,8 @@ class LayoutCosts:
 
     def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
-        costs, chip = price(self.terms, self.cluster, grid, self.assumptions, table), self.cluster.chip
+        costs = price(self.terms, self.cluster, grid, self.assumptions, table)
+        chip = self.cluster.chip
         if OFFLOADED not in self.state.kind:
             return costs
         # Once per step, copied to the device and back. Compilers order both around the update: nothing hides them.
@@ -130,10 +132,12 @@ class Evaluation:
     @cached_property
     def grid(self) -> Grid:
         """The mesh and the schedule of the plan."""
-        schedule, ones = self.plan.schedule, np.ones(1, int)
+        schedule = self.plan.schedule
+        ones = np.ones(1, int)
         count = max(schedule.microbatches, self.program.microbatches)
         sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes])
-        stages, num_layers = ones * schedule.num_stages, self.program.step.layer_carry[1]
+        stages = ones * schedule.num_stages
+        num_layers = self.program.step.layer_carry[1]
         return Grid(sizes, stages, ones * count, ones / count, schedule.pipeline, schedule.num_chunks, num_layers)
 
     @cached_property
@@ -149,7 +153,8 @@ class Evaluation:
     @cached_property
     def candidate(self) -> Candidate:
         """The plan as a candidate of a search, whatever the names of its mesh axes."""
-        costs, plan = self.layout.costs(self.grid), self.plan
+        costs = self.layout.costs(self.grid)
+        plan = self.plan
         stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
         storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
         program = self.layout.sharded.resolver.program
@@ -182,7 +187,8 @@ class Evaluation:
     @property
     def collectives(self) -> Moved:
         """Bytes of all collectives of `step`, including transfers between stages."""
-        result, schedule = self._by_axes(self.terms), self.plan.schedule
+        result = self._by_axes(self.terms)
+        schedule = self.plan.schedule
         if schedule.num_stages > 1:
             pieces = pipeline_partition(self.step.traced, schedule.microbatches)
             sent = stage_transfer_bytes(self.step.resolver, pieces, ticks_of(schedule))

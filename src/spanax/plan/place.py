@@ -148,7 +148,8 @@ def _forms(schedule: Schedule) -> dict[str, Any]:
 
 def _placements(resolver: Resolver, offload: Sequence[str]) -> list[Placement]:
     program = resolver.program
-    leaves, values = (*program.leaves, *program.batch), program.step.graph.body.inputs
+    leaves = (*program.leaves, *program.batch)
+    values = program.step.graph.body.inputs
     return [_place(resolver, leaf, value, offload) for leaf, value in zip(leaves, values, strict=True)]
 
 
@@ -175,7 +176,8 @@ def _padding(resolver: Resolver) -> str:
 
 def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
     """Raises if a layout with sharded storage shards no stored array."""
-    axes, layout = resolver.layout.stored_optimizer, resolver.layout
+    axes = resolver.layout.stored_optimizer
+    layout = resolver.layout
     if resolver.mesh.ways(axes) == 1:
         return
     kinds = ("param", "optimizer") if layout.stored_params else ("optimizer",)

@@ -28,7 +28,8 @@ from spanax.units import bytes_text, count_text
 
 VERSION = 1
 
-MAX_DEVICES, MAX_TASKS = 1 << 20, 1 << 20
+MAX_DEVICES = 1 << 20
+MAX_TASKS = 1 << 20
 """Limits of a plan in a file: devices of the mesh, and microbatches x stages x chunks."""
 
 
@@ -239,18 +240,21 @@ class Plan:
         """
         lines = []
         for each in fields(self):
-            left, right = getattr(self, each.name), getattr(other, each.name)
+            left = getattr(self, each.name)
+            right = getattr(other, each.name)
             if each.name not in ("leaves", "batch", "layout", "why", "schedule", "anchors", "price") and left != right:
                 lines.append(f"{each.name}: {left} -> {right}")
         for each in fields(Schedule):
-            before, after = getattr(self.schedule, each.name), getattr(other.schedule, each.name)
+            before = getattr(self.schedule, each.name)
+            after = getattr(other.schedule, each.name)
             if before != after:
                 lines.append(f"{each.name}: {before} -> {after}")
         if self.layout != other.layout:
             lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
         left, right = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))
         for path in sorted(left.keys() | right.keys()):
-            a, b = left.get(path), right.get(path)
+            a = left.get(path)
+            b = right.get(path)
             if a is None or b is None:
                 lines.append(f"{path}: {'only in the second' if a is None else 'only in the first'}")
             elif (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -324,7 +328,8 @@ def _possible(plan: Plan) -> Plan:
     Raises:
       ValueError: names the first invalid number.
     """
-    num_shards, names = plan.mesh.ways, set(plan.mesh.names)
+    num_shards = plan.mesh.ways
+    names = set(plan.mesh.names)
     schedule = plan.schedule
     counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
     if any(not 1 < number <= plan.mesh.size for _, number in schedule.padded):

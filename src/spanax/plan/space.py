@@ -52,7 +52,8 @@ class Family:
 
     def select(self, columns: Sequence[int] | np.ndarray) -> "Family":
         """Returns the family of some of the meshes."""
-        sizes, resolver = self.sizes[:, columns], self.resolver
+        sizes = self.sizes[:, columns]
+        resolver = self.resolver
         if sizes.size:
             resolver = replace(resolver, mesh=MeshShape(tuple(zip(AXES, sizes[:, 0].tolist(), strict=True))))
         return replace(self, resolver=resolver, sizes=sizes, num_stages=self.num_stages[columns])
@@ -78,7 +79,8 @@ def families(
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
     for storing in STORING:
         for sequence in (False, True):
-            options, groups = _Options(program, storing, sequence, pins or {}), defaultdict[Key, list[Row]](list)
+            options = _Options(program, storing, sequence, pins or {})
+            groups = defaultdict[Key, list[Row]](list)
             for stages, *sizes in meshes:
                 by_axis = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and by_axis["fsdp"] == 1) or (sequence and by_axis["model"] == 1):
@@ -184,7 +186,8 @@ def _resolved_alike(options: _Options, rows: Sequence[Row], rejected: Rejections
     family_of = family_of.reshape(-1)
     for number in range(family_of.max(initial=-1) + 1):
         members = [rows[column] for column in np.flatnonzero(family_of == number).tolist()]
-        resolver, table = _resolver(options, members[0][1:]), np.asarray(members, int).T
+        resolver = _resolver(options, members[0][1:])
+        table = np.asarray(members, int).T
         if table[1 + AXES.index("fsdp"), 0] > 1 and not _stores(resolver):
             rejected[Reason(Code.NOTHING_STORED)] += len(members)
         else:
@@ -194,7 +197,8 @@ def _resolved_alike(options: _Options, rows: Sequence[Row], rejected: Rejections
 
 def _stores(resolver: Resolver) -> bool:
     """Returns whether storage shards some leaf further than computation."""
-    program, classes = resolver.program, resolver.program.step.axes.classes
+    program = resolver.program
+    classes = resolver.program.step.axes.classes
     return any(
         resolver.stored(used, labels, leaf.shape, "optimizer") != used
         for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False)

@@ -5,7 +5,8 @@ from typing import Any
 from spanax.errors import DeviceCountError, RangeError
 from spanax.processes.processes import Hosts, prepare_devices
 
-DEFAULT_SIMULATED, MAX_SIMULATED = 8, 4096
+DEFAULT_SIMULATED = 8
+MAX_SIMULATED = 4096
 
 
 def simulate(num_devices: int) -> list[Any]:

@@ -54,7 +54,8 @@ class TorchGroup:
                 where=WHERE,
                 fix="set all four for a group of processes; or SPANAX_NUM_HOSTS=1 if this process trains by itself",
             )
-        rank, num_processes = number(environ, "RANK", None), number(environ, "WORLD_SIZE", None)
+        rank = number(environ, "RANK", None)
+        num_processes = number(environ, "WORLD_SIZE", None)
         _check_rank("RANK", rank, "WORLD_SIZE", num_processes)
         port = number(environ, "MASTER_PORT", None)
         # torchrun itself listens on MASTER_PORT, for the store that its processes share.

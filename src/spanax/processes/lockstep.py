@@ -31,7 +31,8 @@ SHUTDOWN_SECONDS = 300
 LEAVING_SECONDS = 5.0
 """How long a process with an error waits for the others to print it too: the first has JAX's coordinator."""
 
-PLACES, LEAVING = "spanax:places/", "spanax:leaving/"
+PLACES = "spanax:places/"
+LEAVING = "spanax:leaving/"
 """Keys of the coordinator, followed by a rank."""
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 SAME = "same"
 """The verdict on processes that all have the same rows."""
 
-_LOCAL_CALLS, _GLOBAL_CALLS = count(1), count(1)
+_LOCAL_CALLS = count(1)
+_GLOBAL_CALLS = count(1)
 _agreed: set[str] = set()
 
 
@@ -80,7 +81,8 @@ def global_batch(
 
     if jax.process_count() == 1 or all(isinstance(leaf, jax.Array) for leaf in leaves):
         return list(leaves)
-    number, on_host = next(_GLOBAL_CALLS), [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
+    number = next(_GLOBAL_CALLS)
+    on_host = [leaf for leaf in leaves if not isinstance(leaf, jax.Array)]
     if _is_power_of_2(number):
         text = json.dumps([f"batch {number}: {_described(names, leaves)}", _digest(on_host)])
         if difference := verdict(text, _judge_global):

@@ -306,7 +306,8 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    error_of_first, text = None, ""
+    error_of_first = None
+    text = ""
     if is_first():
         try:
             text = decide()

@@ -13,7 +13,8 @@ from spanax.processes.lockstep import fail
 
 STDERR = 2
 
-ERROR, INTERRUPTED = 1, 130
+ERROR = 1
+INTERRUPTED = 130
 """Exit codes of Python after an error, and of a shell after Ctrl-C."""
 
 

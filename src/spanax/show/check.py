@@ -72,13 +72,16 @@ def _figures(report: Report) -> str:
 
 def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
     """Returns the name, predicted value, compiled value and error of each figure that either side has."""
-    predicted, compiled, rows = report.predicted, report.compiled, []
+    predicted = report.predicted
+    compiled = report.compiled
+    rows = []
     figures = [("state", "state_bytes"), ("peak memory", "peak_bytes"), ("FLOPs", "flops")]
     if predicted.host_bytes or compiled.host_bytes:
         figures.insert(1, ("state in host memory", "host_bytes"))
     for label, name in figures:
         as_text = (lambda value: f"{value:.4g}") if name == "flops" else bytes_text
-        before, after = getattr(predicted, name), getattr(compiled, name)
+        before = getattr(predicted, name)
+        after = getattr(compiled, name)
         error = report.errors.get(name)
         rows.append(
             (
@@ -131,7 +134,8 @@ def collective_cells(collective: Collective) -> tuple[str, ...]:
     tensors = collective.tensors
     names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
     shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
-    size, line = bytes_text(collective.num_bytes), _short_line(collective.source)
+    size = bytes_text(collective.num_bytes)
+    line = _short_line(collective.source)
     return collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line
 
 
@@ -148,7 +152,8 @@ def collective_text(collectives: Sequence[Collective], number: int) -> str:
             fix="--collectives lists them",
         )
     collective = collectives[number - 1]
-    once, total = bytes_text(collective.bytes_once), bytes_text(collective.num_bytes)
+    once = bytes_text(collective.bytes_once)
+    total = bytes_text(collective.num_bytes)
     lines = [
         f"{number}. {collective.kind} over {collective.axes}: {collective.group_size} devices in each group",
         f"  result  {collective.shapes}: {once}, {collective.runs} times per step: {total}",

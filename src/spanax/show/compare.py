@@ -13,7 +13,8 @@ MEMORY_SOURCE = "XLA's memory analysis of the step compiled for the devices pres
 
 def start_text(search: Search) -> str:
     """Returns the line that announces what is compiled."""
-    count, num_pruned = len(search.candidates), search.rejected.get(PRUNED, 0)
+    count = len(search.candidates)
+    num_pruned = search.rejected.get(PRUNED, 0)
     pruned = f"; {num_pruned} more with --all" if num_pruned else ""
     return f"compiling {_num_layouts(count)} on {search.cluster}: {search.setting}{pruned}"
 
@@ -42,7 +43,8 @@ def _remaining_text(seconds: float) -> str:
 
 def compared_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the rows of `spanax compare --json`: each a candidate of `spanax plan --json` with `measured`."""
-    search, rows = comparison.search, comparison.rows
+    search = comparison.search
+    rows = comparison.rows
     return {
         "cluster": str(search.cluster),
         "devices": search.cluster.num_devices,
@@ -84,8 +86,10 @@ def _row_json(search: Search, row: Compared, collectives: Moved) -> dict[str, An
 
 def compared_text(comparison: Comparison) -> str:
     """Returns one row per layout, the fastest first: measured, then predicted."""
-    search, rows = comparison.search, comparison.rows
-    choice, core_ratio = search.candidates[0], comparison.choice_core_ratio
+    search = comparison.search
+    rows = comparison.rows
+    choice = search.candidates[0]
+    core_ratio = comparison.choice_core_ratio
     is_shared = core_ratio is not None
     heads = ["layout", "mesh", "step s", "x best", *["core s"] * is_shared, "predicted s", "x best"]
     heads += ["peak", "predicted", "moved", "predicted"]
@@ -107,7 +111,8 @@ def compared_text(comparison: Comparison) -> str:
             rows, (row.candidate for row in rows), comparison.collectives, strict=True
         )
     ]
-    best, num_pruned = rows[0].candidate, search.rejected.get(PRUNED, 0)
+    best = rows[0].candidate
+    num_pruned = search.rejected.get(PRUNED, 0)
     by_cores = "" if core_ratio is None else f"; by core seconds {core_ratio:.3f} times"
     return "\n".join(
         [

@@ -58,7 +58,8 @@ def _lines(frames: Sequence[traceback.FrameSummary]) -> Iterator[str]:
     """Yields two lines per frame, outermost first: the location and its source."""
     # A recursive function repeats the same frame many times.
     calls = [next(same) for _, same in itertools.groupby(frames, lambda frame: (frame.filename, frame.lineno))]
-    first, last = calls[: MAX_FRAMES // 2], calls[MAX_FRAMES // 2 :][-MAX_FRAMES // 2 :]
+    first = calls[: MAX_FRAMES // 2]
+    last = calls[MAX_FRAMES // 2 :][-MAX_FRAMES // 2 :]
     yield from itertools.chain.from_iterable(map(_frame_lines, first))
     if omitted := len(frames) - len(first) - len(last):
         yield f"  ({omitted} frames omitted)"

@@ -33,7 +33,8 @@ STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "b
 
 def placement_text(placement: ArrayPlacement) -> str:
     """Returns bytes per device, replicated arrays, and a table with one row per kind of array."""
-    plan, mesh = placement.plan, placement.plan.mesh
+    plan = placement.plan
+    mesh = placement.plan.mesh
     state = ", ".join(f"{kind} {bytes_text(plan.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
     lines = [
         f"{plan.layout.name} on {mesh.size} devices ({mesh}), as in the {placement.origin}",
@@ -55,7 +56,8 @@ def placement_text(placement: ArrayPlacement) -> str:
 
 
 def _replicated_lines(placement: ArrayPlacement) -> list[str]:
-    replicated, mesh = _replicated(placement), placement.plan.mesh
+    replicated = _replicated(placement)
+    mesh = placement.plan.mesh
     if not replicated:
         return []
     redundant = bytes_text(sum(_redundant_bytes(leaf, placement) for leaf in replicated))

@@ -106,7 +106,8 @@ def attempts_section(times: TimeAccount) -> Section:
 
 def faults_section(times: TimeAccount) -> Section | None:
     """Returns the last faults of a run with the action taken; None without faults."""
-    count, first = len(times.faults), times.attempts[0].began
+    count = len(times.faults)
+    first = times.attempts[0].began
     shown = f", the last {MAX_FAULTS} of {count}" if count > MAX_FAULTS else ""
     rows = [(duration_text(event["time"] - first), *_fault_cells(event)) for event in times.faults[-MAX_FAULTS:]]
     return Section(f"faults and recovery{shown}", ("after", "by", "event", ""), rows) if rows else None

@@ -64,7 +64,8 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
 
 def search_json(summary: Summary, top: int) -> dict[str, Any]:
     """Returns the object of `spanax plan --json`."""
-    search, setting = summary.search, summary.search.setting
+    search = summary.search
+    setting = summary.search.setting
     program = next(iter(search.programs.values()))
     return _best_json(summary) | {
         "cluster": str(search.cluster),
@@ -88,7 +89,8 @@ def search_json(summary: Summary, top: int) -> dict[str, Any]:
 
 def _best_json(summary: Summary) -> dict[str, Any]:
     """Returns the best candidate with its layout, or what would make one fit."""
-    search, best = summary.search, summary.best
+    search = summary.search
+    best = summary.best
     if best is None or search.best is None:
         return {
             "best": None,
@@ -158,7 +160,8 @@ def ranked_text(rows: Sequence[Candidate]) -> str:
 
 
 def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]:
-    search, rates = summary.search, summary.search.rates(candidate)
+    search = summary.search
+    rates = summary.search.rates(candidate)
     limit = search.cluster.memory_bytes
     times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
     hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)

@@ -64,7 +64,10 @@ class Layer:
     """Placeholder of layer `index` of a stack in a loop; it can only be called, once per pass and in order."""
 
     def __init__(self, stack: weakref.ref[Any], index: int, kind: type, path: str):
-        self._stack, self._index, self._kind, self._path = stack, index, kind, path
+        self._stack = stack
+        self._index = index
+        self._kind = kind
+        self._path = path
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -73,7 +76,8 @@ class Layer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args:
             self._refuse("calls a block without a positional argument", "block(x, ...), with x first")
-        x, extra = args[0], (args[1:], kwargs)
+        x = args[0]
+        extra = (args[1:], kwargs)
         tokens = [leaf for leaf in jax.tree.leaves(extra if self._index else args) if type(leaf) is Token]
         if tokens:
             self._refuse(f"passes {tokens[0]!r} to layer {self._index}")
@@ -95,7 +99,8 @@ class Layer:
         Raises:
           SpanaxError: x is not the result of the previous layer, or the other arguments differ from layer 0's.
         """
-        index, previous = self._index, self._index - 1
+        index = self._index
+        previous = self._index - 1
         leaves, structure = jax.tree.flatten(x)
         run = leaves[0]._run if leaves and type(leaves[0]) is Token else None
         if run is None or run.stack is not self._stack() or structure != jax.tree.structure(run.x):
@@ -137,7 +142,10 @@ class Token(jax.Array):
     _leaf: Any
 
     def __init__(self, run: Pass, index: int, leaf_index: int, leaf: Any):
-        self._run, self._index, self._leaf_index, self._leaf = run, index, leaf_index, leaf
+        self._run = run
+        self._index = index
+        self._leaf_index = leaf_index
+        self._leaf = leaf
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -165,7 +173,8 @@ class Token(jax.Array):
         Raises:
           SpanaxError: always.
         """
-        count, total = self._index + 1, len(self._run.stack)
+        count = self._index + 1
+        total = len(self._run.stack)
         stops = f", or stops after {count} of {total}" if self._run.num_called == count else ""
         raise refusal(self._run.path, f"uses the result of layer {self._index}{stops}")
 

@@ -94,7 +94,8 @@ class CompiledFunction:
     @cached_property
     def jitted(self) -> Any:
         """The jitted function from (donated leaves, other leaves, batch) to (updated leaves, results)."""
-        indices, num_leaves = (*self.donated, *self.read), len(self.state)
+        indices = (*self.donated, *self.read)
+        num_leaves = len(self.state)
 
         def function(before: Sequence[Any], read: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             state = dict(zip(indices, [*before, *read], strict=True))

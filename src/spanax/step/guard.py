@@ -22,7 +22,9 @@ from spanax.errors import (
     nearest,
 )
 
-HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
+HALT = "halt"
+SKIP = "skip"
+ROLLBACK = "rollback"
 POLICIES = (HALT, SKIP, ROLLBACK)
 
 WATCHED = ("loss", "grad_norm")
@@ -197,7 +199,8 @@ class Watch:
         self.history = self.guard.seen(self.history, step, values)
         if reason is None:
             if step > self._furthest:
-                self._furthest, self.num_bad = step, 0
+                self._furthest = step
+                self.num_bad = 0
             return None
         self.num_bad += 1
         if self.guard.policy == HALT or self.num_bad > self.guard.patience:

@@ -73,7 +73,8 @@ def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandShardi
         for value, constraint in zip(op.inputs, use.inputs, strict=True)
         if constraint
     }
-    unconstrained, pinned = resharded & traced.uniform, {*traced.graph.body.outputs} - resharded
+    unconstrained = resharded & traced.uniform
+    pinned = {*traced.graph.body.outputs} - resharded
     for op in reversed([*traced.graph.ops()]) if unconstrained else ():
         if op.outputs and unconstrained.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
             unconstrained |= traced.uniform.intersection(op.inputs)

@@ -65,7 +65,8 @@ def init_sharded(
     graph = from_jaxpr(jaxpr)
     scalars = graph.constants | _scalars(graph, inputs)
     loaded = {graph.body.outputs[index]: array for index, array in weights.items()}
-    options, programs = _options(shardings), dict[Any, Future[Any]]()
+    options = _options(shardings)
+    programs = dict[Any, Future[Any]]()
 
     def make(value: int, known: dict[int, Any], sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
         if value in known and value in loaded:
@@ -130,7 +131,8 @@ def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
 def _scalars(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
     """Returns the inputs and all scalars computed from them, such as keys and counts."""
     values: Values = dict(zip(graph.body.inputs, inputs, strict=True))
-    ops, known = list[Op](), values.keys() | graph.constants.keys()
+    ops = list[Op]()
+    known = values.keys() | graph.constants.keys()
     for op in graph.body.ops:
         is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))
         if is_small and not op.bodies and known.issuperset(op.inputs):

@@ -40,7 +40,8 @@ def bigram_loss(
     if highest >= vocab_size:
         raise ValueError(f"token {highest} is outside a vocabulary of {vocab_size}")
 
-    before, after = validation[:-1], validation[1:]
+    before = validation[:-1]
+    after = validation[1:]
     num_tokens = np.bincount(train, minlength=vocab_size)
     num_before = np.bincount(train[:-1], minlength=vocab_size)
     unigram = (num_tokens + 1) / (len(train) + vocab_size)

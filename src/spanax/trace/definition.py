@@ -177,7 +177,8 @@ class Definition:
         """
         if variant.padded:
             return self._padded(variant)
-        state, attentions = self.state(variant), list[FusedAttention]()
+        state = self.state(variant)
+        attentions = list[FusedAttention]()
         try:
             run = partial(_run_step, state.variables, self.step(variant, attentions))
             step = self._traced(state, run, self.batch_axes)
@@ -199,7 +200,8 @@ class Definition:
 
     def _padded(self, variant: Variant) -> TracedVariant:
         """Returns the variant without padding, with its axes padded."""
-        plain, leaves = self.traced(replace(variant, padded=())), self.state(variant).variables.leaves
+        plain = self.traced(replace(variant, padded=()))
+        leaves = self.state(variant).variables.leaves
         step, evaluation = (
             None if each is None else padded_step(each, leaves, self.batch_leaves, variant.padded)
             for each in (plain.step, plain.evaluation)
@@ -274,7 +276,8 @@ class Definition:
         """Returns the shapes of the parameters that a train step of the user updates; None without one."""
         if self.train_step is None:
             return None
-        state, params = self._state(False, 0), list[Any]()
+        state = self._state(False, 0)
+        params = list[Any]()
         step = state.mesh.traced(partial(_run_step, state.variables, observing(self.step(Variant()), params)))
         with plain_variables():
             jax.eval_shape(step, state.variables.abstract(), self.batch)
@@ -332,7 +335,8 @@ def traced_function(
     Raises:
       SpanaxError: the function uses a traced array that NNX does not track.
     """
-    leaves, values = state.variables.leaves, state.variables.abstract()
+    leaves = state.variables.leaves
+    values = state.variables.abstract()
     with plain_variables():  # Variables created in the step have the same type as those of the model
         jaxpr, (_, result) = user.jaxpr(function, values, batch, state.mesh)
     graph = from_jaxpr(jaxpr)

@@ -214,7 +214,8 @@ class Program:
         Raises:
           SpanaxError: no axis has that name.
         """
-        step, evaluation = self.step.rename(names), self.evaluation
+        step = self.step.rename(names)
+        evaluation = self.evaluation
         if evaluation is not None:
             known = set(evaluation.axes.names.values())
             evaluation = evaluation.rename({old: new for old, new in names.items() if old in known})

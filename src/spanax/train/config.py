@@ -187,7 +187,8 @@ def check(config: TrainConfig) -> TrainConfig:
     """
     for name, least in MIN.items():
         value = getattr(config, name)
-        flag, most = f"--{name.replace('_', '-')}", MAX.get(name, 10**12)
+        flag = f"--{name.replace('_', '-')}"
+        most = MAX.get(name, 10**12)
         if value is None or least <= value <= most:
             continue
         bound = f"<= {most:g}" if value > most else f">= {least:g}"
@@ -282,7 +283,8 @@ def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
     if config.profile is None:
         return None
     first, _, last = config.profile.partition(":")
-    start, stop = whole_number(first), whole_number(last)
+    start = whole_number(first)
+    stop = whole_number(last)
     if start is None or stop is None or not 1 <= start <= stop:
         raise FormatError(
             f"--profile is '{config.profile}'; it must be the first and the last step.", fix="--profile 10:20"

@@ -38,7 +38,8 @@ class BatchSizes:
           RangeError: a size is below 1.
         """
         for name, usual in USUAL.items():
-            size, flag = getattr(self, name, None), f"--{name.replace('_', '-')}"
+            size = getattr(self, name, None)
+            flag = f"--{name.replace('_', '-')}"
             if size is not None and size < 1:
                 raise RangeError(f"{flag} is {size}; expected an integer >= 1.", fix=f"{flag} {usual}")
         return load(**self._arguments(), **more)

@@ -11,7 +11,9 @@ from spanax.entries.names import PROFILE, PROGRAM, TRACE_FOLDER
 from spanax.errors import WriteError
 from spanax.train.run import Run
 
-WINDOW, INPUT, STEP = "spanax window", "spanax input", "spanax step"
+WINDOW = "spanax window"
+INPUT = "spanax input"
+STEP = "spanax step"
 """Names in the trace: the profiled steps, waiting for a batch, and dispatching one step."""
 
 

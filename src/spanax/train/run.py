@@ -150,8 +150,11 @@ class Run:
         for array in self.state:
             array.delete()  # the devices may not have memory for two states
         other = begin()
-        self.state, self.num_steps = other.state, other.num_steps
-        self.position, self.history, self.loaded = other.position, other.history, other.loaded
+        self.state = other.state
+        self.num_steps = other.num_steps
+        self.position = other.position
+        self.history = other.history
+        self.loaded = other.loaded
         self._returned.clear()
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
@@ -163,7 +166,8 @@ class Run:
         Raises:
           SpanaxError: the program was traced from a train step only, or the batch differs from the traced one.
         """
-        evaluation, is_users = self.program.evaluation, self.program.run_evaluate is not None
+        evaluation = self.program.evaluation
+        is_users = self.program.run_evaluate is not None
         if evaluation is None and not is_users:
             raise LossError(
                 "this program has no evaluation: it was traced from a train_step.",
@@ -232,8 +236,10 @@ class Run:
           WriteError: the folder cannot be written.
         """
         self._note(self.num_steps)
-        position, history = None if data is None else data.state(), self.history.record() if self.guard else None
-        plan, meta = self.plan.to_json(), meta_of(self.program, position, history)
+        position = None if data is None else data.state()
+        history = self.history.record() if self.guard else None
+        plan = self.plan.to_json()
+        meta = meta_of(self.program, position, history)
         return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan, meta=meta, keep=keep)
 
     def model(self) -> nnx.Module:
@@ -272,7 +278,8 @@ class Run:
         """Returns the limits on the metrics of the next steps, for a step that checks them on the devices."""
         # The metrics of the previous call may not be ready: LATE steps, if each call is one step.
         self._note(self.num_steps + 1 - max(LATE, self._num_last + 1))
-        guard, guarded = self.guard, self._guarded
+        guard = self.guard
+        guarded = self._guarded
         if guard is None or guarded is None:
             return ()
         if max(num_steps, self._num_last) > 1:
@@ -282,7 +289,8 @@ class Run:
 
     def _take(self, leaves: list[Any], several: int = 0) -> dict[str, Any]:
         """Takes one step, or `several` on a list of batches, and returns the metrics by name."""
-        first, num_steps = self.num_steps + 1, several or 1
+        first = self.num_steps + 1
+        num_steps = several or 1
         limits = self._limits(num_steps)
         with nullcontext() if self._compiled else compile_notice("the step", self.plan):
             self.state, metrics = self._stepping(several)(self.state, leaves, *limits)
@@ -359,7 +367,8 @@ class Run:
         inputs_only: bool = False,
         several_steps: int = 0,
     ) -> Any:
-        num_leaves, rows = len(self.program.leaves), self._rows
+        num_leaves = len(self.program.leaves)
+        rows = self._rows
         padded = (
             PaddedStep(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
         )
@@ -379,7 +388,8 @@ class Run:
             if rows is not None:
                 results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
                 outputs[num_leaves:] = [rows.to_layers_along(array, dim_of(value)) for array, value in results]
-            after, metrics = outputs[:num_leaves], outputs[num_leaves:]
+            after = outputs[:num_leaves]
+            metrics = outputs[num_leaves:]
             if guarded is not None:
                 after, metrics = guarded.finish(before, after, metrics, *limits)
             return to_host(after, places), metrics

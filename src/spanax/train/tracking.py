@@ -124,7 +124,8 @@ def track(
     if not is_first():
         yield Tracking(None, None)
         return
-    place, last = local_path(folder), (step or 0) if run is None else run.num_steps
+    place = local_path(folder)
+    last = (step or 0) if run is None else run.num_steps
     is_resumed = last > 0 or (step is not None and not any(manifest.steps(Folder.of(place).inner(CHECKPOINTS))))
     with claimed(place, resume=is_resumed):
         numbers = (event.get("step") for event in Folder.of(place).lines(METRICS) if event is not None)

@@ -58,7 +58,8 @@ def train(
     with ExitStack() as stack:
         folder, lock = stack.enter_context(_run_folder(config))
         stack.callback(checkpoint.release, Folder.of(folder).inner(CHECKPOINTS))
-        rank, attempt = jax.process_index(), Hosts.of().attempt
+        rank = jax.process_index()
+        attempt = Hosts.of().attempt
         events = emit if is_first() else None
         telemetry = stack.enter_context(open_telemetry(folder, rank=rank, attempt=attempt, emit=events))
         job = build(load, config, devices, telemetry)
@@ -94,7 +95,8 @@ def _run_folder(config: TrainConfig) -> Iterator[tuple[Path, RunLock | None]]:
 
 def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bool]) -> Loop:
     """Returns the loop of a run, with its checkpoints and its policy for bad steps."""
-    job, telemetry = records.job, records.telemetry
+    job = records.job
+    telemetry = records.telemetry
     steps = Folder.of(telemetry.folder).inner(CHECKPOINTS)
     saves = Saves(steps, job.config, telemetry, records.renew, saved=run.num_steps)
     bad_steps = BadStepPolicy(run, data, partial(start_or_restore, job, telemetry, resume=True), telemetry)
@@ -103,7 +105,8 @@ def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bo
 
 def _report_start(run: Run, data: Batches, records: Records) -> None:
     """Writes the records of the run, opens its metrics and trackers, and reports the events before the first step."""
-    telemetry, config = records.telemetry, records.job.config
+    telemetry = records.telemetry
+    config = records.job.config
     if is_first():
         trackers = create_trackers(config.track)
         records.write()

@@ -36,7 +36,8 @@ class FirstStep:
             for problem in problems:
                 if problem.flaw in CERTAIN:
                     warn(f"{problem.message} {problem.fix}")
-            self._norm, self._step = metrics.get(GRAD_NORM), step
+            self._norm = metrics.get(GRAD_NORM)
+            self._step = step
             is_known = any(problem.flaw is Flaw.NO_GRADIENT for problem in problems)
             self._is_over = is_known or not isinstance(self._norm, jax.Array)
         if not self._is_over and self._norm.is_ready():

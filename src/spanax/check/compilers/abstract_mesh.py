@@ -67,7 +67,8 @@ class _Collector:
     """Yields the collectives of a module's functions, starting with `main`."""
 
     def __init__(self, functions: dict[str, Any], mesh: MeshShape):
-        self.functions, self.mesh = functions, mesh
+        self.functions = functions
+        self.mesh = mesh
 
     def block(self, block: Any, runs: int, is_counted: bool) -> Iterator[Collective]:
         """Yields the collectives of a block; identical collectives of the same value count once."""
@@ -106,7 +107,8 @@ class _Collector:
         names = [axis for axis in self.mesh.names if axis in {entry[0] for entry in axes}]
         if names:
             is_partial = any(entry[1] for entry in axes)
-            num_shards, group_size = _num_shards(out_axes, self.mesh), _num_shards(axes, self.mesh)
+            num_shards = _num_shards(out_axes, self.mesh)
+            group_size = _num_shards(axes, self.mesh)
             move = _collective(
                 op, kind, "~" * is_partial + "+".join(names), op.results[0], num_shards, group_size, runs, is_counted
             )
@@ -193,7 +195,8 @@ def _trip_count(loop: Any) -> int | None:
     if len(positions) != 1 or limit is None:
         return None
     position = positions[0]
-    start, next_value = _constant(loop.operands[position]), list(body.operations)[-1].operands[position]
+    start = _constant(loop.operands[position])
+    next_value = list(body.operations)[-1].operands[position]
     step = next_value.owner
     adds = getattr(step, "operation", None) is not None and step.operation.name == "stablehlo.add"
     if start is None or not adds or step.operands[0] != body.arguments[position] or _constant(step.operands[1]) != 1:

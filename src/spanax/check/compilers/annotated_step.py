@@ -76,7 +76,8 @@ def program_of(plan: Plan, load: Callable[..., Workload], workload: str) -> Prog
       load: returns a workload, given its name and sizes.
       workload: the name of the workload.
     """
-    dtype, program = plan.schedule.compute_dtype, None
+    dtype = plan.schedule.compute_dtype
+    program = None
     # With its default sizes, or else with the sizes of the plan's axes.
     for sizes in ({}, _sizes(plan)):
         instance = load(workload, **sizes)

@@ -132,7 +132,8 @@ def _run(folder: Path, target: Target, timeout: float) -> str:
 
 def _result(folder: Path, target: Target) -> Compiled:
     answer = json.loads((folder / "answer.json").read_text())
-    error, version = answer.get("error", ""), answer["platform_version"]
+    error = answer.get("error", "")
+    version = answer["platform_version"]
     if not error:
         assigned = next(iter((folder / "dump").glob("*.jit_step.*buffer-assignment.txt")), None)
         memory = answer["memory"] | (_assigned_bytes(assigned) if assigned is not None else {})

@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from spanax.hardware.chip import Chip
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)

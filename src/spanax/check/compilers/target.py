@@ -40,7 +40,8 @@ def target_of(cluster: Cluster) -> Target:
       >>> target_of(cluster("h100:2x8")).topology
       '1x2x8'
     """
-    chip, shape = cluster.chip, cluster.shape
+    chip = cluster.chip
+    shape = cluster.shape
     if chip.name in TPUS:
         wraps = chip.inside.wraps(shape) if chip.inside else ()
         options: dict[str, Any] = {"wrap": (*wraps, False, False, False)[:3]}
@@ -86,7 +87,8 @@ def install_command(platform: str) -> str:
         return ""
     if importlib.util.find_spec("jax_cuda12_plugin") is None or cuda_folder() is None:
         return INSTALL["cuda"]
-    required, installed = metadata.version("jaxlib"), metadata.version("jax-cuda12-plugin")
+    required = metadata.version("jaxlib")
+    installed = metadata.version("jax-cuda12-plugin")
     return "" if required == installed else f"pip install jax-cuda12-plugin=={required} jax-cuda12-pjrt=={required}"
 
 

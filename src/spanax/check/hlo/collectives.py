@@ -114,7 +114,8 @@ class _Collector:
     """Collects the collectives of all computations that run, starting with the entry."""
 
     def __init__(self, module: Module, mesh: MeshShape):
-        self.module, self.mesh = module, mesh
+        self.module = module
+        self.mesh = mesh
         self.sizes: Mapping[str, int] = dict(mesh.axes)
         self.collectives: list[Collective] = []
         self._started = self._channels_started()
@@ -209,7 +210,8 @@ class _Collector:
 
     def _add_chained(self, instruction: Instruction, count: int, runs: int, is_counted: bool) -> None:
         """Adds the reduce-scatters of one shape that a chain of permutes implements, at its first permute."""
-        ring, part = _connected(groups_of(instruction)), _result(instruction)
+        ring = _connected(groups_of(instruction))
+        part = _result(instruction)
         for _ in range(count):
             self._append(instruction, "reduce-scatter", part, ring, runs, is_counted, "permutes around a matmul")
 

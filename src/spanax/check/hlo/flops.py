@@ -81,11 +81,15 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
     """
     first, second = (computation.instructions[operand].shape.dims for operand in instruction.operands[:2])
     result = instruction.shape.parts[0].dims if instruction.shape.parts else instruction.shape.dims
-    lhs, rhs, out = first, second, result
+    lhs = first
+    rhs = second
+    out = result
     if instruction.target == "__cudnn$convBackwardInput":
-        lhs, out = result, first
+        lhs = result
+        out = first
     elif instruction.target == "__cudnn$convBackwardFilter":
-        rhs, out = result, second
+        rhs = result
+        out = second
     names = instruction.message.convolution_dimension_numbers
     spatial = (names.input_spatial_dimensions, names.kernel_spatial_dimensions, names.output_spatial_dimensions)
     num_products = out[names.output_batch_dimension] * out[names.output_feature_dimension]

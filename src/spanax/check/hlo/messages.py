@@ -93,7 +93,8 @@ def _pool() -> descriptor_pool.DescriptorPool:
             label = _FIELD.LABEL_REPEATED if kind.startswith("*") else _FIELD.LABEL_OPTIONAL
             added = message.field.add(name=field_name, number=int(number), label=label)
             if (kind := kind.lstrip("*"))[0].isupper():
-                added.type, added.type_name = _FIELD.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+                added.type = _FIELD.TYPE_MESSAGE
+                added.type_name = f".{_PACKAGE}.{kind}"
             else:
                 added.type = _FIELD.Type.Value(f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
@@ -102,4 +103,5 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 
 _POOL = _pool()
-_HLO, _MODULE = _message_class("HloProto"), _message_class("HloModule")
+_HLO = _message_class("HloProto")
+_MODULE = _message_class("HloModule")

@@ -144,7 +144,8 @@ class Module:
 
     def frame_lines(self, frame_id: int) -> tuple[tuple[str, int], ...]:
         """Returns the (file, line) of a stack frame and of its callers; empty for frame 0."""
-        table, lines = self.stack_frames, list[tuple[str, int]]()
+        table = self.stack_frames
+        lines = list[tuple[str, int]]()
         while 0 < frame_id <= len(table.stack_frames) and len(lines) < 64:
             frame = table.stack_frames[frame_id - 1]
             location = table.file_locations[frame.file_location_id - 1]

@@ -23,7 +23,9 @@ def permute_chains(computation: Computation) -> dict[int, int]:
             chains[permute.operands[0], permute.op_name].append(permute)
     counts: dict[int, int] = {}
     for starts in chains.values():
-        seen, stack, ends = dict.fromkeys(starts), list(starts), 0
+        seen = dict.fromkeys(starts)
+        stack = list(starts)
+        ends = 0
         while stack:
             successors = list(_successors(computation, stack.pop()))
             ends += not successors

@@ -52,7 +52,8 @@ def _mesh_groups(message: Any) -> ReplicaGroups:
         ids = tuple(_iota(mesh.iota.reshape_dims, mesh.iota.transpose_perm).ravel().tolist())
     sub_axes: dict[int, tuple[int, int]] = {}
     for reference in message.axes:
-        axis, part = reference.mesh_axis_index, reference.sub_axis
+        axis = reference.mesh_axis_index
+        part = reference.sub_axis
         sub_axes[axis] = (part.pre_size, part.size) if reference.HasField("sub_axis") else (1, sizes[axis])
     groups = defaultdict[tuple[int, ...], list[int]](list)
     coordinates = itertools.product(*map(range, sizes))

@@ -101,7 +101,8 @@ def _num_shards(sharding: str, num_dims: int) -> list[int]:
 
 
 def _lines(message: str, module: Module | None) -> Iterator[tuple[str, int]]:
-    frame, file = _FRAME.search(message), _FILE.search(message)
+    frame = _FRAME.search(message)
+    file = _FILE.search(message)
     if frame and module is not None:
         yield from module.frame_lines(int(frame[1]))
     elif file:

@@ -42,8 +42,10 @@ class Values:
     """The integers of a computation that follow from its parameters, evaluated lazily and cached."""
 
     def __init__(self, module: Module, computation: Computation, parameters: Sequence[Value], partition: int | None):
-        self._module, self._computation = module, computation
-        self._parameters, self._partition = parameters, partition
+        self._module = module
+        self._computation = computation
+        self._parameters = parameters
+        self._partition = partition
         self._known: dict[int, Value] = {}
 
     def of(self, instruction_id: int) -> Value:
@@ -64,14 +66,16 @@ class Values:
         return self._known[instruction_id]
 
     def _needed(self, instruction: Instruction) -> tuple[int, ...]:
-        opcode, dims = instruction.opcode, instruction.shape.dims
+        opcode = instruction.opcode
+        dims = instruction.shape.dims
         if opcode == "get-tuple-element" or opcode in ("tuple", "while", "call", "fusion") or opcode in FORWARDING:
             return instruction.operands
         is_known = opcode in BINARY or opcode in ("compare", "select", "not", "negate", "dynamic-slice")
         return instruction.operands if is_known and len(dims) <= 1 else ()
 
     def _evaluate(self, instruction: Instruction) -> Value:
-        opcode, operands = instruction.opcode, [self._known.get(operand) for operand in instruction.operands]
+        opcode = instruction.opcode
+        operands = [self._known.get(operand) for operand in instruction.operands]
         if opcode == "parameter":
             index = instruction.message.parameter_number
             return self._parameters[index] if index < len(self._parameters) else None
@@ -175,7 +179,8 @@ def _as_shaped(value: Value, instruction: Instruction) -> Value:
 def _arithmetic(instruction: Instruction, operands: list[Value]) -> Value:
     scalars = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in operands]
     if instruction.opcode == "dynamic-slice":
-        array, index = operands[0], scalars[1]
+        array = operands[0]
+        index = scalars[1]
         if (
             not isinstance(array, tuple)
             or not isinstance(index, int)

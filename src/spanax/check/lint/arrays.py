@@ -62,8 +62,10 @@ def _uneven(subject: LintSubject) -> Iterator[tuple[Placement, Reason]]:
 
 def _divisible(reason: Reason) -> str:
     """Returns the nearest size and number of shards that divide; empty if both are far off, as for 3 color channels."""
-    size, num_shards = reason.size, reason.num_shards
-    padded, divisor = -(-size // num_shards) * num_shards, math.gcd(size, num_shards)
+    size = reason.size
+    num_shards = reason.num_shards
+    padded = -(-size // num_shards) * num_shards
+    divisor = math.gcd(size, num_shards)
     fixes = [f"{reason.name} {padded}"] if padded <= (1 + MAX_PADDING) * size else []
     fixes += [f"{divisor} shards"] if divisor > 1 else []
     return ", or ".join(fixes)
@@ -125,7 +127,8 @@ def _unknown_names(subject: LintSubject) -> dict[str, str]:
     If an annotation names one axis of the mesh, its other names are taken for mesh axes as well. Other names may be
     the author's own labels; they are reported only for large arrays that have no known name at all.
     """
-    mesh, plan = subject.plan.mesh.names, subject.plan
+    mesh = subject.plan.mesh.names
+    plan = subject.plan
     dims = {
         *STRENGTH,
         *(name for name, _ in plan.pins),

@@ -15,7 +15,8 @@ MAX_FLOPS_RATIO = 1.05
 REWRITTEN = {"conv_general_dilated": 1.6, "fft": 4.0, "triangular_solve": 4.0}
 """The same in programs with operations that TPU compilers compute by other matmuls than the plan counts."""
 
-MIN_EXCESS, MIN_EXCESS_BYTES = 0.25, 1 << 20
+MIN_EXCESS = 0.25
+MIN_EXCESS_BYTES = 1 << 20
 """Collectives are reported if they exceed the plan by this share and by this number of bytes."""
 
 RESHARDING_KINDS = ("all-gather", "all-to-all")
@@ -77,7 +78,8 @@ def unplanned_activation_transfers(subject: LintSubject) -> Iterator[Message]:
         weight_excess[gathers[0].axes] = weight_excess.get(gathers[0].axes, 0) + num_bytes - planned
     for axes, kinds in report.compiled.collectives.items():
         planned_kinds = report.predicted.collectives.get(axes, {})
-        total, planned_total = sum(kinds.values()), sum(planned_kinds.values())
+        total = sum(kinds.values())
+        planned_total = sum(planned_kinds.values())
         excess = total - planned_total - weight_excess.get(axes, 0)
         if excess <= max(MIN_EXCESS_BYTES, MIN_EXCESS * planned_total):
             continue

@@ -63,7 +63,8 @@ def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
 
 def optimizer_memory(subject: LintSubject) -> Iterator[Message]:
     """The parameters fit on a device, but the parameters with the optimizer state do not."""
-    limit, params = subject.cluster.memory_bytes, subject.plan.state_bytes("param")
+    limit = subject.cluster.memory_bytes
+    params = subject.plan.state_bytes("param")
     state = subject.plan.state_bytes()
     if limit is not None and params <= limit / 2 and state > limit and state > 2 * params:
         yield Message(

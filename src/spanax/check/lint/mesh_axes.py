@@ -44,7 +44,9 @@ def few_microbatches(subject: LintSubject) -> Iterator[Message]:
     schedule = subject.plan.schedule
     if schedule.num_stages == 1:
         return
-    stages, count, chunks = schedule.num_stages, schedule.microbatches, schedule.num_chunks
+    stages = schedule.num_stages
+    count = schedule.microbatches
+    chunks = schedule.num_chunks
     bubble = bubble_over_ideal(schedule.pipeline, stages, count, chunks)
     share = bubble / (1 + bubble)
     if share > MAX_BUBBLE:

@@ -34,12 +34,14 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
     """A kernel that no compiler can partition (Pallas, Mosaic, FFI) runs on operands that the plan shards."""
-    step, mesh = subject.program.step, subject.plan.mesh
+    step = subject.program.step
+    mesh = subject.plan.mesh
     constraints = Constraints(resolver_of(subject.program, subject.plan), step)
     for op in step.graph.ops():
         if op.name not in OPAQUE_KERNELS:
             continue
-        axes, gathered = set[str](), 0.0
+        axes = set[str]()
+        gathered = 0.0
         for value in op.inputs:
             constraint = constraints[value]
             sharded = set[str]() if constraint is None else axes_of(constraint.spec)
@@ -66,7 +68,8 @@ def float32_matmuls(subject: LintSubject) -> Iterator[Message]:
         flops[dtype] += count
     total = sum(flops.values())
     if total and flops["fp32"] > total / 2:
-        speedup, requested = rates["bf16"] / rates.get("fp32", rates["bf16"]), subject.plan.schedule.compute_dtype
+        speedup = rates["bf16"] / rates.get("fp32", rates["bf16"])
+        requested = subject.plan.schedule.compute_dtype
         yield Message(
             "",
             f"{100 * flops['fp32'] / total:.0f} % of the FLOPs are in float32"

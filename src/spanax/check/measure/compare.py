@@ -196,7 +196,8 @@ def pruned(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
     A single strategy is a preset without `+` in its name.
     """
-    selected, singles = [], {name for name in PRESETS if "+" not in name}
+    selected = []
+    singles = {name for name in PRESETS if "+" not in name}
     for rank, candidate in enumerate(candidates):
         if rank < CHEAPEST or candidate.layout in singles:
             selected.append(candidate)
@@ -248,7 +249,8 @@ def compare(
     batch = example_batch(program, seed)
     runs, compiled = _started_runs(program, plans, devices, seed, batch, steps, on_progress)
     seconds, core_seconds = ([list[float]() for _ in runs] for _ in range(2))
-    order, started = list(range(len(runs))), time.monotonic()
+    order = list(range(len(runs)))
+    started = time.monotonic()
     for step in range(1, steps + 1):
         random.Random(seed + step).shuffle(order)
         for index in order:
@@ -297,7 +299,8 @@ def _started_runs(
     runs: list[Run] = []
     compiled = []
     initial: list[Any] = []
-    started, step_seconds = time.monotonic(), 0.0
+    started = time.monotonic()
+    step_seconds = 0.0
     for count, plan in enumerate(plans, 1):
         if not runs:
             run = start(program, plan, seed=seed, devices=devices)
@@ -361,5 +364,6 @@ def rank_correlation(rows: Sequence[Compared]) -> float | None:
     """
     if len(rows) < 2:
         return None
-    predicted, measured = [row.candidate.step_seconds for row in rows], [row.ratio for row in rows]
+    predicted = [row.candidate.step_seconds for row in rows]
+    measured = [row.ratio for row in rows]
     return float(np.corrcoef(np.argsort(np.argsort(predicted)), np.argsort(np.argsort(measured)))[0, 1])

@@ -91,13 +91,16 @@ def _of_run(folder: Path, requested: Requested) -> MeasuredStep:
     """Returns the measured step of a run of `spanax train`."""
     if not folder.is_dir():
         raise MissingFileError(f"'{folder}' does not exist.", fix=EXPECTED)
-    settings, plan, environment = recorded(folder), Plan.of_run(folder), read_environment(folder)
+    settings = recorded(folder)
+    plan = Plan.of_run(folder)
+    environment = read_environment(folder)
     if not settings:
         raise MissingFileError(f"'{folder}' is not a run folder.", where="it has no config.toml", fix=EXPECTED)
     machine = _machine(str(folder), environment.device_kind, environment.size, requested.cluster)
     if machine.num_devices != plan.mesh.size:
         raise FileError(f"'{folder}' records {environment.size} devices and a plan for {plan.mesh.size}.")
-    program, transfers = requested.program, []
+    program = requested.program
+    transfers = []
     if plan.fingerprint != program.fingerprint:
         program = _other_program(str(folder), plan, str(settings.get("workload")), requested.load)
         transfers.append("another program")
@@ -117,7 +120,8 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
     except (OSError, ValueError) as error:
         raise FileError(f"'{path}' is not a comparison.", where=first_line(error), fix=EXPECTED) from None
     machine = _machine(str(path), file.device_kind, file.size, requested.cluster)
-    program, transfers = requested.program, []
+    program = requested.program
+    transfers = []
     if file.fingerprint != program.fingerprint:
         program = _compared_program(path, file, requested.load)
         transfers.append("another program")

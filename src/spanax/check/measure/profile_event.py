@@ -18,7 +18,9 @@ def profile_event(run: Path) -> dict[str, Any]:
     Raises:
       DataError: the folder contains no trace.
     """
-    folder, plan, axes_by_name = Folder.of(run), Plan.of_run(run), None
+    folder = Folder.of(run)
+    plan = Plan.of_run(run)
+    axes_by_name = None
     if folder.kind(PROGRAM) is not None:
         axes_by_name = {each.name: each.axes for each in collectives(folder.read(PROGRAM), plan.mesh)}
     summary = step_profile(run, axes=axes_by_name)

@@ -36,7 +36,8 @@ def run_record(report: RunReport) -> RunRecord:
     Raises:
       EntryError: an entry of the folder is a link or has another unexpected type.
     """
-    folder, notes = report.folder, list(report.notes)
+    folder = report.folder
+    notes = list(report.notes)
     plan = _read_or_note(Plan.of_run, folder, notes)
     has_profile = Folder.of(folder).kind(PROFILE) is not None
     profile = _read_or_note(read_profile, folder, notes) if has_profile else None

@@ -41,7 +41,8 @@ NUM_NOISE_RUNS = 2
 ZERO = 1e-3
 """Differences are relative to at least this share of the largest value in the group; smaller arrays are noise."""
 
-OPTIMIZER, RECORDED_OPTIMIZER = "optimizer.opt_state.", "optimizer.opt_state.1."
+OPTIMIZER = "optimizer.opt_state."
+RECORDED_OPTIMIZER = "optimizer.opt_state.1."
 
 
 @dataclass(frozen=True)

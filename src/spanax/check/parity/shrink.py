@@ -81,7 +81,8 @@ def shrink_to_fit(
     limit = free_bytes() / 2 if memory_bytes is None else memory_bytes
     mesh = _smaller_mesh(plan.mesh, num_devices)
     result = ShrunkProgram(program, _plan_on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
-    full, sizes = _sizes(program), dict[str, int]()
+    full = _sizes(program)
+    sizes = dict[str, int]()
     reason = exceeds_budget(result.program, result.plan, limit, flops)
     for name in MIN_SIZES:
         for smaller in _candidate_sizes(result.program, name, flops):
@@ -157,7 +158,8 @@ def _sizes(program: Program) -> dict[str, int]:
 
 def _candidate_sizes(program: Program, name: str, flops: float) -> list[int]:
     """Returns smaller sizes, starting with the largest that may suffice; a width is a multiple of the head dim."""
-    size, heads = _sizes(program)[name], max((max(a.sizes) for a in program.axes if a.name == "heads"), default=1)
+    size = _sizes(program)[name]
+    heads = max((max(a.sizes) for a in program.axes if a.name == "heads"), default=1)
     unit = size // heads if name == "embed_dim" and size and size % heads == 0 else 1
     sizes = [count * unit for count in _halves(size // unit) if count * unit >= MIN_SIZES[name]]
     sufficient = size * (flops / max(step_flops(program), flops)) ** EXPONENTS[name]

@@ -27,7 +27,8 @@ def remedies(result: Search) -> list[str]:
     """
     if not result.nearest or result.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
-    program, leanest = next(iter(result.programs.values())), result.nearest[0]
+    program = next(iter(result.programs.values()))
+    leanest = result.nearest[0]
     switches = list(_switches(result, program, leanest, result.cluster.memory_bytes))
     enough = [text for text, fits in switches if fits]
     joined = " with ".join(text for text, fits in switches if not fits)
@@ -93,7 +94,8 @@ def _has_full(program: Program) -> bool:
 
 def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int | None:
     """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST."""
-    limit, cluster = previous.cluster.memory_bytes or 0, previous.cluster
+    limit = previous.cluster.memory_bytes or 0
+    cluster = previous.cluster
     remat = "full" if _has_full(program) else leanest.remat
     for factor in (2**power for power in range(1, MOST.bit_length())):
         if leanest.state_bytes / factor > limit:

@@ -37,7 +37,8 @@ def largest(size_up: Callable[[int], Search | None], start: int, step: int = 1) 
       step: sizes are multiples of it.
     """
     fits: tuple[int, Search] | None = None
-    low, high = 0, max(step, start // step * step)
+    low = 0
+    high = max(step, start // step * step)
     while True:
         result = size_up(high)
         if result is None or result.best is None:
@@ -47,7 +48,8 @@ def largest(size_up: Callable[[int], Search | None], start: int, step: int = 1) 
         middle = (low + high) // 2 // step * step
         result = size_up(middle)
         if result is not None and result.best is not None:
-            fits, low = (middle, result), middle
+            fits = (middle, result)
+            low = middle
         else:
             high = middle
     return fits

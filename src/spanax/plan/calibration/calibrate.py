@@ -112,7 +112,8 @@ def calibrate(measured: Sequence[MeasuredStep], cluster: Cluster) -> Calibration
     before = predict(np.zeros(len(names)))
     is_applied = bool((np.abs(target - before) > noises).any())
     factors = posterior.factors if is_applied else np.zeros(len(names))
-    after, uncertainties = predict(factors), posterior.uncertainty(sensitivity(predict, factors))
+    after = predict(factors)
+    uncertainties = posterior.uncertainty(sensitivity(predict, factors))
     calibrated = on(cluster, np.where(posterior.is_fitted, factors, 0.0), _source(measured)) if is_applied else cluster
     dtype = main_dtype(measured[0].terms)
     return Calibration(
@@ -140,7 +141,8 @@ def _constants(
 ) -> tuple[Calibrated, ...]:
     rows = []
     for constant in CONSTANTS:
-        first, second = constant.value(before.chip, dtype), constant.value(after.chip, dtype)
+        first = constant.value(before.chip, dtype)
+        second = constant.value(after.chip, dtype)
         if first is not None and second is not None:
             name = f"{constant.name}, {dtype}" if constant.unit == "FLOP/s" else constant.name
             rows.append(Calibrated(name, constant.unit, first, second, deviations[constant.name]))

@@ -44,7 +44,8 @@ def slowed(cluster: Cluster, factors: Mapping[str, float], source: str = "") -> 
       >>> round(chip.sustained_share / cluster("h100:8").chip.sustained_share, 3), chip.sources["sustained_share"]
       (0.8, 'runs/a')
     """
-    chip, changed = cluster.chip, list[str]()
+    chip = cluster.chip
+    changed = list[str]()
     for constant in CONSTANTS:
         factor = factors.get(constant.name, 1.0)
         if factor != 1.0 and constant.value(chip, "fp32") is not None:

@@ -49,7 +49,8 @@ class StepSeconds:
 
         Source: the median absolute deviation; half of the difference between the medians of both halves.
         """
-        median, count = self.median, len(self.seconds)
+        median = self.median
+        count = len(self.seconds)
         deviation = DEVIATION * statistics.median(abs(seconds - median) for seconds in self.seconds)
         halves = self.seconds[: count // 2] or self.seconds, self.seconds[count // 2 :]
         drift = abs(statistics.median(halves[0]) - statistics.median(halves[1])) / 2

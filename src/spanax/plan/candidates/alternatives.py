@@ -46,7 +46,8 @@ def with_padding(
       program: without padded axes.
       stage_margin: as in `search`.
     """
-    best, rejected = result, Counter(result.rejected)
+    best = result
+    rejected = Counter(result.rejected)
     for padded in _forms(result):
         chunks = next(iter(result.programs.values())).loss_chunks
         form = replace(program.form, padded=padded, loss_chunks=chunks)
@@ -110,7 +111,8 @@ def with_host_memory(
       find: searches with kinds of state in host memory, and with a remat policy, or the one of `result`.
       has_policy: whether the remat policy is requested, so that activations stay where they are.
     """
-    chip, rejected = result.cluster.chip, Counter(result.rejected)
+    chip = result.cluster.chip
+    rejected = Counter(result.rejected)
     leaves = next(iter(result.programs.values())).leaves
     has_optimizer = any(leaf.kind == OPTIMIZER_STATE and leaf.shape for leaf in leaves)
     if result.best is not None or not result.nearest or chip.shared or chip.host_bytes_per_second is None:

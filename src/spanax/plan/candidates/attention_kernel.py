@@ -27,7 +27,8 @@ def kernel_on(cluster: Cluster) -> str | None:
       >>> [kernel_on(cluster(name)) for name in ("v5p:2x2x1", "h100:8", "mi300x:8", "v3:2x2", "cpu:8")]
       ['splash', 'cudnn', None, None, None]
     """
-    kinds, old = cluster.chip.device_kinds, ("v3", "v100-32gb", "v100-16gb")
+    kinds = cluster.chip.device_kinds
+    old = ("v3", "v100-32gb", "v100-16gb")
     if cluster.chip.name in old:
         return None
     if cluster.is_torus:

@@ -27,7 +27,8 @@ def programs_of(program: Program, remat: Sequence[str] | None, rejected: Rejecti
     Raises:
       SpanaxError: the program supports none of the requested policies.
     """
-    programs, errors = dict[str, Program](), list[SpanaxError]()
+    programs = dict[str, Program]()
+    errors = list[SpanaxError]()
     for name in REMAT if remat is None else remat:
         try:
             policy = program.form.remat if name == program.remat else name
@@ -62,7 +63,10 @@ class Forms:
     """
 
     def __init__(self, program: Program, remat: Sequence[str] | None, rejected: Rejections, *, is_lazy: bool):
-        self._program, self._rejected, self.is_lazy, self.trace_seconds = program, rejected, is_lazy, 0.0
+        self._program = program
+        self._rejected = rejected
+        self.is_lazy = is_lazy
+        self.trace_seconds = 0.0
         policies = REMAT if remat is None else tuple(remat)
         self.programs = self._timed(lambda: programs_of(program, policies[:1] if is_lazy else remat, rejected))
         self.policies = policies if is_lazy else tuple(self.programs)

@@ -10,7 +10,9 @@ from spanax.hardware.torus import divisors
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.space import AXES, Family
 
-PLAIN, INTERLEAVED, ZERO_BUBBLE = "1f1b", "interleaved", "zero-bubble"
+PLAIN = "1f1b"
+INTERLEAVED = "interleaved"
+ZERO_BUBBLE = "zero-bubble"
 
 SCHEDULES = (PLAIN, INTERLEAVED, ZERO_BUBBLE)
 

@@ -21,13 +21,15 @@ from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import Rejections, layout_on
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 
-SEEDS, POOL = 3, 12
+SEEDS = 3
+POOL = 12
 """The number of presets that a local search starts from, each with other mesh axes, of the fastest `POOL`."""
 
 WIDTH = 4
 """The most changes of one layout that are priced before the best of them is changed again."""
 
-MOST_PRICED, MOST_GROUPS = 12, 6_000
+MOST_PRICED = 12
+MOST_GROUPS = 6_000
 """The most assignments that a local search prices, and the most groups of operations that it walks in all."""
 
 LEAST_GAIN = 1e-3
@@ -70,8 +72,10 @@ def with_assignments(
     """
     if result.cluster.chip.shared:
         return replace(result, candidates=result.candidates[:top], too_large=result.too_large[:top])
-    start, rejected = time.perf_counter(), Counter(result.rejected)
-    walked, limit = _Walked(result, assumptions, rejected), result.cluster.memory_bytes
+    start = time.perf_counter()
+    rejected = Counter(result.rejected)
+    walked = _Walked(result, assumptions, rejected)
+    limit = result.cluster.memory_bytes
     seeds = _seeds(result.candidates[:POOL]) or _seeds((*result.too_large[:1], *result.nearest))
     best_cost = (False, result.best.step_seconds * (1 - LEAST_GAIN) if result.best else np.inf)
     accepted = list[_Point]()
@@ -116,7 +120,9 @@ class _Walked:
     """The assignments that a local search has priced, each once, within its budget."""
 
     def __init__(self, result: Search, assumptions: Assumptions, rejected: Rejections):
-        self._result, self._assumptions, self._rejected = result, assumptions, rejected
+        self._result = result
+        self._assumptions = assumptions
+        self._rejected = rejected
         num_groups = len(next(iter(result.programs.values())).step.op_groups)
         self._num_left = min(MOST_PRICED, MOST_GROUPS // max(1, num_groups))
         self._known = set[object]()
@@ -132,7 +138,8 @@ class _Walked:
 
     def neighbors(self, point: _Point) -> list[_Point]:
         """Returns assignments that differ from a point in one change, priced; none beyond the budget."""
-        result, most = list[_Point](), self.num_priced + WIDTH
+        result = list[_Point]()
+        most = self.num_priced + WIDTH
         for move in moves(point.sharded, point.layout, self._result.pins) if self._num_left else ():
             if self.num_priced == most or not self._num_left:
                 break
@@ -168,7 +175,9 @@ class _Walked:
 
     def _priced(self, point: _Point, layout: Layout, sharded: ShardedProgram) -> _Point | None:
         """Returns a changed point with its cost; None where the point fits and the change saves no time."""
-        result, program, seed = self._result, sharded.resolver.program, point.seed
+        result = self._result
+        program = sharded.resolver.program
+        seed = point.seed
         preset = layout_on(seed.storing, seed.sequence, seed.mesh)
         layout = replace(layout, name=f"{preset.name} ({assignment_text(layout, preset)})")
         ones = np.ones(1, int)

@@ -17,7 +17,8 @@ from spanax.units import bytes_text
 TRIED = (8, 4, 2)
 """Numbers of chunks to estimate the memory of the logits with; the first that divides the tokens is used."""
 
-LARGE, SMALL = 0.1, 0.05
+LARGE = 0.1
+SMALL = 0.05
 """Fractions of the peak: logits below the first are not chunked; doubling the chunks must save the second."""
 
 SLOWER = 0.05
@@ -73,7 +74,10 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     logits = (before - peak_bytes(tried)) * tried / (tried - 1)
     if logits < LARGE * before:
         return 1, Reason(Code.LOGITS_SMALL, detail=f"{max(0.0, logits / before):.0%}")
-    count, peak, slower, seconds = 1, before, 0.0, _step_seconds(evaluated(1))
+    count = 1
+    peak = before
+    slower = 0.0
+    seconds = _step_seconds(evaluated(1))
     while count < MOST and not isinstance(_divided(peak_bytes, [2 * count]), Reason):
         chunked_peak = peak_bytes(2 * count)
         slower = _step_seconds(evaluated(2 * count)) / seconds - 1

@@ -96,7 +96,9 @@ def _shares(sharded: ShardedProgram) -> tuple[Shares, Shares]:
     Counts the results of all operations of a step on one device; the first bounds what sharding the named axis over the
     mesh axis may save.
     """
-    traced, mesh, axes = sharded.traced, sharded.resolver.mesh, sharded.traced.axes
+    traced = sharded.traced
+    mesh = sharded.resolver.mesh
+    axes = sharded.traced.axes
     runs: dict[int, int] = defaultdict(int)
     values: dict[int, int] = {}
     for group in traced.op_groups:
@@ -112,7 +114,8 @@ def _shares(sharded: ShardedProgram) -> tuple[Shares, Shares]:
     used: dict[tuple[str, str], float] = defaultdict(float)
     total = 0.0
     for number, value in values.items():
-        key, constraint = traced.sharding_keys[value], sharded.constraints[value]
+        key = traced.sharding_keys[value]
+        constraint = sharded.constraints[value]
         over = axes_of(constraint.computed) if constraint is not None else set()
         size = runs[number] * math.prod(traced.graph.shape(value)) / mesh.ways([*over])
         total += size

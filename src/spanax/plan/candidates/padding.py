@@ -46,7 +46,8 @@ def search_in_padding(
         if is_used(result, padded):
             results.append(result)
     if not results:
-        axes, shape = ", ".join(names), f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"
+        axes = ", ".join(names)
+        shape = f"mesh {mesh}" if mesh is not None else f"{cluster.num_devices} devices"
         raise VariantError(
             f"the fastest layout shards no padded axis of {axes}.", where=shape, fix="a layout and a mesh with `model`"
         )

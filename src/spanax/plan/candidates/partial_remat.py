@@ -64,7 +64,9 @@ def with_partial_remat(result: Search, stage_margin: float) -> Search:
       result: a search under policies of all layers.
       stage_margin: as in `search`.
     """
-    start, best, limit = time.perf_counter(), result.best, result.cluster.memory_bytes
+    start = time.perf_counter()
+    best = result.best
+    limit = result.cluster.memory_bytes
     num_layers = next(iter(result.programs.values())).step.layer_carry[1]
     if best is None or limit is None or num_layers < 2:
         return result
@@ -109,7 +111,8 @@ def _estimates(result: Search, seed: Candidate, limit: int, num_layers: int) -> 
     names = REMAT[: seeded + 1] if seed in result.candidates else REMAT[seeded:]
     points = {name: _priced(result, seed, result.programs[name]) for name in names if name in result.programs}
     for first, second in combinations(points, 2):
-        lighter, heavier = points[first], points[second]
+        lighter = points[first]
+        heavier = points[second]
         if heavier.upper_bytes <= limit < lighter.upper_bytes:
             share = (lighter.upper_bytes - limit) / (lighter.upper_bytes - heavier.upper_bytes)
             count = math.ceil(share * num_layers)
@@ -120,7 +123,8 @@ def _estimates(result: Search, seed: Candidate, limit: int, num_layers: int) -> 
 
 def _traced(result: Search, estimate: _Estimate, limit: int, rejected: Rejections) -> Iterator[_Point]:
     """Yields the price of an estimated policy, then that with the number of layers that this price implies."""
-    policy, lighter = estimate.policy, estimate.lighter
+    policy = estimate.policy
+    lighter = estimate.lighter
     excess = lighter.upper_bytes - limit
     for _ in range(MOST_TRACED):
         try:

@@ -73,7 +73,9 @@ class Pricer:
 
         No other candidate is chosen where one of these fits; `left_out` counts them.
         """
-        chosen, left_out, limit = list[np.ndarray](), Counter(self.left_out), self.cluster.memory_bytes
+        chosen = list[np.ndarray]()
+        left_out = Counter(self.left_out)
+        limit = self.cluster.memory_bytes
         for family, grids, state in zip(self.space, self.grids, self.states, strict=True):
             if grids is None:
                 continue
@@ -117,7 +119,8 @@ class Pricer:
         """
         least = dict[tuple[object, ...], float]()
         for entry in priced:
-            grid, margin = entry.grid, np.where(entry.grid.num_stages > 1, 1 + bound.stage_margin, 1)
+            grid = entry.grid
+            margin = np.where(entry.grid.num_stages > 1, 1 + bound.stage_margin, 1)
             if grid.schedule == PLAIN:
                 seconds = (entry.costs.without_attention() * margin).tolist()
                 for key, bound_seconds in zip(_keys(entry.family, grid), seconds, strict=True):
@@ -134,7 +137,9 @@ class Pricer:
 
         Rings of more than `MOST_IN_RING` devices are left out.
         """
-        space, every, states = list[Family](), list[Grids | None](), list[State]()
+        space = list[Family]()
+        every = list[Grids | None]()
+        states = list[State]()
         for family, grids, state in zip(self.space, self.grids, self.states, strict=True):
             axes = [AXES.index(axis) for axis in ring_axes(family.resolver.of(program))] if grids else []
             sizes = grids.plain.sizes[axes].prod(0) if grids else np.zeros(0, int)
@@ -156,10 +161,12 @@ class Pricer:
 
     def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
         """Prices every mesh of every family under every policy and schedule."""
-        result, cluster = list[Priced](), self.cluster
+        result = list[Priced]()
+        cluster = self.cluster
         for program in programs:
             rejected.update(self.left_out)
-            cache, known = ShardingCache(), dict[object, LayoutCosts]()
+            cache = ShardingCache()
+            known = dict[object, LayoutCosts]()
             rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
             layout: LayoutCosts | None = None
             assignment: Assignment | None = None
@@ -172,7 +179,8 @@ class Pricer:
                     sharded = ShardedProgram(resolver.of(program), program.step, cache)
                 else:  # of one family, as in `by_ring`
                     sharded = last.sharded.on(resolver.mesh)
-                equal, assignment = known.get(sharded.signature), resolver.assignment
+                equal = known.get(sharded.signature)
+                assignment = resolver.assignment
                 layout = LayoutCosts(sharded, state, cluster, self.assumptions, equal, last)
                 known.setdefault(sharded.signature, layout)
                 repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded.resolver, AXES))
@@ -255,7 +263,8 @@ def _under_policies(
     rejected: Rejections,
 ) -> list[Priced]:
     """Returns the candidates of a pricer under every policy; `others` are candidates that they compete with."""
-    priced, last = list[Priced](), list[Priced]()
+    priced = list[Priced]()
+    last = list[Priced]()
     for policy in forms.policies:
         if forms.is_lazy and policy != forms.policies[0]:
             if not bound.is_too_large(priced):

@@ -61,7 +61,8 @@ def slowest_rank(priced: Sequence[Priced], limit: int | None, top: int | None, s
     """Returns a rank that `top` distinct layouts do not exceed; infinity where fewer fit, or where `top` is None."""
     rows = []
     for entry in priced if top is not None else ():
-        fits, ranks = entry.fits(limit), entry.ranks(stage_margin).round(9)
+        fits = entry.fits(limit)
+        ranks = entry.ranks(stage_margin).round(9)
         meshes = np.stack([entry.grid.num_stages, *entry.grid.sizes, ranks])[:, fits]
         rows.append(meshes[:, np.argsort(meshes[-1], kind="stable")])
     if top is None or not rows:
@@ -101,7 +102,8 @@ def ranked(
     repeated = _repeated(priced, table)
     rejected[Reason(Code.SAME_COST)] += len(repeated)
     table = np.delete(table, repeated, axis=1)
-    fitting, too_large = table[:, table[4] > 0], table[:, table[4] == 0]
+    fitting = table[:, table[4] > 0]
+    too_large = table[:, table[4] == 0]
 
     def candidates(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
         return tuple(_candidate(priced, rows[:, column]) for column in order)
@@ -122,14 +124,16 @@ def ranked(
 def _repeated(priced: Sequence[Priced], table: np.ndarray) -> list[int]:
     """Returns the columns of `_ranked` whose cost is the same without sequence parallelism: the same layout."""
     is_sequence = np.asarray([entry.family.sequence for entry in priced])[table[0].astype(int)]
-    plain, sequence = np.flatnonzero(~is_sequence), np.flatnonzero(is_sequence)
+    plain = np.flatnonzero(~is_sequence)
+    sequence = np.flatnonzero(is_sequence)
     sequence = sequence[np.isin(table[2, sequence], table[2, plain])]
     plain = plain[np.isin(table[2, plain], table[2, sequence])]
 
     def key(column: int) -> tuple[object, ...]:
         which, index, seconds, peak = table[:4, column]
         entry, index = priced[int(which)], int(index)
-        grid, costs = entry.grid, entry.costs
+        grid = entry.grid
+        costs = entry.costs
         return (
             entry.program.remat, entry.family.storing, grid.schedule, *grid.sizes[:, index], grid.num_stages[index],
             grid.num_microbatches[index], seconds, peak, costs.flops[index],
@@ -150,7 +154,8 @@ def _distinct(priced: Sequence[Priced], table: np.ndarray, order: np.ndarray) ->
     which, index = table[:2].astype(int)  # `which` is sorted: the table has one entry after the other
     rows = np.empty((len(AXES) + 2, table.shape[1]), int)
     for number, start, end in _ranges(which, len(priced)):
-        grid, columns = priced[number].grid, index[start:end]
+        grid = priced[number].grid
+        columns = index[start:end]
         rows[0, start:end] = numbers[kinds[number]]
         rows[1:, start:end] = [grid.num_stages[columns], *grid.sizes[:, columns]]
     codes = np.zeros(table.shape[1], int)
@@ -158,7 +163,8 @@ def _distinct(priced: Sequence[Priced], table: np.ndarray, order: np.ndarray) ->
         values, inverse = np.unique(row, return_inverse=True)
         codes = codes * len(values) + inverse.reshape(-1)
     firsts = order[np.sort(np.unique(codes[order], return_index=True)[1])]
-    texts, by_entry = np.empty(firsts.size, object), np.argsort(which[firsts], kind="stable")
+    texts = np.empty(firsts.size, object)
+    by_entry = np.argsort(which[firsts], kind="stable")
     for number, start, end in _ranges(which[firsts[by_entry]], len(priced)):
         places = by_entry[start:end]
         texts[places] = _cost_texts(priced[number], index[firsts[places]])
@@ -176,7 +182,8 @@ def _ranges(which: np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:
 
 def _cost_texts(entry: Priced, columns: np.ndarray) -> list[str]:
     """Returns a text for each of some meshes: equal for layouts of the same cost, up to rounding."""
-    grid, form = entry.grid, f"{entry.program.remat} {entry.grid.schedule} "
+    grid = entry.grid
+    form = f"{entry.program.remat} {entry.grid.schedule} "
     values = [*entry.costs.terms.values(), *entry.memory.groups.values()]
     # Adding zero makes a negative zero positive.
     rows = np.stack([grid.num_stages, grid.num_microbatches, *values])[:, columns] + 0.0
@@ -192,7 +199,8 @@ def _kinds(priced: Priced) -> np.ndarray:
 
 
 def _candidate(priced: Sequence[Priced], row: np.ndarray) -> Candidate:
-    entry, column = priced[int(row[0])], int(row[1])
+    entry = priced[int(row[0])]
+    column = int(row[1])
     mesh = mesh_of(entry.grid.sizes[:, column].tolist())
     layout = layout_on(entry.family.storing, entry.family.sequence, mesh)
     return Candidate.of(

@@ -7,7 +7,11 @@ import numpy as np
 
 from spanax.hardware.chip import Chip
 
-CUDNN, SPLASH, FLASH, FLASH2, FLASH3 = "cudnn", "splash", "flash", "flash2", "flash3"
+CUDNN = "cudnn"
+SPLASH = "splash"
+FLASH = "flash"
+FLASH2 = "flash2"
+FLASH3 = "flash3"
 """The kernels: cuDNN's, JAX's on TPUs, and three generations of FlashAttention."""
 
 
@@ -67,7 +71,8 @@ GENERATIONS = {
 }  # fmt: skip
 """The chips whose rates replace those of a chip that has none, the nearest architecture first. Source: an estimate."""
 
-HEAD, HEAD_POWER = 128.0, 0.3
+HEAD = 128.0
+HEAD_POWER = 0.3
 """Narrower heads have more exponentials per FLOP. Source: arXiv 2407.08608, figure 5: 77 % with 64."""
 
 

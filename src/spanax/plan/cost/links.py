@@ -31,7 +31,9 @@ class Links:
     """
 
     def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: np.ndarray):
-        self._cluster, self._names, self._meshes = cluster, ("pipe", *axes), meshes
+        self._cluster = cluster
+        self._names = ("pipe", *axes)
+        self._meshes = meshes
         sharing = np.stack(within(list(meshes), cluster.devices_per_node))
         self._within = np.unique(sharing, axis=1, return_inverse=True)[1].reshape(-1)
         self._known: dict[int, AxisLink] = {}

@@ -192,9 +192,11 @@ def hide(
     for (phase, inside, name), (seconds, slowed) in sorted(moved.items(), key=lambda item: CLASSES.index(item[0][2])):
         share = getattr(overlap, FIELD.get(name, name)) * (1.0 - first if _is_per_layer(name) else 1.0)
         if name in LATER:
-            window, width = (LATER[name], True), 1.0 if inside or phase == Phase.UPDATE else shares
+            window = (LATER[name], True)
+            width = 1.0 if inside or phase == Phase.UPDATE else shares
         else:
-            window, width = (Phase(phase), inside), 1.0
+            window = (Phase(phase), inside)
+            width = 1.0
         hides = np.minimum(seconds * share, left[window] / width)
         left[window] = left[window] - hides * width
         contention = np.divide(slowed, seconds, out=np.zeros(shares.shape), where=seconds > 0)

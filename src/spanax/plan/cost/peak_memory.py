@@ -44,14 +44,17 @@ Source: an assumption. Compiled for v5e:2x4, gpt2 needs no more than without the
 compilers copy more of them at once (llama3-8b on v5e:2x4: 13.0 GB predicted, 15.3 GB of 16.9 GB compiled).
 """
 
-PADDING, TABLES = "padding of the state", "compiler's tables"
+PADDING = "padding of the state"
+TABLES = "compiler's tables"
 """The groups of memory that only TPUs have."""
 
 LIVE_MARGIN = 0.15
 """Fraction of the live values that an upper estimate for a TPU adds: fragmentation, and the order of operations.
 Source: the programs in docs/planning.md."""
 
-SMALL_MARGIN, MARGIN, MARGIN_BYTES = 0.95, 0.12, 16 << 20
+SMALL_MARGIN = 0.95
+MARGIN = 0.12
+MARGIN_BYTES = 16 << 20
 """What an upper estimate for other chips adds: the first fraction or, if less, the second and the bytes, for parts of
 sums and combined collectives. Source: the programs in tests/data/memory_cells.json."""
 
@@ -120,7 +123,9 @@ def walk(sharded: ShardedProgram, *, is_tpu: bool = False, has_host: bool = True
 
 def ring_memory(sharded: ShardedProgram) -> list[object]:
     """Returns the collectives and temporaries of rings: with equal shardings, moments differ only if these do."""
-    graph, mesh, result = sharded.traced.graph, sharded.resolver.mesh, list[object]()
+    graph = sharded.traced.graph
+    mesh = sharded.resolver.mesh
+    result = list[object]()
     for op in (op for name in sorted(RING) for op in sharded.traced.first_ops.get(name, ())):
         division = sharded.division(op)
         use = None if division.operands is None else division.operands.attention
@@ -155,7 +160,8 @@ def memory_use(
     columns = Columns(num_shards, scale, num_stages, meshes.in_flight, fused_attention, on_chip)
     peak = _peak(level, columns)
     if on_chip is not None:
-        total, small = peak[: len(GROUPS)].sum(0), peak[len(GROUPS)]
+        total = peak[: len(GROUPS)].sum(0)
+        small = peak[len(GROUPS)]
         peak = peak[: len(GROUPS)] * on_chip.share_in_main_memory(total, small)
         groups[PADDING] = state_padding(state, num_shards, scale, num_stages)
         windows = num_window_tuples(level.counts.sums, num_shards, scale)
@@ -257,7 +263,8 @@ def _fullest_of(arrays: Sequence[Array]) -> Array:
 
 def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body, has_host: bool) -> Level:
     """Returns the moments of a body that may be its peak."""
-    live, ops = liveness[body], sharded.traced.order[body]
+    live = liveness[body]
+    ops = sharded.traced.order[body]
     num_ops = len(ops)
     columns: dict[Column, int] = {}
     is_tpu = liveness is sharded.traced.tpu_liveness
@@ -269,7 +276,8 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
         column = _column(sharded, value, is_tiled=is_tiled)
         column = column._replace(is_on_host=True) if value in on_host else column
         of_group.append(columns.setdefault(column, len(columns)))
-    stored, divided = sharded.traced.memory_plans[body].kept, sharded.traced.divided[body]
+    stored = sharded.traced.memory_plans[body].kept
+    divided = sharded.traced.divided[body]
     spans = [*_gathered(sharded, ops, stored), *_summed(sharded, body, divided), *_worked(sharded, divided)]
     spans += (*_row_major(sharded, divided), *_windows(sharded, divided)) if is_tpu else ()
     spans += _reduced(sharded, live, ops) if is_tpu and body is sharded.traced.graph.body else ()
@@ -375,12 +383,15 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
     for index, op in divided:
         if op.name not in (*SCATTERS, "gather"):
             continue
-        numbers, table = op.params["dimension_numbers"], op.outputs[0] if op.name in SCATTERS else op.inputs[0]
+        numbers = op.params["dimension_numbers"]
+        table = op.outputs[0] if op.name in SCATTERS else op.inputs[0]
         indexed = numbers.scatter_dims_to_operand_dims if op.name in SCATTERS else numbers.start_index_map
-        shape, column = sharded.traced.graph.shape(table), _column(sharded, table, is_tiled=True)
+        shape = sharded.traced.graph.shape(table)
+        column = _column(sharded, table, is_tiled=True)
         if column.tiled is None or len(shape) < 2 or shape[-1] % LANES == 0 or len(shape) - 1 in indexed:
             continue
-        division, axes = sharded.division(op), column.tiled.axes
+        division = sharded.division(op)
+        axes = column.tiled.axes
         for shift in division.partition.shifts if division.partition and op.name in SCATTERS else ():
             axes = tuple(mask & shift.unchanged for mask in axes)
         if op.name == "gather" and division.operands is not None and division.operands.inputs[0] is not None:
@@ -435,7 +446,8 @@ def _worked(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Itera
 
 def _column(sharded: ShardedProgram, value: int, *, is_tiled: bool = False) -> Column:
     """Returns the column of a value in its own sharding."""
-    known, key = sharded.cache.columns, sharded.traced.sharding_keys[value]
+    known = sharded.cache.columns
+    key = sharded.traced.sharding_keys[value]
     of = value, is_tiled, sharded.numbers[key.number]
     column = known.get(of)
     if column is None:
@@ -444,7 +456,8 @@ def _column(sharded: ShardedProgram, value: int, *, is_tiled: bool = False) -> C
 
 
 def _new_column(sharded: ShardedProgram, value: int, *, is_tiled: bool) -> Column:
-    traced, labels = sharded.traced, sharded.traced.sharding_keys[value].labels
+    traced = sharded.traced
+    labels = sharded.traced.sharding_keys[value].labels
     is_batched = sharded.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS
@@ -467,7 +480,8 @@ def _new_column(sharded: ShardedProgram, value: int, *, is_tiled: bool) -> Colum
 
 def _lookups(sharded: ShardedProgram, labels: Labels) -> tuple[int, int]:
     """Returns the largest number of rows that one operation looks up in a table, and the mesh axes that shard it."""
-    graph, gathers = sharded.traced.graph, sharded.traced.first_ops.get("gather", ())
+    graph = sharded.traced.graph
+    gathers = sharded.traced.first_ops.get("gather", ())
     indices = [op.inputs[1] for op in gathers if sharded.traced.sharding_keys[op.inputs[0]].labels == labels]
     most = max(indices, key=lambda value: math.prod(graph.shape(value)), default=None)
     return (1, 0) if most is None else (math.prod(graph.shape(most)), union(sharded.masks(most)))

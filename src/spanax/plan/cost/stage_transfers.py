@@ -21,7 +21,8 @@ def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Tick
       ticks: the schedule's table.
     """
     traced = resolver.program.step
-    graph, constraints = traced.graph, resolver.constraints(traced)
+    graph = traced.graph
+    constraints = resolver.constraints(traced)
 
     def size(value: int) -> int:
         constraint = constraints[value]

@@ -222,7 +222,9 @@ def _computed(
     terms: Terms, num_shards: Array, table: "GridTable", grid: Grid, assumptions: Assumptions
 ) -> dict[tuple[Any, ...], Array]:
     """Returns seconds by (phase, in the layers, term), for one microbatch."""
-    matmuls, traffic, chip = terms.matmuls, terms.memory_traffic, table.table.chip
+    matmuls = terms.matmuls
+    traffic = terms.memory_traffic
+    chip = table.table.chip
     matmul_time = table.matmul_seconds(matmuls) * matmuls.runs[:, None]
     traffic_time = traffic_seconds(traffic, num_shards, grid.scale, chip, assumptions)
     result: dict[tuple[Any, ...], Array] = {}
@@ -247,7 +249,9 @@ def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> T
       gathers_again: whether weights are freed in between, and gathered a third time.
       share: of the forward pass that is repeated.
     """
-    matmuls, traffic, collectives = terms.matmuls, terms.memory_traffic, terms.collectives
+    matmuls = terms.matmuls
+    traffic = terms.memory_traffic
+    collectives = terms.collectives
     kernels = traffic.kernels.astype(float)
     kernels[Phase.FORWARD, 1] = kernels[Phase.FORWARD, 1] * (1 + share)
     again = [1 + share * ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
@@ -337,9 +341,12 @@ class Table:
         candidates = np.hstack([np.zeros((len(axes) + 2, 0)), *map(_columns, grids)])
         self._each = [np.unique(row) for row in candidates]
         self._codes, first = np.unique(self._code(candidates), return_index=True)
-        meshes, self._scale = candidates[:-1, first], candidates[-1, first]
+        meshes = candidates[:-1, first]
+        self._scale = candidates[-1, first]
         self.links = Links(cluster, axes, meshes.astype(int))
-        self._num_shards, self.chip, self._assumptions = shard_counts(meshes[1:]), cluster.chip, assumptions
+        self._num_shards = shard_counts(meshes[1:])
+        self.chip = cluster.chip
+        self._assumptions = assumptions
         self._matmuls: dict[tuple[Any, ...], Array] = {}
 
     def select(self, grid: Grid) -> "GridTable":
@@ -387,7 +394,8 @@ class GridTable:
 
     def seconds(self, kind: int, over: int, num_bytes: Array, assumptions: Assumptions) -> Array:
         """Returns seconds of one collective over a set of axes; `num_bytes` are those of one group's full array."""
-        link, name = self.link(over), KINDS[kind]
+        link = self.link(over)
+        name = KINDS[kind]
         if name in (HOP, ROUND):
             return self.hop_seconds(num_bytes / link.size, over) * (link.size if name == ROUND else 1)
         link = replace(link, start_seconds=link.start_seconds * assumptions.start)

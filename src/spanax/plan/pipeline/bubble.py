@@ -83,8 +83,10 @@ def bubble_seconds(
       >>> float(bubble_seconds("1f1b", 4, 8)), float(bubble_seconds("zero-bubble", 4, 8))
       (9.0, 3.0)
     """
-    p, m = np.asarray(num_stages, float), np.asarray(num_microbatches, float)
-    forward, backward = np.asarray(forward_seconds, float), np.asarray(backward_seconds, float)
+    p = np.asarray(num_stages, float)
+    m = np.asarray(num_microbatches, float)
+    forward = np.asarray(forward_seconds, float)
+    backward = np.asarray(backward_seconds, float)
     if schedule == "zero-bubble":
         filled = np.minimum(np.minimum(forward, backward), weight_seconds)
         return (p - 1) * (forward + backward) - (np.minimum(p, m) - 1) * filled

@@ -174,8 +174,10 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
     uneven = microbatches % stages != 0
     if schedule == "interleaved" and uneven.any():
         first = int(uneven.argmax())
-        size, num_groups = int(microbatches[first]), int(stages[first])
-        lower, upper = size // num_groups * num_groups, -(-size // num_groups) * num_groups
+        size = int(microbatches[first])
+        num_groups = int(stages[first])
+        lower = size // num_groups * num_groups
+        upper = -(-size // num_groups) * num_groups
         raise PipelineError(
             f"{size} microbatches are not a multiple of {num_groups} stages: "
             f"{size} % {num_groups} = {size % num_groups}.",

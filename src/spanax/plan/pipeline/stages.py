@@ -98,7 +98,8 @@ def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
 
 
 def _check_chunks(num_layers: int, schedule: Schedule) -> None:
-    stages, chunks = schedule.num_stages, schedule.num_chunks
+    stages = schedule.num_stages
+    chunks = schedule.num_chunks
     if stages * chunks > num_layers >= stages:
         possible = num_layers // stages
         raise PipelineError(
@@ -129,7 +130,9 @@ def _check_accumulates(program: Program, mesh: MeshShape) -> None:
 
 
 def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> None:
-    stages, count, remat = schedule.num_stages, schedule.microbatches, schedule.remat or program.form.remat
+    stages = schedule.num_stages
+    count = schedule.microbatches
+    remat = schedule.remat or program.form.remat
     if parts := partial_policy(remat):
         raise PipelineError(
             f"remat '{remat}' partitions the layers into two loops, and a pipeline needs one for its stages.",

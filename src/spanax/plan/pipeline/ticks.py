@@ -167,12 +167,14 @@ class Ticks:
     @cached_property
     def _slots(self) -> dict[str, tuple[dict[tuple[int, int], int], int]]:
         """For each kind of buffer, the slot of every (microbatch, part), and the number of slots per stage."""
-        when, last = self._when, self.num_parts - 1
+        when = self._when
+        last = self.num_parts - 1
         pairs = [(m, part) for m in range(self.num_microbatches) for part in range(self.num_parts)]
 
         def spans(name: str) -> Iterable[tuple[tuple[int, int], int, int]]:
             for m, part in pairs:
-                forward, backward = when["F", m, part], when["B", m, part]
+                forward = when["F", m, part]
+                backward = when["B", m, part]
                 weights = when.get(("W", m, part), backward)
                 if name == "residual":
                     yield (m, part), forward, weights
@@ -229,7 +231,8 @@ def _in_lockstep(device_orders: Orders, num_parts: int, sends: Kind) -> Iterator
       num_parts: the number of parts of the model.
       sends: the kind of task after which a gradient is sent to the previous part.
     """
-    finished, num_devices = set[tuple[Kind, int, int] | None]([None]), len(device_orders)
+    finished = set[tuple[Kind, int, int] | None]([None])
+    num_devices = len(device_orders)
     remaining = [list(reversed(order)) for order in device_orders]
     while any(remaining):
         row = tuple(

@@ -180,7 +180,8 @@ def _check_mapped(program: Program, mesh: MeshShape) -> None:
 
 def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: MeshShape) -> dict[str, dict[int, int]]:
     """Returns the ranks, with `SENT_TO` for experts where moving tokens is cheaper than gathering the batch."""
-    step, result = program.step, dict(ranks)
+    step = program.step
+    result = dict(ranks)
     batch_axes = [axis for axis, accepted in ranks.items() if not step.batch_labels.isdisjoint(accepted)]
     for axis in batch_axes:
         num_other_shards = mesh.ways([name for name in batch_axes if name != axis])
@@ -212,7 +213,8 @@ def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> Reason 
 def _does_not_divide(
     program: Program, name: str, size: int, shards: int, axis: str, layout: Layout, mesh: MeshShape
 ) -> IndivisibleError:
-    lower, upper = size // shards * shards, -(-size // shards) * shards
+    lower = size // shards * shards
+    upper = -(-size // shards) * shards
     near = f"{lower} or {upper}" if lower else f"{upper}"
     row = next((row for row in program.axes if row.name == name and row.leaves), None)
     # A loop over parts of the batch in the step itself shards the examples of one part.

@@ -55,14 +55,16 @@ class AttentionSharding:
 
     def operands(self, op: Op) -> tuple[Spec, ...]:
         """Returns the specs of an operation's operands."""
-        rows, row_stats = self.rows(wide=True), self.rows(wide=False)
+        rows = self.rows(wide=True)
+        row_stats = self.rows(wide=False)
         residuals = (rows, row_stats) if op.params["kernel"] else (row_stats, row_stats, row_stats)
         backward = (rows, *residuals) if op.name == BACKWARD else ()
         return (rows, self.keys, self.keys, *backward, *self.extras())
 
     def results(self, op: Op) -> tuple[Spec, ...]:
         """Returns the specs of an operation's results."""
-        rows, row_stats = self.rows(wide=True), self.rows(wide=False)
+        rows = self.rows(wide=True)
+        row_stats = self.rows(wide=False)
         if op.name == BACKWARD:
             return (rows, self.keys, self.keys, *self.extras(op.params["grads"]))
         return (rows, row_stats) if op.params["kernel"] else (rows, row_stats, row_stats)

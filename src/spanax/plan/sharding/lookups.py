@@ -55,11 +55,14 @@ def lookup_of(op: Op, constraints: Sequence[Constraint | None]) -> Lookup | None
     numbers: Any = op.params["dimension_numbers"]
     if op.family is Family.GATHER:
         table, indices, rows = *op.inputs[:2], op.outputs[0]
-        columns, looked_up = numbers.offset_dims, numbers.start_index_map
+        columns = numbers.offset_dims
+        looked_up = numbers.start_index_map
     else:
         table, indices, rows = op.outputs[0], *op.inputs[1:3]
-        columns, looked_up = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
-    sharding, result = constraints[table], constraints[rows]
+        columns = numbers.update_window_dims
+        looked_up = numbers.scatter_dims_to_operand_dims
+    sharding = constraints[table]
+    result = constraints[rows]
     if sharding is None or result is None:
         return None
     lookup = Lookup(table, indices, rows, columns, looked_up, sharding, result)
@@ -80,10 +83,15 @@ def strategies(lookup: Lookup, step: StepAnalysis, ways: Callable[[Sequence[str]
       ways: returns the number of shards over mesh axes: of one mesh, or an array for meshes with several devices along
         the same axes.
     """
-    shape, classes, summed = step.graph.shape, step.axes.classes, lookup.summed
-    used, stored, result = lookup.sharding.computed, lookup.sharding.spec, lookup.result.spec
+    shape = step.graph.shape
+    classes = step.axes.classes
+    summed = lookup.summed
+    used = lookup.sharding.computed
+    stored = lookup.sharding.spec
+    result = lookup.result.spec
     is_stored = lookup.sharding.used is not None
-    row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
+    row_size = math.prod(shape(lookup.rows))
+    table_size = math.prod(shape(lookup.table))
     is_summed = ways([*summed]) > 1
     computed = without(result, summed)
     sums = is_summed * (1 + (computed != result)) * row_size / ways([*axes_of(computed)])

@@ -112,7 +112,8 @@ def _reshaped(
     """
     if op.family is not Family.VIEW:
         return None
-    values, shape = (op.inputs[0], op.outputs[0]), traced.graph.shape
+    values = (op.inputs[0], op.outputs[0])
+    shape = traced.graph.shape
     before, after = (constraints[value] for value in values)
     if before is None or after is None or before.used or after.used:
         return None
@@ -160,7 +161,9 @@ def _contracted(
     values = (*op.inputs[:2], op.outputs[0])
     known = [c or constraints[value] for c, value in zip((*use.inputs[:2], use.outputs[0]), values, strict=True)]
     specs = [c.spec if c else ((),) * len(traced.graph.shape(value)) for c, value in zip(known, values, strict=True)]
-    inputs, outputs, first = list(use.inputs), list(use.outputs), list[Constraint | None]([None] * len(op.inputs))
+    inputs = list(use.inputs)
+    outputs = list(use.outputs)
+    first = list[Constraint | None]([None] * len(op.inputs))
     if axes_of(specs[0]) & axes_of(specs[1]) or any(len(by) > 1 for by in specs[2]):
         bits = {axis: 1 << bit for bit, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
@@ -224,7 +227,8 @@ def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None
     is_opaque = op.name in OPAQUE_KERNELS
     if op.family is not Family.KERNEL or not (is_opaque or any(c and any(c.spec) for c in known)):
         return None
-    classes, axes = traced.axes.classes, dict[int | None, tuple[str, ...]]()
+    classes = traced.axes.classes
+    axes = dict[int | None, tuple[str, ...]]()
     values = op.inputs + op.outputs
     free = sorted((values[array], dim) for array, dim in op.dim_map.dims(Kind.SAME))
     for value, dim in free:
@@ -280,7 +284,8 @@ def _lookup(
     lookup = lookup_of(op, constraints)
     if lookup is None:
         return None
-    used, result = lookup.sharding.computed, lookup.result
+    used = lookup.sharding.computed
+    result = lookup.result
     candidates = strategies(lookup, traced, resolver.mesh.ways)
     table_spec, rows_spec, _ = min(candidates, key=lambda candidate: candidate[2])
     if lookup.sharding.used is None and table_spec == used and not lookup.summed & axes_of(result.spec):
@@ -288,7 +293,8 @@ def _lookup(
     index_dims = [by for dim, by in enumerate(rows_spec) if dim not in lookup.columns]
     rank = len(traced.graph.shape(lookup.indices))
     indices = Constraint((*index_dims, *((),) * (rank - len(index_dims))))
-    table, rows = Constraint(table_spec), Constraint(rows_spec)
+    table = Constraint(table_spec)
+    rows = Constraint(rows_spec)
     exchanged = exchanged_first(used, table_spec)
     if op.family is Family.GATHER:
         others = (None,) * (len(op.inputs) - 2)

@@ -62,7 +62,8 @@ def _known(program: Program) -> list[str]:
 
 def padding_text(program: Program, mesh: MeshShape, layout: Layout) -> str:
     """Returns the padded axes of a program as text: `25 heads padded to 32 over model=8`; empty without padding."""
-    step, texts = program.unpadded.step, dict[str, None]()
+    step = program.unpadded.step
+    texts = dict[str, None]()
     for name, number in program.form.padded:
         over = ",".join(f"{axis}={mesh.ways([axis])}" for axis, names in layout.computed if name in names)
         for old, new in padded_sizes(step, ((name, number),)).values():

@@ -69,12 +69,15 @@ def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> 
     """
     if before == after:
         return []
-    source, target = union(before), union(after)
-    common, exchanged = 0, 0
+    source = union(before)
+    target = union(after)
+    common = 0
+    exchanged = 0
     for old, new in zip(before, after, strict=True):
         common |= old & new
         exchanged |= old & target & ~new
-    shifts, remaining = [], source & ~target
+    shifts = []
+    remaining = source & ~target
     if exchanged:
         shifts.append(Reshard("all-to-all", value, exchanged, (common | remaining) & source, is_operand))
     for old in reversed(before):
@@ -108,7 +111,9 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
     out_dims: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
     out_dims.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
-    work, partial, result = 0, [0] * len(summed), [0] * len(requested)
+    work = 0
+    partial = [0] * len(summed)
+    result = [0] * len(requested)
     shifts, divisible = _with_all_groups(op, operands, requested)
     for axis in _bits(union([*operands[0], *operands[1], *divisible])):
         dims = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
@@ -206,7 +211,8 @@ def _other(
     """Partitions by classes: dims of the result stay sharded, reduced dims are partial, others are gathered."""
     if not op.outputs:
         return PartitionedOp(0, tuple(ins), (), ())
-    labels, requested = classes[op.outputs[0]], outs[0]
+    labels = classes[op.outputs[0]]
+    requested = outs[0]
     is_summed = op.family in SUMMED
     partials: dict[int, int] = defaultdict(int)
     result = [0] * len(requested)
@@ -260,7 +266,8 @@ def reductions(
     The compiler reduces over one dim after another, the last first. A contraction's sum over some axes that is then
     sharded over others is `is_eager`: it is scattered before the rest is reduced.
     """
-    shifts, done = [], list(result)
+    shifts = []
+    done = list(result)
     for partial in reversed(partials):
         scattered = partial & union(requested)
         reduced = partial & ~scattered

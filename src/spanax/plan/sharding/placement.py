@@ -13,7 +13,8 @@ from spanax.trace.variables import Leaf
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-DEVICE, HOST = "device", "pinned_host"
+DEVICE = "device"
+HOST = "pinned_host"
 """Memory kinds of arrays, as JAX names them."""
 
 

@@ -116,7 +116,8 @@ class Resolver:
         used, axes = self._before_storage(used, labels, shape, kind)
         if not axes:
             return used
-        ways, padded = self.mesh.ways(axes), self.padded_shape(labels, shape)
+        ways = self.mesh.ways(axes)
+        padded = self.padded_shape(labels, shape)
         local = [size // self.mesh.ways(by) for size, by in zip(padded, used, strict=True)]
         order = [
             (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
@@ -177,15 +178,18 @@ class Resolver:
         """
         if leaf.path in self.anchors:
             return self.anchors[leaf.path], [Reason(Code.ANCHORED)]
-        used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
+        used = self.used(labels, leaf.shape)
+        kind = self.kind(leaf, labels)
         written = annotated(leaf, self.mesh)
         if written is not None:
             return self._annotated(leaf, written, labels, used, kind)
         if kind == "batch":
             return used, []
-        spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
+        spec = self.stored(used, labels, leaf.shape, kind)
+        axes = self._stored_axes(used, kind)
         if leaf.shape and axes and spec == used:
-            sizes, num_shards = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
+            sizes = "x".join(map(str, leaf.shape))
+            num_shards = self.mesh.ways(axes)
             return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
         stored = [Reason(Code.STORED, axis="+".join(axes))] if spec != used else []
         return spec, stored + self._reasons(labels, leaf.shape, spec)
@@ -198,7 +202,8 @@ class Resolver:
             tuple(axis for axis in by if axis not in taken) if is_free else annotation
             for annotation, by, is_free in zip(written, used, is_open, strict=True)
         )
-        spec, reasons = self.stored(merged, labels, leaf.shape, kind), [Reason(Code.ANNOTATED)]
+        spec = self.stored(merged, labels, leaf.shape, kind)
+        reasons = [Reason(Code.ANNOTATED)]
         if dropped := [axis for axis in _mesh_axes(leaf, self.mesh) if axis not in taken]:
             reasons = [Reason(Code.ANNOTATED_SIZE_1, axis="+".join(dropped)), *reasons[: any(written)]]
         if spec != merged:
@@ -211,7 +216,9 @@ class Resolver:
 
     def constraint(self, key: ShardingKey) -> Constraint | None:
         """Returns the sharding of all values with one key during the step; None: left to the compiler."""
-        labels, shape, origin = key.labels, key.shape, key.origin
+        labels = key.labels
+        shape = key.shape
+        origin = key.origin
         if key.replicated:
             return Constraint(self.computed(labels, shape, key.replicated, is_routed=key.is_routed))
         if not any(label is not None for label in labels):
@@ -238,7 +245,8 @@ class Resolver:
         return self._reasons(labels, leaf.shape, spec)
 
     def _reasons(self, labels: Labels, shape: Sequence[int], spec: Spec) -> list[Reason]:
-        known, reasons = self.assignment.reasons, dict[Reason, None]()
+        known = self.assignment.reasons
+        reasons = dict[Reason, None]()
         for label, size, by in zip(labels, shape, spec, strict=True):
             if label is not None and not by:
                 if label in known:
@@ -331,7 +339,8 @@ def with_anchors(assignment: Assignment, program: Program, layout: Layout, ancho
 
     The names of classes may differ between programs: one without matmuls does not tell `embed` from `mlp`.
     """
-    sharded, beside = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
+    sharded = defaultdict[str, set[int]](set)
+    beside = defaultdict[str, set[int]](set)
     stored = {axis for kind in ("param", "gradient", "optimizer") for axis in layout.stored(kind)}
     for leaf, labels in _labeled(program):
         spec = anchors.get(leaf.path, ())

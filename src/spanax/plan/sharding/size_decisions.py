@@ -60,7 +60,8 @@ def _stored(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 
     Arrays whose dims differ in order only, or in classes of the same order, have equal decisions, yielded once.
     """
-    program, step = resolver.program, resolver.program.step
+    program = resolver.program
+    step = resolver.program.step
     axes = dict.fromkeys(axis for kind in ("param", "gradient", "optimizer") for axis in resolver.layout.stored(kind))
     stored = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
     known = set[object]()
@@ -69,7 +70,8 @@ def _stored(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     for labels, shape, is_routed in dict.fromkeys((key.labels, key.shape, key.is_routed) for key in step.distinct_keys):
         if label_key(labels) not in program.param_keys:
             continue
-        used, padded = resolver.computed(labels, shape, is_routed=is_routed), resolver.padded_shape(labels, shape)
+        used = resolver.computed(labels, shape, is_routed=is_routed)
+        padded = resolver.padded_shape(labels, shape)
         classes = sorted({_order(label) for label in labels})
         dims = [
             (*resolver.reluctance(label), used[dim], padded[dim], classes.index(_order(label)))
@@ -95,9 +97,11 @@ def _order(label: int | None) -> int:
 
 def _exchanged(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     """Yields for each batch dim of each attention kernel whether any axes of the sequence also divide it."""
-    step, known = resolver.program.step, set[object]()
+    step = resolver.program.step
+    known = set[object]()
     for op in attention_kernels(step):
-        form, queries = op.params["form"], op.inputs[0]
+        form = op.params["form"]
+        queries = op.inputs[0]
         spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
         for dim, size in enumerate(form.sizes[: form.num_batch]):
             if (form, dim) not in known:
@@ -116,7 +120,8 @@ def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 
 def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     """Yields the strategy of each lookup in a table that moves the fewest bytes."""
-    step, constraints = resolver.program.step, resolver.constraints(resolver.program.step)
+    step = resolver.program.step
+    constraints = resolver.constraints(resolver.program.step)
     for op in (op for op in step.keys_of if op.name in LOOKUPS):
         lookup = lookup_of(op, constraints)
         if lookup is not None:

@@ -86,7 +86,10 @@ class _TermCounter:
     def __init__(
         self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions, compiler: Compiler
     ):
-        self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
+        self.sharded = sharded
+        self.traced = sharded.traced
+        self._only = only
+        self._late = late
         self._compiler = compiler
         self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -97,7 +100,8 @@ class _TermCounter:
 
     def add(self, group: OpGroup) -> None:
         """Counts one group of operations."""
-        op, sharded = group.op, self.sharded
+        op = group.op
+        sharded = self.sharded
         if op.bodies:
             self._count((op, *[sharded.numbers[key] for key in self.traced.wire_keys[op]]), self._wires, group)
         else:
@@ -105,7 +109,8 @@ class _TermCounter:
 
     def add_ends(self) -> None:
         """Counts reshards of state leaves that the step returns with another sharding than their stored one."""
-        keys, numbers = self.traced.sharding_keys, self.sharded.numbers
+        keys = self.traced.sharding_keys
+        numbers = self.sharded.numbers
         self._count(
             (None, *[numbers[keys[value].number] for pair in self.traced.updated for value in pair]), self._ends
         )
@@ -117,7 +122,8 @@ class _TermCounter:
         if counted is None:
             counted = self._known[key] = count(*of)
         self.matmul_rows += counted.matmuls
-        gathered, moves = self._gathered, self._moves
+        gathered = self._gathered
+        moves = self._moves
         for row, runs, uses, times in counted.moves:
             for use, number in uses:
                 if use not in gathered:
@@ -127,13 +133,17 @@ class _TermCounter:
                 moves[row] += runs * times
 
     def _group(self, group: OpGroup) -> Counted:
-        op, sharded = group.op, self.sharded
-        division, moves = sharded.division(op), list[Move]()
+        op = group.op
+        sharded = self.sharded
+        division = sharded.division(op)
+        moves = list[Move]()
         for shift in division.partition.shifts if division.partition else ():
             moves.append(self._moved(group, shift, self._key(shift, group.phase, group.in_layers)))
         rows = list[tuple[Any, ...]]()
         if op.name in RING and division.operands and division.operands.attention and division.partition:
-            use, graph, of_q = division.operands.attention, self.traced.graph, op.inputs[0]
+            use = division.operands.attention
+            graph = self.traced.graph
+            of_q = op.inputs[0]
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
             products = matmul_rows(graph, op, use, sharded.resolver.mesh, *properties)
             rows += [in_group(row, group, (-1, 1, 0), group.runs) for row in products]
@@ -168,11 +178,13 @@ class _TermCounter:
 
     def _wires(self, group: OpGroup) -> Counted:
         """Counts reshards between the outside and the inside of a loop, and between its iterations."""
-        wires, moves = self.traced.graph.wires(group.op), list[Move]()
+        wires = self.traced.graph.wires(group.op)
+        moves = list[Move]()
         num_trips = trips(group.op)
         for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
             for outer, inner in pairs:
-                outside, inside = self.sharded.masks(outer), self.sharded.masks(inner)
+                outside = self.sharded.masks(outer)
+                inside = self.sharded.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
                 runs = self._of(inner, group.runs * (num_trips if extra else 1))
@@ -193,7 +205,8 @@ class _TermCounter:
 
     def defer(self) -> None:
         """Removes the reductions that loops defer, and counts those after the loops."""
-        late, sharded = self._late, self.sharded
+        late = self._late
+        sharded = self.sharded
         for group in self.traced.op_groups if late.sums else ():
             for op, runs in group.ops:
                 mask = sharded.mask(late.of(op.outputs[0])) if op in late.sums else 0
@@ -206,7 +219,8 @@ class _TermCounter:
                         remaining = scattered(remaining, union(sharded.masks(shift.value)))
                         self._move(runs if remaining.over else 0, group.phase, group.in_layers, remaining)
             for value in set(group.op.outputs).intersection(late.ends) if group.op.bodies else ():
-                over, requested = sharded.mask(late.ends[value]), sharded.masks(value)
+                over = sharded.mask(late.ends[value])
+                requested = sharded.masks(value)
                 in_layers = not self.traced.layer_labels.isdisjoint(self.traced.sharding_keys[value].labels)
                 summed = tuple(mask & ~over for mask in requested)
                 for shift in reductions(value, [over], summed, requested, is_eager=True):
@@ -220,7 +234,8 @@ class _TermCounter:
             if group is not None:
                 needed.append(self._summed(group, next(counter)))
                 continue
-            right, left = needed.pop(), needed.pop()
+            right = needed.pop()
+            left = needed.pop()
             is_equal = left and right and (left[2].over, left[2].unchanged) == (right[2].over, right[2].unchanged)
             needed.append(left if is_equal else None)
             if right and is_equal:
@@ -251,7 +266,8 @@ class _TermCounter:
         if shift.kind == "reduce-scatter" and self._is_all_reduced(shift):
             shift = replace(shift, kind="all-reduce")
         is_batched = self.sharded.is_batched(shift.value)
-        num_bytes, unchanged = self._num_bytes(shift), shift.unchanged & ~shift.over
+        num_bytes = self._num_bytes(shift)
+        unchanged = shift.unchanged & ~shift.over
         place = int(phase), in_layers, not is_batched
         return KINDS.index(shift.kind), num_bytes, shift.over, unchanged, is_batched, *place
 
@@ -267,7 +283,8 @@ class _TermCounter:
 
     def _num_bytes(self, shift: Reshard) -> float:
         """Returns the global bytes of the value that moves; of a narrower copy where only that is used."""
-        graph, value = self.traced.graph, shift.value
+        graph = self.traced.graph
+        value = shift.value
         if self._compiler.narrows_first and shift.kind == "all-reduce":
             return narrowest_copy_bytes(graph, value)
         is_gather = shift.kind == "all-gather" and shift.is_operand
@@ -290,9 +307,11 @@ def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
 
 
 def _host_copies(sharded: ShardedProgram) -> HostCopies:
-    graph, rows = sharded.traced.graph, list[tuple[Any, ...]]()
+    graph = sharded.traced.graph
+    rows = list[tuple[Any, ...]]()
     for op, runs in sharded.traced.host_copies:
         (value,), (copy,) = op.inputs, op.outputs
-        mask, is_batched = union(sharded.masks(value)), sharded.is_batched(value)
+        mask = union(sharded.masks(value))
+        is_batched = sharded.is_batched(value)
         rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))
     return table(HostCopies, rows)

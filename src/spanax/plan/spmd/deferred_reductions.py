@@ -95,7 +95,8 @@ def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredRe
 
 
 def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
-    graph, names = sharded.traced.graph, sharded.resolver.mesh.names
+    graph = sharded.traced.graph
+    names = sharded.resolver.mesh.names
 
     def named(mask: int) -> tuple[str, ...]:
         return tuple(name for index, name in enumerate(names) if mask >> index & 1)
@@ -153,7 +154,8 @@ def _sharded_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]]
 def _dims(sharded: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
     """Returns the dims to shard: dims contracted together are sharded equally, in the axis order of one of them."""
     by_operand = _sharded_sums(sharded, op)
-    use, names = sharded.division(op).operands, sharded.resolver.mesh.names
+    use = sharded.division(op).operands
+    names = sharded.resolver.mesh.names
     known: list[list[tuple[str, ...]]] = []
     for index, value in enumerate(op.inputs):
         constraint = (use.inputs[index] if use else None) or sharded.constraints[value]
@@ -174,14 +176,16 @@ def _dims(sharded: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]
 
 def _may_be(sharded: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
     """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
-    graph, everything = sharded.traced.graph, (1 << len(sharded.resolver.mesh.names)) - 1
+    graph = sharded.traced.graph
+    everything = (1 << len(sharded.resolver.mesh.names)) - 1
     may = defaultdict(lambda: everything)
     for value in range(len(graph.avals)):
         if taken := union(sharded.masks(value)):
             may[value] = everything & ~taken
     for value in (*refused, *graph.body.outputs):
         may[value] = 0
-    ops, is_stable = list(graph.ops())[::-1], False
+    ops = list(graph.ops())[::-1]
+    is_stable = False
     while not is_stable:
         is_stable = True
         for op in ops:

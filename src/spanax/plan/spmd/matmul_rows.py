@@ -13,10 +13,14 @@ from spanax.trace.jaxpr.graph import RAGGED, Op
 
 def matmul_row(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
     """Returns a row of `Matmuls`, without its phase and number of runs."""
-    traced, graph = sharded.traced, sharded.traced.graph
+    traced = sharded.traced
+    graph = sharded.traced.graph
     summed, passed = op.dim_map.contraction
-    lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
-    shape, labels = graph.shape(out), traced.axes.classes[out]
+    lhs = op.inputs[0]
+    rhs = op.inputs[1]
+    out = op.outputs[0]
+    shape = graph.shape(out)
+    labels = traced.axes.classes[out]
     groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
     batch_labels = traced.batch_labels
     for a, b, index in passed:
@@ -68,7 +72,9 @@ def expanded(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> Par
 
 def of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[int, int, int]:
     """Returns the last columns of a row of `Matmuls`: the ragged size, the number of groups, the axes of experts."""
-    traced, graph, experts = sharded.traced, sharded.traced.graph, sharded.traced.routings
+    traced = sharded.traced
+    graph = sharded.traced.graph
+    experts = sharded.traced.routings
     labels = [traced.axes.classes[value] for value in (*op.inputs[:2], op.outputs[0])]
     masks = (*partitioned.operands[:2], partitioned.result)
     pairs = [pair for dims in zip(labels, masks, strict=True) for pair in zip(*dims, strict=True)]

@@ -15,11 +15,13 @@ from spanax.trace.rewrites.attention.operation import BACKWARD
 from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
-ROUND, HOP = "round", "collective-permute"
+ROUND = "round"
+HOP = "collective-permute"
 """A value that circulates once around a ring, back to its device; and one hop."""
 
 
-SUMMED_BYTES, USED_BYTES = 12.0, 4.0
+SUMMED_BYTES = 12.0
+USED_BYTES = 4.0
 """Bytes per score of a compiled block: a 32-bit sum is written and read by its maximum and its exponential; the 16-bit
 result is written and read by the next matmul. Source: XLA does not fuse two matmuls (openxla/xla, instruction fusion).
 """
@@ -97,13 +99,16 @@ def products(
     Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. Statically masked blocks are not
     computed: the share of `zigzag`, or of a kernel's blocks.
     """
-    form, kernel = sharding.form, op.params["kernel"]
+    form = sharding.form
+    kernel = op.params["kernel"]
     share = _computed_blocks(form, kernel) if kernel else ring_of(sharding, mesh).share
     count = math.prod(form.sizes[: form.num_batch])
     rows = math.prod(form.sizes[form.num_batch : form.keys])
     keys = form.sizes[form.keys] * share
-    width, result = graph.shape(op.inputs[0])[-1], graph.shape(op.inputs[2])[-1]
-    scores, outputs = (rows, keys, width, count), (rows, result, keys, count)
+    width = graph.shape(op.inputs[0])[-1]
+    result = graph.shape(op.inputs[2])[-1]
+    scores = (rows, keys, width, count)
+    outputs = (rows, result, keys, count)
     backward = [
         scores,
         (rows, keys, result, count),
@@ -126,10 +131,13 @@ def matmul_rows(
     """Returns rows of `Matmuls` for its matmuls, without phase and number of runs."""
     mask = _masks(mesh)
     form = sharding.form
-    separate, rows = mask(sharding.axes[: form.num_batch]), mask(sharding.axes[form.num_batch : form.keys])
-    queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
+    separate = mask(sharding.axes[: form.num_batch])
+    rows = mask(sharding.axes[form.num_batch : form.keys])
+    queries = math.prod(form.sizes[form.num_batch : form.keys])
+    size = graph.avals[op.inputs[0]].dtype.itemsize
     matmuls: list[tuple[Any, ...]] = []
-    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, sharding, mesh)[0][1][1]
+    is_kernel = op.params["kernel"] is not None
+    keys = products(graph, op, sharding, mesh)[0][1][1]
     for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
         size_axes = [rows if dim == queries else 0 for dim in (m, n, k)]
         num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
@@ -150,7 +158,8 @@ def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: Mes
     Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
     and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
     """
-    form, size = sharding.form, graph.num_bytes
+    form = sharding.form
+    size = graph.num_bytes
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
     if op.params["kernel"]:
         return [(sharding.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
@@ -158,7 +167,8 @@ def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: Mes
     block = min(BLOCK, form.sizes[form.keys] // parts)
     rows = 4.0 * math.prod(form.sizes[: form.keys])
     q, k, v = op.inputs[:3]
-    scores, queries = rows * block, sharding.rows(wide=True)
+    scores = rows * block
+    queries = sharding.rows(wide=True)
     if op.name == BACKWARD:
         sums = numbers(k) + numbers(v)
         extras = [

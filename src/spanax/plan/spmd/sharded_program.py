@@ -58,7 +58,8 @@ class ShardedProgram:
     """
 
     def __init__(self, resolver: Resolver, traced: StepAnalysis, cache: ShardingCache | None = None):
-        self.resolver, self.traced = resolver, traced
+        self.resolver = resolver
+        self.traced = traced
         self.constraints = resolver.constraints(traced)
         self.cache = cache or ShardingCache()
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
@@ -68,7 +69,8 @@ class ShardedProgram:
     @cached_property
     def numbers(self) -> list[int]:
         """Returns the number of the sharding of every sharding key in the cache; equal shardings have equal numbers."""
-        known, constraints = self.cache.numbers, self.constraints
+        known = self.cache.numbers
+        constraints = self.constraints
         shardings = [constraints[value] for value in self.traced.first_values]
         return [known.setdefault(each, len(known)) for each in shardings]
 
@@ -81,7 +83,9 @@ class ShardedProgram:
     def on(self, mesh: MeshShape) -> "ShardedProgram":
         """Returns the program on a mesh on which the layout resolves equally: only rings are divided differently."""
         result = ShardedProgram(replace(self.resolver, mesh=mesh), self.traced, self.cache)
-        result.constraints, result.numbers, result._masks = self.constraints, self.numbers, self._masks
+        result.constraints = self.constraints
+        result.numbers = self.numbers
+        result._masks = self._masks
         result._divisions = {op: division for op, division in self._divisions.items() if op.name not in RING}
         return result
 
@@ -134,7 +138,8 @@ class ShardedProgram:
         op = self.traced.alike[op]
         known = self._divisions.get(op)
         if known is None:
-            numbers, mesh = self.numbers, self.resolver.mesh if op.name in SIZED else None
+            numbers = self.numbers
+            mesh = self.resolver.mesh if op.name in SIZED else None
             key = (op, mesh, *[numbers[each] for each in self.traced.keys_of[op]])
             known = self.cache.divisions.get(key)
             if known is None:
@@ -151,11 +156,13 @@ class ShardedProgram:
         return self.masks(op.outputs[0]) if op.name == RAGGED else None
 
     def _divide(self, op: Op) -> Division:
-        ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
+        ins = [self.masks(value) for value in op.inputs]
+        outs = [self.masks(value) for value in op.outputs]
         if op.is_elementwise and all(masks == outs[0] or not any(masks) for masks in ins):
             return Division(None, None)
         use = operand_sharding(self.resolver, self.traced, op, self.constraints)
-        requested, shifts = list(outs), list[Reshard]()
+        requested = list(outs)
+        shifts = list[Reshard]()
         for index, constraint in enumerate(use.inputs if use else ()):
             if constraint is not None:
                 resharded = self.masks_of(op.inputs[index], constraint)

@@ -35,7 +35,8 @@ def table(kind: type[T], rows: Sequence[Sequence[Any]], **others: np.ndarray) ->
     columns = [each for each in fields(kind) if each.metadata]  # type: ignore[arg-type]
     arrays: list[Any] = []
     for index, each in enumerate(columns):
-        dtype, width = each.metadata["dtype"], each.metadata["width"]
+        dtype = each.metadata["dtype"]
+        width = each.metadata["width"]
         entries = [row[index] for row in rows]
         array = np.asarray(entries, dtype)
         arrays.append(tuple(entries) if dtype is str else array.reshape(-1, width) if width else array)
@@ -160,7 +161,8 @@ class Terms:
           num_microbatches: per step; gradients are reduced and weights updated once.
           num_stages: of a pipeline, which divide the layers and the update; fewer where some of it is padding.
         """
-        result, moves = defaultdict[tuple[str, str], float](float), self.collectives
+        result = defaultdict[tuple[str, str], float](float)
+        moves = self.collectives
         is_update = moves.phase == Phase.UPDATE
         is_once = is_update | (moves.of_weights & (moves.kind == KINDS.index("all-reduce")))
         in_stages = moves.in_layers | is_update

@@ -14,7 +14,8 @@ from spanax.trace.jaxpr.graph import Graph, Op
 
 Count = float | np.ndarray
 
-LANES, ROWS = 128, 8
+LANES = 128
+ROWS = 8
 """Columns and rows of a tile of 32-bit elements."""
 
 WORD_BYTES = 4
@@ -26,7 +27,8 @@ WINDOWED_BYTES = 1 << 20
 SMALL_BYTES = 1 << 10
 """Smaller partial sums of matmuls on each device are, too. Source: 70 matmuls for v5e:1x2 to v5e:4x4."""
 
-RING, WINDOWED_PRODUCTS = 8, 2112
+RING = 8
+WINDOWED_PRODUCTS = 2112
 """So are the sums of at least so many products, per byte of an element, over a ring of so many devices: the matmul
 takes longer than the permutes. Source: the same matmuls; on v5e, 4,208 products in bfloat16 are not, 4,264 are."""
 

@@ -234,5 +234,6 @@ def _bar(console: Terminal, resume: str) -> Iterator[Emit]:
 
 def _step_numbers(event: Event) -> list[str]:
     """Returns the texts that a progress bar shows of a step, the most important first."""
-    wait, metrics = f"data wait {event['data_wait_seconds']:.1f} s", metrics_text(event).split("  ")[1:]
+    wait = f"data wait {event['data_wait_seconds']:.1f} s"
+    metrics = metrics_text(event).split("  ")[1:]
     return [_loss_text(event), rate_text(event), *metrics, f"{event['step_seconds']:.3f} s", wait]

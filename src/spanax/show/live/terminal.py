@@ -85,13 +85,15 @@ class Numbers(ProgressColumn):
     """A bar, followed by the field `numbers` of a task, with elapsed and remaining time after the first number."""
 
     def __init__(self) -> None:
-        self._elapsed, self._remaining = TimeElapsedColumn(), TimeRemainingColumn(compact=True)
+        self._elapsed = TimeElapsedColumn()
+        self._remaining = TimeRemainingColumn(compact=True)
         super().__init__(Column(ratio=1))
 
     def render(self, task: Task) -> "Row":  # type: ignore[override]
         """Returns the bar and the numbers of a task."""
         first, *others = task.fields["numbers"]
-        times, remaining = self._elapsed.render(task), self._remaining.render(task)
+        times = self._elapsed.render(task)
+        remaining = self._remaining.render(task)
         if remaining:  # empty for a task without a total
             times = Text.assemble(times, " ETA ", remaining)
         return Row(task, [Text(first), times, *map(Text, others)])
@@ -101,7 +103,8 @@ class Row:
     """The bar of a task and texts in one line; texts that do not fit are omitted, not truncated."""
 
     def __init__(self, task: Task, texts: Sequence[Text]):
-        self.task, self.texts = task, texts
+        self.task = task
+        self.texts = texts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         line = fitting(self.texts, options.max_width - BAR_WIDTH - 1)

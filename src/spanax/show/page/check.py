@@ -40,7 +40,8 @@ def findings_part(findings: Sequence[Finding]) -> Part:
 
 
 def _facts(certificate: Certificate) -> list[Fact]:
-    report, counts = certificate.report, Counter(finding.severity.value for finding in certificate.findings)
+    report = certificate.report
+    counts = Counter(finding.severity.value for finding in certificate.findings)
     peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
     room = f"of {bytes_text(report.limit_bytes)} per device" if report.limit_bytes else "per device"
     state = report.compiled.state_bytes or report.predicted.state_bytes or 0
@@ -78,7 +79,8 @@ def _blocks(certificate: Certificate) -> list[Block]:
 
 
 def _memory(certificate: Certificate) -> Part:
-    report, plan = certificate.report, certificate.plan
+    report = certificate.report
+    plan = certificate.plan
     predicted = _sizes(report.predicted) if plan is None or plan.price is None else plan.price.memory
     sides = {"predicted": predicted, "compiled": _sizes(report.compiled)}
     known = {side: sizes for side, sizes in sides.items() if sizes}
@@ -87,7 +89,8 @@ def _memory(certificate: Certificate) -> Part:
 
 def _sizes(figures: Figures) -> dict[str, int]:
     """Returns state and other bytes at peak memory."""
-    state, peak = figures.state_bytes or 0, figures.peak_bytes
+    state = figures.state_bytes or 0
+    peak = figures.peak_bytes
     return {"state": state, "other": max(0, peak - state)} if peak else {}
 
 

@@ -37,7 +37,8 @@ def sentence(words: str) -> str:
 
 
 def _facts(plan: Plan) -> list[Fact]:
-    price, schedule = plan.price, plan.schedule
+    price = plan.price
+    schedule = plan.schedule
     facts = [Fact("devices", f"{plan.mesh.size:,}", f"{plan.mesh}" if price is None else price.cluster)]
     if price is not None:
         limit = price.limit_bytes
@@ -88,7 +89,8 @@ def traffic_block(sides: Mapping[str, Moved]) -> Block:
 
 def array_blocks(plan: Plan) -> list[Block]:
     """Returns the placement of every array, and the schedule of a pipeline."""
-    order, repeated = list(KINDS), repeated_arrays((*plan.leaves, *plan.batch))
+    order = list(KINDS)
+    repeated = repeated_arrays((*plan.leaves, *plan.batch))
     repeated.sort(key=lambda alike: (order.index(alike[0].kind), -len(alike) * alike[0].local_bytes))
     heads = ("array", "kind", "dims", "spec", "per device", "shard", "shards", "copies", "reason", "communication")
     note = "Equal arrays of repeated blocks share a row. `spanax inspect --leaf` draws which device has which shard."
@@ -107,7 +109,8 @@ def array_blocks(plan: Plan) -> list[Block]:
 
 def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
     """Returns the row of equal arrays; their bytes are those of one."""
-    leaf, times = alike[0], copies(alike[0], plan.mesh)
+    leaf = alike[0]
+    times = copies(alike[0], plan.mesh)
     num_shards = plan.mesh.size // times
     where = "" if leaf.memory_kind == DEVICE else " in host memory"
     return [

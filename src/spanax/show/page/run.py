@@ -25,7 +25,9 @@ def run_page(run: RunRecord) -> Page:
 
 
 def _facts(run: RunRecord) -> list[Fact]:
-    times, loss, held_out = run.report.account, run.metrics.loss.retained, run.metrics.held_out.retained
+    times = run.report.account
+    loss = run.metrics.loss.retained
+    held_out = run.metrics.held_out.retained
     facts = [
         Fact("goodput", f"{100 * times.goodput:.1f} %", f"of {duration_text(times.wall_seconds)}"),
         Fact("steps", f"{times.reached:,}", f"{len(times.attempts)} attempt{'s' * (len(times.attempts) > 1)}"),
@@ -33,7 +35,8 @@ def _facts(run: RunRecord) -> list[Fact]:
     if loss:
         detail = f"held out {held_out[-1][1]:.4g}" if held_out else f"at first {loss[0][1]:.4g}"
         facts.append(Fact("loss", f"{loss[-1][1]:.4g}", detail))
-    step_seconds, speed = run.metrics.median_step_seconds, run.metrics.median_speed
+    step_seconds = run.metrics.median_step_seconds
+    speed = run.metrics.median_speed
     if step_seconds is not None:
         rate = "median" if speed is None else f"{count_text(speed)} {run.metrics.counted}/s, medians"
         facts.append(Fact("step time", seconds_text(step_seconds), rate))

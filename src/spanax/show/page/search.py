@@ -57,12 +57,14 @@ def _row(search: Search, candidate: Candidate, fits: str) -> list[Cell]:
 
 
 def _facts(summary: Summary) -> list[Fact]:
-    search, best = summary.search, summary.search.best
+    search = summary.search
+    best = summary.search.best
     devices = Fact("devices", f"{search.cluster.num_devices:,}", str(search.cluster))
     priced = Fact("priced", f"{search.layouts_priced:,}", f"layouts in {search.search_seconds:.2f} s")
     if best is None:
         return [devices, priced, Fact("fits", "none", summary.shortfall, is_bad=True)]
-    rates, limit = search.rates(best), search.cluster.memory_bytes
+    rates = search.rates(best)
+    limit = search.cluster.memory_bytes
     mfu = "" if rates.mfu is None else f"{mfu_text(rates)} % MFU"
     kind = "tokens/s" if rates.tokens_per_second else "examples/s"
     room = f"of {bytes_text(limit)}" if limit else "per device"

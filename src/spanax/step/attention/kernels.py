@@ -40,7 +40,8 @@ def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool =
 
     q, k, v, grad_out, out, log_sum = operands
     splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
-    flat_q, rows = _flat_q(form, q), _flat_q(form, log_sum[..., None])[..., 0]
+    flat_q = _flat_q(form, q)
+    rows = _flat_q(form, log_sum[..., None])[..., 0]
 
     def back(q: Any, k: Any, v: Any, grad_out: Any, out: Any, log_sum: Any) -> Any:
         residuals = (q, k, v, None, None, out, log_sum, splash.dq_mask_info, splash.dkv_mask_info)
@@ -79,7 +80,8 @@ def _scaled(kernel: Kernel, q: Any) -> Any:
 
 def _flat_q(form: Form, q: Any) -> Any:
     """Reshapes to (batch, rows, queries, width)."""
-    batch, rows = q.shape[: form.num_batch], q.shape[form.num_batch : form.queries]
+    batch = q.shape[: form.num_batch]
+    rows = q.shape[form.num_batch : form.queries]
     return q.reshape(math.prod(batch), math.prod(rows), *q.shape[form.queries :])
 
 

@@ -41,7 +41,8 @@ def per_device_attention(
 
     The operands are local along the mesh axes that are already `manual`.
     """
-    form, sizes = sharding.form, dict(mesh.shape)
+    form = sharding.form
+    sizes = dict(mesh.shape)
     axes = [tuple(axis for axis in dim_axes if axis not in manual and sizes[axis] > 1) for dim_axes in sharding.axes]
     ring = axes[form.keys]
 
@@ -128,17 +129,16 @@ class _Ring:
 
     def backward(self, operands: Sequence[Any]) -> list[Any]:
         """Returns float32 gradients: complete for keys and values, partial for extras, from the local queries."""
-        form, grads = self.form, self.grads
+        form = self.form
+        grads = self.grads
         q, k, v, grad_out, *rows = operands[:NUM_ROWS]
         parts = self._parts(Part(q, tuple(operands[NUM_ROWS:]), 0, grad_out, tuple(rows)))
         k, v = (self._moved(array, form.num_batch) for array in (k, v))
         num = len(parts)
 
         def add_local(query_grads: Any, grad_k: Any, grad_v: Any, k: Any, v: Any, step: Any) -> Any:
-            new_query_grads, key_grads = (
-                list(query_grads),
-                list(zip(*(jnp.split(array, num, form.num_batch) for array in (grad_k, grad_v)), strict=True)),
-            )
+            new_query_grads = list(query_grads)
+            key_grads = list(zip(*(jnp.split(array, num, form.num_batch) for array in (grad_k, grad_v)), strict=True))
             for slot, keys in enumerate(self._keys(k, v, step)):
                 for index, part in enumerate(parts):
                     grad_q, extra_grads, *key_grads[slot] = self.blocks.turn_back(

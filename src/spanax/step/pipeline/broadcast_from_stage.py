@@ -24,7 +24,8 @@ def broadcast_carries(
       num_stages: number of stages.
       index: index of this stage.
     """
-    carries, last = dict(by_stage), num_stages - 1
+    carries = dict(by_stage)
+    last = num_stages - 1
     for carried_sum in partition.sums:
         if not carried_sum.is_rows:
             array = carries[carried_sum.index]

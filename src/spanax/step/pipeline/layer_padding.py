@@ -98,7 +98,8 @@ class PaddedStep:
         graph = self.step.graph
         wires = graph.wires(op)
         for outer, inner in (*wires.inputs, *wires.outputs):
-            dim, num_scanned = self.dim(outer), len(graph.shape(outer)) - len(graph.shape(inner))
+            dim = self.dim(outer)
+            num_scanned = len(graph.shape(outer)) - len(graph.shape(inner))
             if self.dim(inner) != (None if dim is None else dim - num_scanned):
                 return False
         return all(self.dim(source) == self.dim(target) for source, target in wires.carried)
@@ -137,7 +138,8 @@ class PaddedStep:
 
     def _same_constants(self, values: Sequence[int]) -> bool:
         """Returns whether the constants among some values equal those of the original step."""
-        original, padded = self.written.graph.constants, self.step.graph.constants
+        original = self.written.graph.constants
+        padded = self.step.graph.constants
         return all(_same_array(original[value], padded[value]) for value in values if value in padded)
 
     def _unsupported(self, op: Op) -> SpanaxError:
@@ -170,5 +172,6 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _same_array(first: Any, second: Any) -> bool:
-    a, b = np.asarray(first), np.asarray(second)
+    a = np.asarray(first)
+    b = np.asarray(second)
     return first is second or ((a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes())

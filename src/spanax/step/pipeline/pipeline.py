@@ -126,7 +126,8 @@ def pipelined_loop(
         )
         return stage.run(by_layer, by_stage, table)
 
-    sharded, replicated = PartitionSpec(AXIS), PartitionSpec()
+    sharded = PartitionSpec(AXIS)
+    replicated = PartitionSpec()
     run_stages = jax.shard_map(
         run_stage,
         mesh=replay.mesh,
@@ -136,7 +137,8 @@ def pipelined_loop(
         check_vma=False,
     )
     reads = _reads(partition)
-    outputs, constants = loop.body.outputs, replay.graph.constants
+    outputs = loop.body.outputs
+    constants = replay.graph.constants
     pairs = list(zip(loop.body.inputs, loop.op.inputs, strict=True))[: loop.num_consts]
 
     def run(ins: Sequence[Any]) -> list[Any]:
@@ -170,7 +172,8 @@ def pipelined_loop(
 
 def _stage_replay(replay: Replay, split: SplitBackward | None) -> Replay:
     """Returns the replay inside of a stage; operations of a split backward pass inherit their original shardings."""
-    uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
+    uses = dict(replay.uses)
+    sums = dict(replay.unreduced.sums)
     for op, written in split.as_written.items() if split else ():
         uses |= {op: uses[written]} if written in uses else {}
         sums |= {op: sums[written]} if written in sums else {}

@@ -73,7 +73,8 @@ class BufferSpec:
 
     def blank(self) -> Buffers:
         """Returns all buffers except sums and states, before the first tick."""
-        ticks, num_rows = self.ticks, self.parts.num_rows
+        ticks = self.ticks
+        num_rows = self.parts.num_rows
         residuals = [self.zeros(value, ticks.num_in_flight, num_rows, num_scanned=1) for value in self.residuals]
         return {
             "forward": [self.zeros(value, ticks.num_received[0]) for value in self.partition.payload_forward],
@@ -91,12 +92,17 @@ class BufferSpec:
 
         Both branches of a conditional must return the same shardings: XLA rejects a mismatch.
         """
-        partition, constrained, constraints = self.partition, self.replay.constrained, self.replay.constraints
-        forward, backward = partition.forward, partition.backward
+        partition = self.partition
+        constrained = self.replay.constrained
+        constraints = self.replay.constraints
+        forward = partition.forward
+        backward = partition.backward
         forward_values = [*forward.body.outputs[: forward.num_carried], *partition.ridden, *partition.collected]
         backward_values = [*backward.body.outputs[: backward.num_carried], *partition.returned]
         layer_outputs = dict(zip(forward.stacked, forward.body.outputs[forward.num_carried :], strict=True))
-        outputs, num_layers, num_between = partition.loop.body.outputs, len(self.residuals), len(self.between)
+        outputs = partition.loop.body.outputs
+        num_layers = len(self.residuals)
+        num_between = len(self.between)
 
         def constrain_all(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
             return [

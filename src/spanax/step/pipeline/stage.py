@@ -62,7 +62,8 @@ class Stage:
 
     def run(self, by_layer: Values, by_stage: Values, table: Any) -> tuple[Values, Values, list[Any]]:
         """Runs all ticks; returns the carried sums and states, and the results of all microbatches."""
-        sums, num_stages = {item.index for item in self.partition.sums}, self.ticks.num_stages
+        sums = {item.index for item in self.partition.sums}
+        num_stages = self.ticks.num_stages
         first = self.index == 0
         started = {index: jnp.where(first, array, 0) if index in sums else array for index, array in by_stage.items()}
         initial = [
@@ -90,9 +91,11 @@ class Stage:
 
     def _tick(self, buffers: Buffers, row: tuple[Any, Any]) -> tuple[Buffers, None]:
         table, active_kinds = row
-        placed, columns = self.spec.placed, dict(zip(COLUMNS, table[self.index], strict=True))
+        placed = self.spec.placed
+        columns = dict(zip(COLUMNS, table[self.index], strict=True))
         tasks = (self._forward, self._backward, self._weights)[: 3 if self.split else 2]
-        num_tasks, num_ticks = self.ticks.num_microbatches * self.ticks.num_chunks, self.ticks.num_ticks
+        num_tasks = self.ticks.num_microbatches * self.ticks.num_chunks
+        num_ticks = self.ticks.num_ticks
         for kind, task in enumerate(tasks):
             active = columns["kind"] == kind
 
@@ -118,8 +121,10 @@ class Stage:
 
         The first chunk runs the front before them, the last chunk the head after them.
         """
-        partition, loop = self.partition, self.partition.forward
-        part, micro = self._part(task), self._micro(task)
+        partition = self.partition
+        loop = self.partition.forward
+        part = self._part(task)
+        micro = self._micro(task)
         states = {state.before: buffers["by_stage"][state.index] for state in partition.states}
 
         def front() -> tuple[Any, Any, Any]:
@@ -177,14 +182,16 @@ class Stage:
 
     def _backward(self, buffers: Buffers, task: Task) -> Buffers:
         """Runs the gradient of one microbatch through the layers of one chunk; the first chunk also runs the end."""
-        partition, loop = self.partition, self.partition.backward
+        partition = self.partition
+        loop = self.partition.backward
         payload = [read_slot(array, task["received"]) for array in buffers["backward"]]
         residuals, ridden = self._residuals(buffers, task)
         returned = dict(zip(partition.returned, payload[loop.num_carried :], strict=True))
         inputs = self.invariants | self._micro(task) | ridden | returned
         values = dict(inputs)
         self.replay.ops(partition.backward_ops, values)
-        part, chunks = self._part(task), self._chunks(task) | residuals
+        part = self._part(task)
+        chunks = self._chunks(task) | residuals
         carried, stacked = self._layers(loop, payload[: loop.num_carried], values, chunks, part, self.split)
         buffers = buffers | {"sends_backward": [*carried, *returned.values()]}
         if self.split is None:
@@ -209,19 +216,19 @@ class Stage:
     def _weights(self, buffers: Buffers, task: Task) -> Buffers:
         """Computes the weight gradients of one chunk for one microbatch."""
         assert self.split is not None, "only schedules with separate weight gradients have such tasks"
-        loop, split = self.partition.backward, self.split
+        loop = self.partition.backward
+        split = self.split
         arrays = [read_slot(array, task["split"]) for array in buffers["weight_residuals"]]
-        between, returned = (
-            arrays[: len(split.between)],
-            dict(zip(self.partition.returned, arrays[len(split.between) :], strict=True)),
-        )
+        between = arrays[: len(split.between)]
+        returned = dict(zip(self.partition.returned, arrays[len(split.between) :], strict=True))
         residuals, ridden = self._residuals(buffers, task)
         values = self.invariants | self._micro(task) | ridden | returned
         self.replay.ops(self.partition.backward_ops, values)
         scanned = self._operands(loop, values, self._chunks(task) | residuals, self._part(task))
         consts = self.replay.read(values, loop.consts)
 
-        names, outputs = (*loop.body_consts, *loop.body_scanned, *split.between), split.outputs[loop.num_carried :]
+        names = (*loop.body_consts, *loop.body_scanned, *split.between)
+        outputs = split.outputs[loop.num_carried :]
 
         def layer(_: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             layer_values = dict(zip(names, [*consts, *xs], strict=True))
@@ -241,7 +248,8 @@ class Stage:
         split: SplitBackward | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Scans over the layers of one chunk; returns the carry, and stacked results (with `split`: residuals)."""
-        consts, scanned = self.replay.read(values, loop.consts), self._operands(loop, values, chunks, part)
+        consts = self.replay.read(values, loop.consts)
+        scanned = self._operands(loop, values, chunks, part)
 
         def layer(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             args = [*consts, *carried, *xs]
@@ -265,7 +273,8 @@ class Stage:
             return lax.scan(layer, carried, scanned, reverse=reverse, length=parts.num_rows)
 
         def constrained(new_carry: Sequence[Any], stacked: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            constraints, deferred = self.replay.constraints, self.replay.unreduced.of
+            constraints = self.replay.constraints
+            deferred = self.replay.unreduced.of
             arrays = zip([*new_carry, *stacked], outputs, strict=True)
             placed = [self.replay.constrained(array, constraints[value], deferred(value)) for array, value in arrays]
             return placed[: len(new_carry)], placed[len(new_carry) :]
@@ -288,7 +297,8 @@ class Stage:
 
     def _operands(self, loop: Loop, values: Values, chunks: Values, part: Any) -> list[Any]:
         """Returns the stacked operands of a loop over layers, sliced to one chunk."""
-        operands, parts = [], self.spec.parts
+        operands = []
+        parts = self.spec.parts
         for value in loop.scanned:
             if value in chunks:
                 operands.append(chunks[value])
@@ -309,7 +319,8 @@ class Stage:
 
     def _residuals(self, buffers: Buffers, task: Task) -> tuple[Values, Values]:
         """Returns the residuals of a microbatch: those of the layers, and the values sent with the activations."""
-        arrays, residuals = [read_slot(array, task["residual"]) for array in buffers["residuals"]], self.spec.residuals
+        arrays = [read_slot(array, task["residual"]) for array in buffers["residuals"]]
+        residuals = self.spec.residuals
         return dict(zip(residuals, arrays, strict=False)), dict(
             zip(self.partition.ridden, arrays[len(residuals) :], strict=True)
         )
@@ -336,10 +347,12 @@ class Stage:
 
     def _with_gradients(self, by_layer: Values, task: Task, stacked: Sequence[Any]) -> Values:
         """Returns the sums with the weight gradients of one chunk and microbatch added."""
-        gradients, carries = dict(zip(self.partition.backward.stacked, stacked, strict=True)), dict(by_layer)
+        gradients = dict(zip(self.partition.backward.stacked, stacked, strict=True))
+        carries = dict(by_layer)
         for item in self.partition.sums:
             for part in item.parts.get("layers", ()):
-                dim, axes = len(self.spec.deferred_axes(item.index)), self.replay.unreduced.of(part.value)
+                dim = len(self.spec.deferred_axes(item.index))
+                axes = self.replay.unreduced.of(part.value)
                 summand = self._summand(item, part, leading_before_stacked(gradients[part.value], axes))
                 total = self._chunk(carries[item.index], task, dim) + summand
                 carries[item.index] = self._put_chunk(carries[item.index], task, total, dim)

@@ -26,7 +26,8 @@ def evaluate_partial_sums(
 ) -> list[Any]:
     """Evaluates an operation without bodies that defers a reduction or takes partial sums."""
     ways = mesh.shape
-    axes, dims = deferred.of(op.outputs[0]), deferred.sums.get(op)
+    axes = deferred.of(op.outputs[0])
+    dims = deferred.sums.get(op)
     if dims is not None and op.name == "conv_general_dilated":
         return _device_by_device(op, ins, dims, axes, mesh, manual)
     mapped: list[Any] = []
@@ -77,7 +78,8 @@ def _device_by_device(
 
 def split_contracted_dims(array: Any, has: Sequence[str], dims: Dims, axes: Sequence[str], ways: Ways) -> Any:
     """Splits the dims of an array that are contracted into parts for `axes`; `has` are the axes of its leading dims."""
-    axes_of_dim, sizes = dict(dims), list(array.shape[len(has) :])
+    axes_of_dim = dict(dims)
+    sizes = list(array.shape[len(has) :])
     split_shape = [ways[axis] for axis in has]
     position = {axis: index for index, axis in enumerate(has)}
     for dim, size in enumerate(array.shape[len(has) :]):
@@ -127,14 +129,16 @@ def scattered_sum(
     before = [tuple(axis for axis in by if axis not in summed) for by in names]
 
     def local_sum(terms: Any) -> Any:
-        result, remaining = terms[0], set(summed)
+        result = terms[0]
+        remaining = set(summed)
         for dim, by in enumerate(names):
             if axes := tuple(axis for axis in by if axis in summed):
                 result = _scattered(result, dim, axes, math.prod(mesh.shape[axis] for axis in axes))
                 remaining -= set(axes)
         return jax.lax.psum(result, tuple(axis for axis in summed if axis in remaining)) if remaining else result
 
-    in_spec, out_spec = PartitionSpec(tuple(summed), *before), PartitionSpec(*names)
+    in_spec = PartitionSpec(tuple(summed), *before)
+    out_spec = PartitionSpec(*names)
     mesh_argument: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
     return jax.shard_map(local_sum, in_specs=in_spec, out_specs=out_spec, check_vma=False, **mesh_argument)(array)
 

@@ -74,7 +74,8 @@ class Replay:
 
     def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a body, given its inputs."""
-        readers, values = self.graph.readers, Values()
+        readers = self.graph.readers
+        values = Values()
         for value, arg in zip(body.inputs, args, strict=True):
             with as_traced(readers[value][0]) if value in readers else nullcontext():
                 values[value] = self.constrained(arg, self.constraints[value], self.unreduced.of(value))
@@ -112,7 +113,8 @@ class Replay:
             return self.instead[op](ins)
         if op.bodies:
             return self._with_bodies(op, ins)
-        use, deferred = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
+        use = self.uses.get(op)
+        deferred = self.unreduced.of(op.outputs[0]) if op.outputs else ()
         lookup = (
             match_sharded_lookup(self.graph, op, self.constraints, self.manual)
             if self.manual and not deferred
@@ -142,7 +144,8 @@ class Replay:
             outs = [self.constrained(array, target, deferred) for array, target in zip(outs, use.outputs, strict=True)]
         # The compiler propagates the sharding of an operand with the result's shape through elementwise operations. A
         # conversion keeps its constraint: otherwise the compiler could communicate the wider dtype.
-        graph, constraints = self.graph, self.constraints
+        graph = self.graph
+        constraints = self.constraints
         is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
         propagated = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         results = []
@@ -173,7 +176,8 @@ class Replay:
             outs: Sequence[Any] = self._looped(op, ins)
         else:
             outs = with_bodies(op, ins, self.body, self._shape)
-        deferred, constraints = self.unreduced.of, self.constraints
+        deferred = self.unreduced.of
+        constraints = self.constraints
         return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
 
     def _looped(self, op: Op, ins: Sequence[Any]) -> list[Any]:

@@ -274,7 +274,8 @@ def _of_jaxpr(jaxpr: Any) -> str:
 
     lines = [",".join(f"{number(var)} {_of_aval(var.aval)}" for var in (*jaxpr.constvars, *jaxpr.invars))]
     for eqn in jaxpr.eqns:
-        ins, outs = map(number, eqn.invars), (f"{number(var)} {_of_aval(var.aval)}" for var in eqn.outvars)
+        ins = map(number, eqn.invars)
+        outs = (f"{number(var)} {_of_aval(var.aval)}" for var in eqn.outvars)
         lines.append(f"{eqn.primitive.name} {_plain(dict(eqn.params))} {','.join(ins)} {','.join(outs)}")
     return _digest(*lines, *map(number, jaxpr.outvars))
 

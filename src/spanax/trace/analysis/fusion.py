@@ -58,7 +58,8 @@ class Kept:
     """
 
     def __init__(self, graph: Graph, body: Body):
-        self.graph, self._body = graph, body
+        self.graph = graph
+        self._body = body
         self.root: dict[int, int] = {}
         self.level: dict[int, int] = defaultdict(int)
         self.computed_at: dict[int, int] = defaultdict(int)

@@ -66,7 +66,8 @@ def _source(graph: Graph, value: int, outputs: Mapping[int, int]) -> Op | None:
 
 def _flat(root: Op, added: Mapping[Op, tuple[Op, Op]]) -> list[Op | None]:
     """Returns a sum in postfix order, without recursion: a sum over all parameters is as deep as their number."""
-    postfix, stack = list[Op | None](), [root]
+    postfix = list[Op | None]()
+    stack = [root]
     while stack:
         op = stack.pop()
         postfix.append(None if op in added else op)

@@ -50,7 +50,9 @@ def worked_labels(graph: Graph, axes: Axes, routed: Collection[Labels]) -> froze
     matmul, and less than `LEAST_SHARE` of the work have, divides none: steps, or examples that it computes in turn.
     """
     worked = {label for labels in axes.classes if labels not in routed for label in labels if label is not None}
-    multiplied, work, total = set[int | None](), Counter[int | None](), 0
+    multiplied = set[int | None]()
+    work = Counter[int | None]()
+    total = 0
     for op, runs in runs_of(graph.body, 1):
         labels = {label for value in (*op.inputs, *op.outputs) for label in axes.classes[value]}
         size = 0 if op.bodies else runs * sum(math.prod(graph.shape(value)) for value in op.outputs)

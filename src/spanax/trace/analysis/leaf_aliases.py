@@ -14,7 +14,8 @@ PASSING = FUSED | {Family.DYNAMIC_SLICE, Family.DYNAMIC_UPDATE}
 
 def reachable(start: int, pairs: Mapping[int, Sequence[int]]) -> frozenset[int]:
     """Returns the values that are aliases of a value, itself included, from pairs of direct aliases."""
-    aliases, stack = {start}, [start]
+    aliases = {start}
+    stack = [start]
     while stack:
         new = [value for value in pairs.get(stack.pop(), ()) if value not in aliases]
         aliases.update(new)

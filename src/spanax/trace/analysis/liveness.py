@@ -60,7 +60,8 @@ def liveness(
 
     Source: the buffers of steps compiled for TPUs, tests/data/truth/aot_probe.csv, and for both, docs/check.md.
     """
-    graph, inputs = traced.graph, traced.graph.body.inputs
+    graph = traced.graph
+    inputs = traced.graph.body.inputs
     excluded = {*inputs, *graph.body.outputs[: traced.num_state]}
     if in_matmuls:
         excluded.update(value for value, origin in enumerate(traced.axes.origins) if not origin)
@@ -80,7 +81,9 @@ def _of_body(
     keys: Sequence[ShardingKey],
 ) -> Liveness:
     groups: dict[tuple[int, int, bool], int] = {}
-    values, sizes, rows = list[int](), list[float](), list[tuple[int, int, int]]()
+    values = list[int]()
+    sizes = list[float]()
+    rows = list[tuple[int, int, int]]()
     candidates = [(0, value) for value in body.inputs]
     candidates += [(index, value) for index, op in enumerate(ops) for value in op.outputs if value in last]
     for index, value in candidates:
@@ -112,7 +115,8 @@ def _last_reads(
             readers[plan.of(value)].add(op.name)
     for value in body.outputs:
         readers[plan.of(value)].add("")
-    last, fused = dict(plan.last_reads(ops)), set[int]()
+    last = dict(plan.last_reads(ops))
+    fused = set[int]()
     for op in ops:
         for value in op.outputs:
             if in_matmuls and value in plan.written and readers[value] and readers[value] <= CONTRACTIONS:

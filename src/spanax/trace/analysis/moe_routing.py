@@ -77,7 +77,8 @@ def routed(
     def is_routed(labels: Labels) -> bool:
         matches = [routings[label] for label in labels if label is not None and label in routings]
         key = _key(labels, layers)
-        is_number, is_batched = len(key) == 1, not batch.isdisjoint(labels)
+        is_number = len(key) == 1
+        is_batched = not batch.isdisjoint(labels)
         return any(
             is_number or key in routing.scoring or (is_batched and key not in routing.inside) for routing in matches
         )
@@ -123,9 +124,12 @@ def active_flops(
     Source: model FLOPs over active parameters, as of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961).
     """
     chosen = _num_chosen(axes, graph, routings, choices)
-    total, computed, is_exact = 0.0, set[int](), True
+    total = 0.0
+    computed = set[int]()
+    is_exact = True
     for group in groups:
-        op, flops = group.op, contraction_flops(graph, group.op)
+        op = group.op
+        flops = contraction_flops(graph, group.op)
         computed.add(num_groups(graph, op))
         keys = [_key(axes.classes[value], layers) for value in (*op.inputs[:2], op.outputs[0])]
         for label, routing in routings.items():
@@ -200,7 +204,8 @@ def _routing(
     batch: frozenset[int | None],
     label: int,
 ) -> Routing:
-    scoring, inside = set[Key](), set[Key]()
+    scoring = set[Key]()
+    inside = set[Key]()
     for op in dots:
         for weight, activation in (op.inputs[:2], op.inputs[1::-1]):
             is_weight = not axes.origins[weight] & Origin.BATCH and axes.origins[activation] & Origin.BATCH
@@ -219,7 +224,8 @@ def _routing(
         tokens = [value for value in batched if label not in keys[value]]
         # Only a dispatch mask is contracted with both; a product of tokens and expert values is a weight gradient.
         if expert_values and tokens and any(label in keys[value] and value not in expert_values for value in batched):
-            triples, classes = op.dim_map.contraction[1], axes.classes[op.inputs[0]]
+            triples = op.dim_map.contraction[1]
+            classes = axes.classes[op.inputs[0]]
             by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in triples)
             for value in (*tokens, *expert_values):
                 counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))

@@ -96,7 +96,9 @@ def traffic(
       batch: the classes of batch dims.
       layers: the classes of dims along which layers are stacked.
     """
-    graph, axes, forward = traced.graph, traced.axes, ancestors_of_loss(traced)
+    graph = traced.graph
+    axes = traced.axes
+    forward = ancestors_of_loss(traced)
     rows: dict[tuple[Any, ...], list[Any]] = {}
     kernels = [[0.0, 0.0] for _ in Phase]
 
@@ -190,11 +192,16 @@ def num_groups(graph: Graph, op: Op) -> int:
 
 def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
     """Returns the number of (result, window) positions that read an input element, not padding or a dilation hole."""
-    numbers, params, pairs = op.params["dimension_numbers"], op.params, 1
+    numbers = op.params["dimension_numbers"]
+    params = op.params
+    pairs = 1
     for index, dims in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
-        size, window, num_positions = lhs[dims[0]], rhs[dims[1]], out[dims[2]]
+        size = lhs[dims[0]]
+        window = rhs[dims[1]]
+        num_positions = out[dims[2]]
         dilations = params["lhs_dilation"][index], params["rhs_dilation"][index]
-        stride, low = params["window_strides"][index], params["padding"][index][0]
+        stride = params["window_strides"][index]
+        low = params["padding"][index][0]
         pairs *= num_valid_positions(size, window, num_positions, stride, low, *dilations)
     return pairs
 
@@ -233,7 +240,8 @@ def inert_ops(graph: Graph, keys: Sequence[ShardingKey]) -> frozenset[Op]:
 
     Of the origin only the bits that determine where a value is stored count: optimizer and batch.
     """
-    ops, storage_origin = set(), int(Origin.OPTIMIZER | Origin.BATCH)
+    ops = set()
+    storage_origin = int(Origin.OPTIMIZER | Origin.BATCH)
     for op in graph.ops():
         if op.is_elementwise:
             distinct = {
@@ -266,12 +274,15 @@ def layer_carry(traced: Traced, groups: Iterable[OpGroup], layers: Collection[in
 
     A partial remat policy partitions the layers into two scans; their dims are limited by the number of all layers.
     """
-    largest, longest, num_layers = None, 0, 0
+    largest = None
+    longest = 0
+    num_layers = 0
     for group in groups:
         if is_layers(traced, layers, group.op) and group.phase == Phase.FORWARD and trips(group.op) > longest:
             carries = [operand for operand, _ in traced.graph.wires(group.op).carried]
             if carries:
-                largest, longest = max(carries, key=lambda value: math.prod(traced.graph.shape(value))), trips(group.op)
+                largest = max(carries, key=lambda value: math.prod(traced.graph.shape(value)))
+                longest = trips(group.op)
                 limits = (traced.axes.ways[label] for label in _iterated(traced, group.op) if label in layers)
                 num_layers = max(longest, *limits)
     return largest, num_layers

@@ -49,7 +49,8 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
     feeding = feeds(graph, is_activation)
-    is_moved, in_chunks = _moved(graph), _in_chunks(graph)
+    is_moved = _moved(graph)
+    in_chunks = _in_chunks(graph)
     keys: list[ShardingKey] = []
     known: dict[ShardingKey, ShardingKey] = {}
     for value, labels in enumerate(axes.classes):
@@ -100,7 +101,8 @@ def _in_chunks(graph: Graph) -> set[int]:
 
 def _moved(graph: Graph) -> set[int]:
     """Returns the results before which weights are gathered: moved or widened values, and elementwise uses of these."""
-    moved, widened = set[int](), set[int]()
+    moved = set[int]()
+    widened = set[int]()
     for op in graph.ops():
         if only_moves(op):
             moved.update(op.outputs)

@@ -160,10 +160,8 @@ class StepAnalysis:
     @cached_property
     def wire_keys(self) -> dict[Op, tuple[int, ...]]:
         """Returns, for the first loop of every group, the sharding keys of the values outside and inside of it."""
-        keys, wires = (
-            self.sharding_keys,
-            {group.op: self.graph.wires(group.op) for group in self.op_groups if group.op.bodies},
-        )
+        keys = self.sharding_keys
+        wires = {group.op: self.graph.wires(group.op) for group in self.op_groups if group.op.bodies}
         return {
             op: tuple(keys[value].number for pair in (*each.inputs, *each.outputs, *each.carried) for value in pair)
             for op, each in wires.items()
@@ -203,7 +201,8 @@ class StepAnalysis:
         result = list[tuple[int, tuple[bool, int, bool, bool], float]]()
         for value, phase, in_layers, times in self.memory_traffic.touched:
             key = self.sharding_keys[value]
-            is_batched, is_score = not self.batch_labels.isdisjoint(key.labels), key.labels in self.score_labels
+            is_batched = not self.batch_labels.isdisjoint(key.labels)
+            is_score = key.labels in self.score_labels
             place = is_batched, phase, in_layers, is_score
             result.append((key.number, place, times * self.graph.num_bytes(value)))
         return result

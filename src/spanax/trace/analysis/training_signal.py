@@ -51,7 +51,8 @@ def flaws(step: StepAnalysis, leaves: Sequence[Leaf], *, has_loss: bool) -> list
       leaves: the leaves of its state.
       has_loss: whether its result `loss` is what it differentiates; a user-defined `train_step` may return none.
     """
-    sources, loss = _sources(step.graph, len(leaves)), _loss(step)
+    sources = _sources(step.graph, len(leaves))
+    loss = _loss(step)
     learned = [loss] if loss is not None and has_loss else _updated(step.graph, leaves)
     return [*_gradients(step.graph, leaves, loss), *_batch(sources, learned, loss), *_draws(step, sources)]
 

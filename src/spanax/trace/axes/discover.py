@@ -130,7 +130,8 @@ class Dims:
         Sizes must be equal, unless `factor` is the major factor that both have in common. A dim of size 1
         joins nothing: it broadcasts, and would chain unrelated classes.
         """
-        size_a, size_b = self._shapes[a][dim_a], self._shapes[b][dim_b]
+        size_a = self._shapes[a][dim_a]
+        size_b = self._shapes[b][dim_b]
         if size_a <= 1 or size_b <= 1 or factor == 1 or (factor is None and size_a != size_b):
             return
         self._unite(self._start[a] + dim_a, self._start[b] + dim_b, factor or 0)
@@ -191,7 +192,8 @@ class Dims:
 
         This reshards the examples, which costs little compared to a loop over all examples on every device.
         """
-        pending, changed = self._turns, True
+        pending = self._turns
+        changed = True
         while changed:
             labels = {self.find(*dim) for dim in examples}
             known = {label for value in self.graph.body.inputs for label in self.classes(value)} - labels
@@ -250,7 +252,8 @@ class Dims:
             self._ways[label] = count
 
     def _unite(self, a: int, b: int, factor: int) -> None:
-        i, j = self._root(a), self._root(b)
+        i = self._root(a)
+        j = self._root(b)
         if i != j or factor:
             ways = math.gcd(self._ways[i], self._ways[j], factor)
             self._parent[max(i, j)] = min(i, j)

@@ -29,18 +29,21 @@ def example_dims(dims: Dims, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> E
     """
     use = _Use.of(dims, leaves, batch)
     candidates = [use.candidate(value) for value in use.values]
-    inner, updated = use.inner(candidates), use.updated(len(leaves))
+    inner = use.inner(candidates)
+    updated = use.updated(len(leaves))
     chosen = [(value, dim) for value, dim in zip(use.values, candidates, strict=True) if dim is not None]
     if not chosen:
         return most_common([leaf.shape for leaf in batch])
     sizes = Counter(dims.size(*dim) for dim in chosen)
 
     def evidence(dim: tuple[int, int]) -> tuple[bool, bool, int, int]:
-        label, size = dims.find(*dim), dims.size(*dim)
+        label = dims.find(*dim)
+        size = dims.size(*dim)
         return label not in inner, label not in updated, sizes[size], size
 
     first = max(chosen, key=evidence)
-    label, size = dims.find(*first), dims.size(*first)
+    label = dims.find(*first)
+    size = dims.size(*first)
 
     def of(value: int, candidate: int | None) -> int | None:
         same = [dim for dim in range(len(dims.shape(value))) if dims.find(value, dim) == label]
@@ -145,7 +148,8 @@ def _work(dims: Dims) -> dict[int, int]:
     links = dims.links()
     work = dict[int, int](direct)
     for label in links:
-        reached, stack = {label}, [label]
+        reached = {label}
+        stack = [label]
         while stack:
             for other in links.get(stack.pop(), set()) - reached:
                 reached.add(other)

@@ -279,7 +279,8 @@ def _scan(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params:
 def _attention(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     """Claims the dims of the two products of a fused attention operation."""
     form, (q, k, v) = op.params["form"], op.inputs[:3]
-    labels, key_labels = dims.classes(q), dims.classes(k)
+    labels = dims.classes(q)
+    key_labels = dims.classes(k)
     for label in labels[: form.queries]:
         if label in in_params and not _is_named(claims, label, "batch"):
             _claim(claims, label, "heads")

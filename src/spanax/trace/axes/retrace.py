@@ -62,7 +62,8 @@ def longer_dim(first: Graph, second: Graph, value: int) -> int | None:
     Raises:
       ResizeError: several dims differ, or the rank does.
     """
-    before, after = first.shape(value), second.shape(value)
+    before = first.shape(value)
+    after = second.shape(value)
     differ = [dim for dim, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
     if len(before) != len(after) or len(differ) > 1:
         reason = f"an array of {list(before)} becomes one of {list(after)}"

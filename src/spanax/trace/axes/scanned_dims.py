@@ -20,7 +20,8 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       >>> scanned_dims(graph) == {(reshapes[0], 0)}
       True
     """
-    operands, results = list[Dim](), list[Dim]()
+    operands = list[Dim]()
+    results = list[Dim]()
     for op in graph.ops():
         if op.name == "scan":
             operands += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]

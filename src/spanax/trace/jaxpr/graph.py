@@ -237,7 +237,8 @@ def _scan_wires(graph: Graph, op: Op) -> Wires:
 
 def _while_wires(op: Op) -> Wires:
     test, body = op.bodies
-    num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    num_test = op.params["cond_nconsts"]
+    num_body = op.params["body_nconsts"]
     carried = op.inputs[num_test + num_body :]
     test_inputs = zip(op.inputs[:num_test] + carried, test.inputs, strict=True)
     body_inputs = zip(op.inputs[num_test : num_test + num_body] + carried, body.inputs, strict=True)
@@ -284,7 +285,8 @@ class _Builder:
     marks: dict[str, int] = field(default_factory=dict)
 
     def body(self, jaxpr: core.Jaxpr, consts: Sequence[Any], callers: tuple[core.JaxprEqn, ...] = ()) -> Body:
-        inputs, ops = tuple(self._number(var.aval) for var in jaxpr.invars), list[Op]()
+        inputs = tuple(self._number(var.aval) for var in jaxpr.invars)
+        ops = list[Op]()
         outputs = self._flatten(jaxpr, consts, inputs, ops, callers)
         return Body(inputs, tuple(outputs), tuple(ops))
 
@@ -312,7 +314,8 @@ class _Builder:
             return self._constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
-            name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
+            name = eqn.primitive.name
+            ins = tuple(read(atom) for atom in eqn.invars)
             if not self.as_traced and (mark := mark_of(eqn)) is not None:
                 self.marks[mark], outs = ins[0], list(ins)
             elif name in self.inlined:

@@ -110,7 +110,8 @@ def rebuilt(graph: Graph, op: Op, ins: Sequence[Any], functions: Sequence[Functi
     if op.name == "cond":
         return list(jax.lax.switch(ins[0], functions, *ins[1:]))
     if op.name == "while":
-        num_test, num_consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        num_test = params["cond_nconsts"]
+        num_consts = params["cond_nconsts"] + params["body_nconsts"]
         test, body = functions
         stops = lambda carry: test(*ins[:num_test], *carry)[0]  # noqa: E731
         return list(jax.lax.while_loop(stops, lambda carry: body(*ins[num_test:num_consts], *carry), ins[num_consts:]))
@@ -120,7 +121,8 @@ def rebuilt(graph: Graph, op: Op, ins: Sequence[Any], functions: Sequence[Functi
         outs = functions[0](*ins[:num_consts], *carry, *row)
         return outs[:num_carried], outs[num_carried:]
 
-    carry, rows = ins[num_consts : num_consts + num_carried], ins[num_consts + num_carried :]
+    carry = ins[num_consts : num_consts + num_carried]
+    rows = ins[num_consts + num_carried :]
     loop = {key: params[key] for key in ("length", "reverse", "unroll")}
     carry, stacked = jax.lax.scan(scan_body, carry, rows, **loop)
     return [*carry, *stacked]

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-NAME, PREFIX = "name", "spanax:"
-GRADIENT, METRIC = "gradient:", "metric:"
+NAME = "name"
+PREFIX = "spanax:"
+GRADIENT = "gradient:"
+METRIC = "metric:"
 
 LOSS_CHUNKS = "spanax_loss_chunks"
 """Name of the scan of a chunked loss in the name stack, and of its gradients in remat policies."""

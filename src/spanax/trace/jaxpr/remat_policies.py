@@ -123,10 +123,12 @@ def known_chunks(requested: int | str) -> int:
 
 MAX_CHUNKS = 1 << 16
 
-GATHERED, RING = "gathered", "ring"
+GATHERED = "gathered"
+RING = "ring"
 """Forms of context parallelism on a sharded sequence: keys are all-gathered, or rotated around a ring of devices."""
 
-SPLASH, CUDNN = "splash", "cudnn"
+SPLASH = "splash"
+CUDNN = "cudnn"
 """Keys are all-gathered and attention runs in a platform kernel: for TPUs, for NVIDIA GPUs."""
 
 KERNELS = (SPLASH, CUDNN)

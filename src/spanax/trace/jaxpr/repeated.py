@@ -40,7 +40,8 @@ def _equal_constants(graph: Graph) -> dict[int, int]:
 
 
 def _visit(body: Body, constants: dict[int, int], result: set[Op]) -> None:
-    number, seen = dict(constants), dict[tuple[Any, ...], Op]()
+    number = dict(constants)
+    seen = dict[tuple[Any, ...], Op]()
     for op in body.ops:
         for inner in op.bodies:
             _visit(inner, constants, result)

@@ -52,7 +52,8 @@ def _takes_model(optimizer: Any) -> bool:
 def _check_same_parameters(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     """Raises unless the state of an optimizer is that of the parameters that its `wrt` selects in the model."""
     new = jax.eval_shape(lambda: nnx.state(nnx.Optimizer(model, optimizer.tx, wrt=optimizer.wrt)))
-    expected, state = _shapes(new), _shapes(nnx.state(optimizer))
+    expected = _shapes(new)
+    state = _shapes(nnx.state(optimizer))
     if expected != state:
         raise OptimizerError(
             "`optimizer` returned an nnx.Optimizer of other parameters than its `wrt` selects in the model.",

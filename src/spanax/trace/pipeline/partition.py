@@ -174,7 +174,8 @@ class _Partitioner:
     prepared: dict[int, None] = field(default_factory=dict)
 
     def partition(self) -> PipelinePartition:
-        body, loop = self.loop.body, self.loop
+        body = self.loop.body
+        loop = self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
         graph = self.traced.graph
         sums = {
@@ -230,7 +231,8 @@ class _Partitioner:
 
     def _trace(self, sums: set[int]) -> None:
         """Computes what every value of the body depends on."""
-        loop, body = self.loop, self.loop.body
+        loop = self.loop
+        body = self.loop.body
         for index, value in enumerate(body.inputs):
             carried = index - loop.num_consts
             if carried < 0 or (carried < loop.num_carried and body.outputs[carried] == value):

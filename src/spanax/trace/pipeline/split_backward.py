@@ -31,7 +31,8 @@ class SplitBackward:
 
 def split_backward(loop: Loop) -> SplitBackward:
     """Splits the body of a backward loop over layers; remats are inlined and split too."""
-    body, num_carried = loop.body, loop.num_carried
+    body = loop.body
+    num_carried = loop.num_carried
     as_written: dict[Op, Op] = {}
     aliases: dict[int, int] = {}
     ops = _inlined(body, aliases, as_written)

@@ -132,7 +132,9 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
 
 def _partial(graph: Graph, policy: PartialPolicy) -> Override:
     """Returns the override that evaluates the first layers under one policy, and all others under another."""
-    layers, shares, left = dict(_layers(graph.body)), dict[Op, int](), policy.num_layers
+    layers = dict(_layers(graph.body))
+    shares = dict[Op, int]()
+    left = policy.num_layers
     total = sum(layers.values())
     if not layers:
         raise _no_layer(str(policy))
@@ -182,8 +184,11 @@ def _in_two_parts(
 ) -> list[Any]:
     """Evaluates a scan as two: its first iterations under one override, then the others under another."""
     num_consts, num_carried = scan_counts(graph, op)
-    length, is_reverse = op.params["length"], op.params["reverse"]
-    consts, carry, rows = ins[:num_consts], ins[num_consts:][:num_carried], ins[num_consts + num_carried :]
+    length = op.params["length"]
+    is_reverse = op.params["reverse"]
+    consts = ins[:num_consts]
+    carry = ins[num_consts:][:num_carried]
+    rows = ins[num_consts + num_carried :]
     bounds = [(length - count, length), (0, length - count)] if is_reverse else [(0, count), (count, length)]
     parts = list[Sequence[Any]]()
     for (start, end), override in zip(bounds, overrides, strict=True):

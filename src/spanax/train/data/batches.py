@@ -134,10 +134,17 @@ class Batches:
         position: Mapping[str, Any] | None,
         prefetch: int,
     ):
-        self.source, self.tokens, self.num_batches = source.name, source.tokens, source.num_batches
-        self.shares, self.wait_seconds = source.shares, 0.0
-        self._source, self._order, self._place, self._prefetch = source, order, place, prefetch
-        self._next_index, self.skipped = 0, frozenset[int]()
+        self.source = source.name
+        self.tokens = source.tokens
+        self.num_batches = source.num_batches
+        self.shares = source.shares
+        self.wait_seconds = 0.0
+        self._source = source
+        self._order = order
+        self._place = place
+        self._prefetch = prefetch
+        self._next_index = 0
+        self.skipped = frozenset[int]()
         self._mark: Any = None
         self._error: Exception | None = None
         if position is not None:
@@ -244,7 +251,9 @@ class Batches:
     def _go_to(self, index: int, state: Mapping[str, Any]) -> None:
         mark = state.get("mark")
         self._source.seek(index, mark)
-        self._next_index, self._mark, self.skipped = index, mark, frozenset(state.get("skipped", ()))
+        self._next_index = index
+        self._mark = mark
+        self.skipped = frozenset(state.get("skipped", ()))
 
     def _open_feed(self) -> None:
         # The feed does not reference this object: deleting the last reference to it also ends the thread.
@@ -263,8 +272,11 @@ class _Feed:
     """
 
     def __init__(self, produce: Callable[[int], Any], first: int, depth: int):
-        self._produce, self._indices, self._stop = produce, count(first), threading.Event()
-        self._slots, self._ready = threading.Semaphore(depth), SimpleQueue[tuple[Any, Exception | None]]()
+        self._produce = produce
+        self._indices = count(first)
+        self._stop = threading.Event()
+        self._slots = threading.Semaphore(depth)
+        self._ready = SimpleQueue[tuple[Any, Exception | None]]()
         # A daemon: a loader that never returns must not prevent the process from exiting.
         self._thread = threading.Thread(target=self._work, name="spanax-data", daemon=True) if depth else None
         if self._thread:
@@ -294,7 +306,8 @@ class _Feed:
             self._slots.acquire()
             if self._stop.is_set():
                 return
-            item, error = None, None
+            item = None
+            error = None
             try:
                 item = self._produce(index)
             except Exception as raised:

@@ -116,7 +116,8 @@ class Destination:
             raise refuse(f"the plan has no leaf '{extra[0]}'.")
         leaves = {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
-            array, dtype = np.asarray(values[leaf.path]), np.dtype(leaf.dtype)
+            array = np.asarray(values[leaf.path])
+            dtype = np.dtype(leaf.dtype)
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
             shapes = shapes if in_batches else [example_shape(leaf, dim)]
             if array.shape not in shapes:

@@ -105,8 +105,11 @@ def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np
       >>> [array.tolist() for array in picked(np.arange(8), (3, 1))]
       [[0, 0, 0, 1, 0, 0, 0, 1], [0, 1, 2, 0, 3, 4, 5, 1]]
     """
-    part_R, inner_R = np.zeros(len(places_R), np.int64), np.zeros(len(places_R), np.int64)
-    open_P, places_P, remaining = np.arange(len(places_R)), places_R.astype(np.int64), sum(weights)
+    part_R = np.zeros(len(places_R), np.int64)
+    inner_R = np.zeros(len(places_R), np.int64)
+    open_P = np.arange(len(places_R))
+    places_P = places_R.astype(np.int64)
+    remaining = sum(weights)
     for part, weight in enumerate(weights):
         later_P, next_P = (k * (remaining - weight) // remaining for k in (places_P, places_P + 1))
         mask_P = later_P == next_P
@@ -122,7 +125,8 @@ def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
       >>> places_until([6, 9], (3, 1))
       8
     """
-    low, high = 0, sum(weights) * (max(num_examples) + 1)
+    low = 0
+    high = sum(weights) * (max(num_examples) + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(middle, num_examples, weights) else (low, middle)
@@ -130,7 +134,8 @@ def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
 
 
 def _fits(num_places: int, num_examples: Sequence[int], weights: Sequence[int]) -> bool:
-    total, places = sum(weights), num_places
+    total = sum(weights)
+    places = num_places
     for weight, limit in zip(weights, num_examples, strict=True):
         later = places * (total - weight) // total
         if places - later > limit:

@@ -207,9 +207,11 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
     Raises:
       DataError: the plan has other leaves, or there are too few tokens for one batch.
     """
-    leaves, batch_size = destination.leaves, destination.batch_size
+    leaves = destination.leaves
+    batch_size = destination.batch_size
     dim = destination.dims[0] or 0
-    shapes, kinds = {leaf.shape for leaf in leaves}, {np.dtype(leaf.dtype).kind for leaf in leaves}
+    shapes = {leaf.shape for leaf in leaves}
+    kinds = {np.dtype(leaf.dtype).kind for leaf in leaves}
     fits = {leaf.path for leaf in leaves} == WINDOWS and len(shapes) == 1 and kinds <= {"i", "u"}
     if not fits or len(leaves[0].shape) != 2:
         raise DataError(
@@ -239,7 +241,8 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
 
 
 def _row_examples(rows: Rows, destination: Destination, least: int) -> Examples:
-    table, fields = rows.table, rows.fields
+    table = rows.table
+    fields = rows.fields
     name = f"{table.name} {table.split} {table.digest}"
     check_enough(name, table.num_rows, least, destination.batch_size)
     destination.check_examples(name)

@@ -50,7 +50,9 @@ def _permuted(places_R: np.ndarray, epochs_R: np.ndarray, size: int, seed: int) 
     values_R = places_R.astype(np.uint64)
     outside_R = np.ones(len(values_R), bool)
     while outside_R.any():
-        left, right, keys = values_R[outside_R] >> half, values_R[outside_R] & mask, keys_R[outside_R]
+        left = values_R[outside_R] >> half
+        right = values_R[outside_R] & mask
+        keys = keys_R[outside_R]
         for turn in range(FEISTEL_ROUNDS):
             left, right = right, left ^ (_mixed(right + keys + np.uint64(turn)) & mask)
         values_R[outside_R] = left << half | right

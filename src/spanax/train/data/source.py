@@ -141,7 +141,9 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
     batch_size = destination.batch_size
     # Each part has its own seed: with a common seed, parts of equal size would have the same order.
     orders = [Order(size, batch_size, passes.seed + number, passes.shuffle) for number, size in enumerate(sizes)]
-    num_full, num_rest, num_batches = 0, 0, None
+    num_full = 0
+    num_rest = 0
+    num_batches = None
     if passes.epochs is not None:
         num_full, num_rest = divmod(places_until([size * passes.epochs for size in sizes], weights), batch_size)
         num_batches = num_full + (num_rest > 0 and not passes.drop_remainder)
@@ -274,7 +276,8 @@ def _batches_named(name: str, size: int, batch: Leaves | Remainder, destination:
 
 def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> Source:
     """Returns the source of a sequence of batches, which are not shuffled."""
-    name, size = type(source).__name__, len(source)
+    name = type(source).__name__
+    size = len(source)
     epochs = passes.epochs
     num_batches = None if epochs is None or size >= sys.maxsize else epochs * size
     named = _batches_named(name, size, _batch(source[0], destination, passes, name), destination)
@@ -323,8 +326,11 @@ class Loader:
     def __init__(self, source: Any, passes: Passes):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
         self._items: Any = iter(self._open())
-        self._is_closed, self._once = False, self._items is source
-        self._passes, self._epoch, self._index = passes, 0, 0
+        self._is_closed = False
+        self._once = self._items is source
+        self._passes = passes
+        self._epoch = 0
+        self._index = 0
         if self._once and passes.epochs is not None and passes.epochs > 1:
             raise ConflictError(
                 f"an iterator is read only once; epochs={passes.epochs} reads it again.",
@@ -361,7 +367,9 @@ class Loader:
             self._start(0)
         if mark is not None and hasattr(self._items, "set_state"):
             self._items.set_state(mark["iterator"])
-            self._epoch, self._index, self.peeked = mark["epoch"], index, END
+            self._epoch = mark["epoch"]
+            self._index = index
+            self.peeked = END
         elif index < self._index:
             if self._once:
                 raise DataError(
@@ -382,7 +390,9 @@ class Loader:
     def _start(self, epoch: int) -> None:
         """Restarts the iterator."""
         self.close()
-        self._items, self._is_closed, self.peeked = iter(self._open()), False, END
+        self._items = iter(self._open())
+        self._is_closed = False
+        self.peeked = END
         self._epoch, self._index = epoch, self._index if epoch else 0
 
     def _element(self) -> Any:

@@ -40,7 +40,8 @@ class BadStepPolicy:
           NumbersError: the policy is to halt, or there were more bad steps than `patience`.
         """
         assert self.run.guard is not None
-        policy, patience = self.run.guard.policy, self.run.guard.patience
+        policy = self.run.guard.policy
+        patience = self.run.guard.patience
         numbers = {name: values[name] for name in self.run.guard.metrics if isinstance(values.get(name), float)}
         self._report("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
         message = f"step {step} is bad: {reason}."
@@ -85,7 +86,8 @@ class BadStepPolicy:
 
     def saved(self, saving: Pending) -> None:
         """Resets the number of rollbacks, because a new checkpoint is being written."""
-        self._saving, self._num_rollbacks = saving, 0
+        self._saving = saving
+        self._num_rollbacks = 0
 
     def _error(self, message: str, where: str, fix: str) -> NumbersError:
         """Returns the error to raise, after waiting for a save in progress."""

@@ -36,7 +36,8 @@ def begin(job: Job, telemetry: Telemetry, worker: Executor) -> Run:
 
 def start_or_restore(job: Job, telemetry: Telemetry, *, resume: bool) -> Run:
     """Returns the run restored from its newest intact checkpoint, or a new one."""
-    config, plan = job.config, job.plan
+    config = job.config
+    plan = job.plan
     if resume:
         for change in run_folder.changed_versions(telemetry.folder):
             telemetry.warn(f"the environment has changed since the run was last started: {change}")

@@ -141,12 +141,14 @@ class Loop:
         """Dispatches the next steps: up to `steps_per_call`, and only one if something is due within them."""
         if self._profile is not None:
             self._profile.before(self.run)
-        first, count = self.run.num_steps + 1, self._num_ahead()
+        first = self.run.num_steps + 1
+        count = self._num_ahead()
         is_new = count not in self._sizes
         self._beat("compile" if is_new else "step")
         batches = self._next_batches(count)
         if len(batches) < count:  # at the end of the data, the remaining batches are taken step by step
-            count, is_new = 1, 1 not in self._sizes
+            count = 1
+            is_new = 1 not in self._sizes
             self._ready = batches[1:]
         if is_new:
             self.telemetry.ledger.enter("compile")
@@ -166,7 +168,8 @@ class Loop:
 
     def _num_ahead(self) -> int:
         """The number of steps of the next call: `steps_per_call` if nothing is due before its end, else one."""
-        step, count = self.run.num_steps, self.config.steps_per_call
+        step = self.run.num_steps
+        count = self.config.steps_per_call
         due = [self.config.steps or 0]
         due += [step - step % every + every for every in (self.config.eval_every, self.config.save_every) if every]
         if self._profile is not None and step < self._profile.last:
@@ -191,7 +194,8 @@ class Loop:
         while len(calls) > num_pending:
             call = calls.popleft()
             arrays = {name: np.asarray(leaf) for name, leaf in by_name(call.metrics).items()}
-            num_steps, now = len(call.batches), time.perf_counter()
+            num_steps = len(call.batches)
+            now = time.perf_counter()
             seconds, self._clock = (now - self._clock) / num_steps, now
             step_seconds = self._compiling if call.is_new else self._seconds
             for index, batch in enumerate(call.batches):
@@ -243,7 +247,8 @@ class Loop:
             return
         self._beat("evaluate")
         with closing(held_out), self.telemetry.ledger.within("evaluate"):
-            means, size = Means(), program.batch_size
+            means = Means()
+            size = program.batch_size
             for _, batch in zip(range(self.config.eval_batches), held_out, strict=False):
                 means.add(self.run.evaluate(batch), num_fewer(program, batch) or size)
             if not means.num_examples:
@@ -255,7 +260,9 @@ class Loop:
 
     def _baseline(self, held_out: Batches, num_tokens: int) -> Event:
         """The loss of the workload's baseline on the same held-out tokens; empty for data other than tokens."""
-        baseline, train, validation = self.job.workload.baseline, self.data.tokens, held_out.tokens
+        baseline = self.job.workload.baseline
+        train = self.data.tokens
+        validation = held_out.tokens
         if baseline is None or train is None or validation is None:
             return {}
         vocab_size = max(train.vocab_size, validation.vocab_size)

@@ -48,7 +48,8 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
         if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:
             raise
         plan = _replanned(place, devices)
-        reason, num_idle = first_line(error), len(devices) - plan.mesh.size
+        reason = first_line(error)
+        num_idle = len(devices) - plan.mesh.size
         telemetry.warn(
             f"{before.get('devices')} devices before, {len(devices)} now: {reason} Continuing with "
             f"{plan.layout.name} on {plan.mesh}" + (f"; {num_idle} devices idle" if num_idle else "")

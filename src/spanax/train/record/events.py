@@ -164,7 +164,8 @@ class Events:
 def read(folder: Path) -> EventLog:
     """Returns the last events of a run in the order in which they were written; none if there is no file."""
     events: deque[Event] = deque(maxlen=MAX_EVENTS)
-    num_damaged, unknown = 0, Counter[str]()
+    num_damaged = 0
+    unknown = Counter[str]()
     place = Folder.of(folder)
     status = place.stat(EVENTS)
     is_tail = status is not None and status.st_size > EVENTS.max_bytes

@@ -82,12 +82,14 @@ class Pulse:
         """Writes a heartbeat, unless this phase just had one; on a full disk only the time of the file is updated."""
         if phase == self._phase and time.monotonic() - self._last_beat < MIN_INTERVAL_SECONDS:
             return
-        self._phase, self._last_beat = phase, time.monotonic()
+        self._phase = phase
+        self._last_beat = time.monotonic()
         heartbeat = Heartbeat(
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
         )  # fmt: skip
-        place, name = Folder.of(self.folder), HEARTBEAT.of(self.rank)
+        place = Folder.of(self.folder)
+        name = HEARTBEAT.of(self.rank)
         try:
             place.make(HEARTBEATS)
             place.replace(name, [json.dumps(asdict(heartbeat))], is_durable=False)

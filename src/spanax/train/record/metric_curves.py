@@ -98,11 +98,14 @@ class MetricCurves:
 
 def metric_curves(folder: Path) -> MetricCurves:
     """Returns the curves in the metrics file of a run folder; damaged lines are skipped."""
-    curves, is_first, is_tokens = MetricCurves(), False, True
+    curves = MetricCurves()
+    is_first = False
+    is_tokens = True
     for event in Folder.of(folder).lines(METRICS):
         if event is None:
             continue  # counted in `RunReport.notes`
-        step, kind = _number(event, "step"), event.get("event")
+        step = _number(event, "step")
+        kind = event.get("event")
         if kind == "start":
             is_first = True  # the first step of an attempt includes compilation
         elif kind == "eval" and step is not None:
@@ -144,14 +147,17 @@ def steady_steps(folder: Path) -> SteadySteps:
     Raises:
       EntryError: the file of metrics is not a regular file.
     """
-    first, steps = FIRST_STEPS, list[tuple[int, float, float]]()
+    first = FIRST_STEPS
+    steps = list[tuple[int, float, float]]()
     for event in Folder.of(folder).lines(METRICS):
         if event is None:
             continue  # a damaged line, such as the last one of a killed run
         if event.get("event") == "start":  # another attempt, maybe on other devices
-            first, steps = int(_number(event, "step") or 0) + FIRST_STEPS, []
+            first = int(_number(event, "step") or 0) + FIRST_STEPS
+            steps = []
         elif event.get("event") == "step":
-            step, seconds = _number(event, "step"), _number(event, "step_seconds")
+            step = _number(event, "step")
+            seconds = _number(event, "step_seconds")
             if step is not None and step > first and seconds is not None and seconds > 0:
                 steps.append((int(step), seconds, _number(event, "data_wait_seconds") or 0.0))
     steps = steps[-NUM_LAST_STEPS:]

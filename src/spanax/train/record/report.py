@@ -72,7 +72,9 @@ def run_report(folder: Path) -> RunReport:
         raise MissingFileError(
             f"folder '{folder}' does not exist.", fix="a run folder: the --output-dir of spanax train"
         )
-    times, notes, workload = account(folder), list[str](), ""
+    times = account(folder)
+    notes = list[str]()
+    workload = ""
     try:
         workload = str(recorded(folder).get("workload", ""))
     except EntryError:

@@ -64,7 +64,8 @@ class Ledger:
         """Makes `bucket` the current bucket."""
         if bucket not in BUCKETS:
             raise KeyError(bucket)
-        time, before = self.clock(), self._totals
+        time = self.clock()
+        before = self._totals
         spent = before.nanoseconds | {before.bucket: before.nanoseconds[before.bucket] + time - before.since}
         self._totals = _Totals(spent, bucket, time)
 

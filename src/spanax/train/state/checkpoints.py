@@ -17,7 +17,8 @@ from spanax.train.store.loaded import Loaded
 OPTIMIZER = "optimizer"
 """The object of a run's checkpoint next to `model`."""
 
-OBJECTS, STATES = "objects", "states"
+OBJECTS = "objects"
+STATES = "states"
 """Keys of meta.json: the names of the saved objects, and the states of those without arrays by name."""
 
 RUN_STATES = {"data": "position", "guard": "history"}
@@ -71,7 +72,8 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise RangeError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
         self.folder = manifest.steps_of_run(folder).resolved()
-        self._keep, self._warn = keep, warn or to_stderr
+        self._keep = keep
+        self._warn = warn or to_stderr
         self._pending: Pending | None = None
 
     def save(self, step: int, objects: Mapping[str, Any]) -> Pending:

@@ -58,7 +58,8 @@ class NamedObjects:
                     fix="an nnx.Module, nnx.Optimizer, nnx.Rngs or another nnx.Pytree",
                 )
         nodes = tuple(objects[name] for name in names)
-        slots, arrays = [], dict[str, Any]()
+        slots = []
+        arrays = dict[str, Any]()
         for path, leaf in nnx.to_flat_state(nnx.state(nodes, nnx.Not(nnx.Intermediate))):
             value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
             pairs, structure = jax.tree_util.tree_flatten_with_path(value)
@@ -99,7 +100,8 @@ def _text(names: tuple[str, ...], path: tuple[Any, ...], inner: Any) -> str:
     Raises:
       SpanaxError: an attribute of the model has the name of another object, whose paths would be equal.
     """
-    owner, keys = names[int(path[0])], [str(key) for key in path[1:]]
+    owner = names[int(path[0])]
+    keys = [str(key) for key in path[1:]]
     if owner == MODEL and keys[0] in names:
         raise ObjectsError(
             f"'{keys[0]}' is the name of an object and of an attribute of the model.",

@@ -75,7 +75,8 @@ class Saves:
         while self.saved != run.num_steps:
             try:
                 self._save(run, data).wait()
-                self.saved, self._pending = run.num_steps, None
+                self.saved = run.num_steps
+                self._pending = None
             except WriteError as error:
                 self._pending = None
                 if not self._failed(run.num_steps, error):

@@ -94,7 +94,8 @@ def batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     for name, size in sizes.items():
         if batch and size > num_free_bytes:
             yield batch
-            batch, num_free_bytes = [], most
+            batch = []
+            num_free_bytes = most
         batch.append(name)
         num_free_bytes -= size
     if batch:

@@ -34,9 +34,11 @@ class Pending:
 
     def __init__(self, root: Folder, step: int, finish: Callable[[], None]):
         self.step = step
-        self._root, self._finish = root, finish
+        self._root = root
+        self._finish = finish
         self._error: WriteError | None = None
-        self._began, self.seconds = time.monotonic(), 0.0
+        self._began = time.monotonic()
+        self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
 
     def is_running(self, after_seconds: float) -> bool:

@@ -96,7 +96,8 @@ class Regrouped:
         """
         missing = {path: dtype_and_shape(target) for path, target in targets.items() if path not in saved}
         unused = {path: text for path, text in saved.items() if path not in targets}
-        to_stack, to_unstack = groups(missing, unused), groups(unused, missing)
+        to_stack = groups(missing, unused)
+        to_unstack = groups(unused, missing)
         regrouped = {group.stacked for group in to_stack} | {path for group in to_unstack for path in group.layers}
         reads = {path: target for path, target in targets.items() if path not in regrouped}
         for group in to_stack:
@@ -133,10 +134,12 @@ def _layer_of(target: Any, num_dims: int) -> Any:
     """
     import jax
 
-    shape, sharding = target.shape[num_dims:], target.sharding
+    shape = target.shape[num_dims:]
+    sharding = target.sharding
     if isinstance(sharding, jax.NamedSharding):
         entries = [_axes(entry) for entry in (*sharding.spec, *[None] * len(target.shape))][: len(target.shape)]
-        outer, spec = sum(entries[:num_dims], ()), entries[num_dims:]
+        outer = sum(entries[:num_dims], ())
+        spec = entries[num_dims:]
         for dim, size in enumerate(shape):
             if outer and size % math.prod(sharding.mesh.shape[axis] for axis in (*spec[dim], *outer)) == 0:
                 spec[dim], outer = (*spec[dim], *outer), ()

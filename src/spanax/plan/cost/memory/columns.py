@@ -46,8 +46,12 @@ class Columns:
         fused_attention: bool,
         on_chip: OnChip | None,
     ):
-        self._num_shards, self._scale, self._stages, self._in_flight = num_shards, scale, num_stages, in_flight
-        self._fused, self._on_chip = fused_attention, on_chip
+        self._num_shards = num_shards
+        self._scale = scale
+        self._stages = num_stages
+        self._in_flight = in_flight
+        self._fused = fused_attention
+        self._on_chip = on_chip
         self.count = scale.shape[0]
         self._known: dict[tuple[Column, bool], Array] = {}
         self._padded: dict[Tiled, tuple[Array, Array]] = {}

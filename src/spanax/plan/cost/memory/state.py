@@ -82,9 +82,11 @@ def state_of(resolver: Resolver, offload: Sequence[str] = ()) -> State:
 
     Leaves of the kinds in `offload` have the kind `OFFLOADED`.
     """
-    program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
+    program = resolver.program
+    bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
     classes = program.step.axes.classes
-    rows, counts = defaultdict[tuple[str, Tiled], int](int), defaultdict[tuple[str, Tiled], int](int)
+    rows = defaultdict[tuple[str, Tiled], int](int)
+    counts = defaultdict[tuple[str, Tiled], int](int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = classes[value]
         specs = {OFFLOADED if is_offloaded(leaf, offload) else leaf.kind: resolver.placed(leaf, labels)[0]}

@@ -21,7 +21,8 @@ COPIES = 2
 compiled by libtpu 0.0.52 for v5e:2x4 in tests/data/memory_cells.json."""
 
 
-WINDOW, WINDOW_OF_TWO = 8, 3
+WINDOW = 8
+WINDOW_OF_TWO = 3
 """Tuples of a sum that is scattered by permutes between parts of its matmul: four permutes of a loop, its kernels, and
 the permute of the result; the loop over two devices has one permute. Source: 11 and 14 loops in such assignments."""
 
@@ -50,13 +51,17 @@ class Counts(NamedTuple):
         )
 
 
-PER_PROGRAM, PER_KERNEL, PER_COLLECTIVE = 14, 0.14, 1.4
+PER_PROGRAM = 14
+PER_KERNEL = 0.14
+PER_COLLECTIVE = 1.4
 """Tuples per program (its batch and its metrics), per kernel and per collective: some kernels have several outputs,
 some collectives are asynchronous. Source: fitted to half of the programs below 0.25 GiB in
 tests/data/memory_cells.json."""
 
 
-UPPER_FACTOR, UPPER_PER_PROGRAM, UPPER_PER_COLLECTIVE = 1.25, 8, 8
+UPPER_FACTOR = 1.25
+UPPER_PER_PROGRAM = 8
+UPPER_PER_COLLECTIVE = 8
 """The largest factor of compiled tuples over their estimate, and the further tuples of a program and a collective."""
 
 
@@ -92,7 +97,8 @@ def num_window_tuples(sums: Sequence[PartialSum], num_shards: np.ndarray, scale:
     """
     total = np.zeros(scale.shape)
     for partial in sums:
-        over, unchanged = num_shards[partial.over], num_shards[partial.unchanged]
+        over = num_shards[partial.over]
+        unchanged = num_shards[partial.unchanged]
         others = num_shards[-1] / (over * unchanged)
         is_window = is_windowed(partial, over, unchanged, others, scale) & (over > 1)
         total += np.where(is_window, np.where(over > 2, WINDOW, WINDOW_OF_TWO), 0)

@@ -13,12 +13,15 @@ import numpy as np
 
 from spanax.plan.spmd.tiled_scatter import LANES, ROWS, WORD_BYTES
 
-FEW_EXAMPLES, COPIES, WINDOW_COPIES = 7, 2, 3
+FEW_EXAMPLES = 7
+COPIES = 2
+WINDOW_COPIES = 3
 """Convolutions of at most so many examples on a device fold parts of an image into the batch: so many copies of each
 activation are live, and so many of all columns of the windows of one convolution. Source: convolutions compiled by
 libtpu 0.0.52 for v5e:2x4, docs/planning.md."""
 
-MOST_PADDING, MANY_LOOKUPS = 4, 2048
+MOST_PADDING = 4
+MANY_LOOKUPS = 2048
 """The largest factor by which rows of a table are padded to lanes; any factor where a device looks up so many of them.
 Source: tables of 16 to 200 columns in such programs."""
 
@@ -114,7 +117,8 @@ def padded(dims: Array, itemsize: int, barred: Sequence[int] = (), indexed: Sequ
     packed = max(1, WORD_BYTES // itemsize)
     highest = 2.0 ** np.ceil(np.log2(dims))
     rows = np.minimum(ROWS * max(1, packed // 2), np.maximum(packed, highest))
-    by_lanes, by_rows = _round_up(dims, LANES) / dims, _round_up(dims, rows) / dims
+    by_lanes = _round_up(dims, LANES) / dims
+    by_rows = _round_up(dims, rows) / dims
     minor = [index for index in range(len(dims)) if index not in barred]
     last = [index for index in minor if index not in indexed] or minor
     smallest = np.min([by_lanes[i] * by_rows[j] for i in last for j in minor if i != j], axis=0)

@@ -22,7 +22,8 @@ def shape_of(name: str) -> Resized:
 
 def limits_of(equation: Equation, shapes: Sequence[Shape]) -> Mapping[str, Any]:
     """Returns the ends of a slice; those of dims that are cut remain."""
-    old, cut = equation.shapes[0], equation.shapes[-1]
+    old = equation.shapes[0]
+    cut = equation.shapes[-1]
     rows = zip(old, cut, shapes[0], equation.params["limit_indices"], strict=True)
     return {"limit_indices": tuple(new if size == part else end for size, part, new, end in rows)}
 
@@ -43,7 +44,8 @@ def neutral_element(equation: Equation) -> Any:
       -inf
     """
     dtype = np.dtype(equation.eqn.invars[0].aval.dtype)
-    is_bool, name = dtype.kind == "b", equation.name.removeprefix("reduce_")
+    is_bool = dtype.kind == "b"
+    name = equation.name.removeprefix("reduce_")
     if name in ("sum", "or", "xor"):
         return np.zeros((), dtype)
     if name in ("prod", "and"):

@@ -204,7 +204,8 @@ class DimMap:
         In a triple, -1 stands for an operand without that dim. The window dims of a convolution are in neither.
         """
         pairs = [dict(relation.dims) for relation in self.of_kind(Kind.CONTRACTED)]
-        triples, out = [dict(relation.dims) for relation in self.of_kind(Kind.SAME, Kind.GROUPS)], self.num_inputs
+        triples = [dict(relation.dims) for relation in self.of_kind(Kind.SAME, Kind.GROUPS)]
+        out = self.num_inputs
         triples = [dims for dims in triples if out in dims and {0, 1} & {*dims}]
         return (
             tuple((dims[0], dims[1]) for dims in pairs),

@@ -16,8 +16,10 @@ from spanax.trace.jaxpr.dim_maps.relations import Dim, DimMap, Equation, Family,
 
 def dim_map(eqn: core.JaxprEqn) -> DimMap:
     """Returns the dim map of an equation."""
-    row, equation = TABLE.get(eqn.primitive.name, UNKNOWN), Equation(eqn)
-    relations, family = tuple(row.relations(equation)), row.family
+    row = TABLE.get(eqn.primitive.name, UNKNOWN)
+    equation = Equation(eqn)
+    relations = tuple(row.relations(equation))
+    family = row.family
     if family is None:
         family = Family.ELEMENTWISE if set(relations) == set(_elementwise(equation)) else Family.OTHER
     return DimMap(family, relations, tuple(map(len, equation.shapes[: len(eqn.invars)])))
@@ -136,10 +138,12 @@ def _ragged_dot_general(equation: Equation) -> Iterator[Relation]:
 
 @row(Family.CONTRACTION, "conv_general_dilated", Padding(fill=lambda _: 0))
 def _convolution(equation: Equation) -> Iterator[Relation]:
-    numbers, params = equation.params["dimension_numbers"], equation.params
+    numbers = equation.params["dimension_numbers"]
+    params = equation.params
     (lhs_n, lhs_c, *lhs_space), (rhs_o, rhs_i, *rhs_space) = numbers.lhs_spec, numbers.rhs_spec
     out_n, out_c, *out_space = numbers.out_spec
-    groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    groups = params["feature_group_count"]
+    batch_groups = params["batch_group_count"]
     if batch_groups > 1:
         yield Relation(Kind.GROUPS, ((0, lhs_n), (1, rhs_o), (2, out_c)), factor=batch_groups)
     else:
@@ -166,7 +170,8 @@ def _convolution(equation: Equation) -> Iterator[Relation]:
 @row(Family.REDUCTION, "reduce")
 def _reduce(equation: Equation) -> Iterator[Relation]:
     axes = equation.params.get("axes", equation.params.get("dimensions", ()))
-    operands, outs = equation.inputs[: len(equation.outputs)], equation.outputs
+    operands = equation.inputs[: len(equation.outputs)]
+    outs = equation.outputs
     for dim in axes:
         yield Relation(Kind.CONTRACTED, tuple((operand, dim) for operand in operands))
     for out_dim, dim in enumerate(equation.others(0, axes)):
@@ -178,7 +183,8 @@ def _reduce(equation: Equation) -> Iterator[Relation]:
     "reduce_window_sum reduce_window_max reduce_window_min reduce_window select_and_scatter_add select_and_gather_add",
 )
 def _reduce_window(equation: Equation) -> Iterator[Relation]:
-    windows, strides = equation.params["window_dimensions"], equation.params["window_strides"]
+    windows = equation.params["window_dimensions"]
+    strides = equation.params["window_strides"]
     arrays = [array for array, shape in enumerate(equation.shapes) if len(shape) == len(windows)]
     for dim, (window, stride) in enumerate(zip(windows, strides, strict=True)):
         if window == stride == 1:
@@ -212,7 +218,8 @@ def _squeeze(equation: Equation) -> Iterator[Relation]:
 def _reshape(equation: Equation) -> Iterator[Relation]:
     (out,) = equation.outputs
     for ins, outs in reshape_groups(equation.shapes[0], equation.shapes[out]):
-        left, right = tuple((0, dim) for dim in ins), tuple((out, dim) for dim in outs)
+        left = tuple((0, dim) for dim in ins)
+        right = tuple((out, dim) for dim in outs)
         yield same(*left, *right) if len(left) == len(right) == 1 else Relation(Kind.FACTORS, left, right)
 
 
@@ -223,7 +230,8 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
     if 0 in old or 0 in new:
         return
     while ins and outs:
-        left, right = [ins.pop(0)], [outs.pop(0)]
+        left = [ins.pop(0)]
+        right = [outs.pop(0)]
         while (a := math.prod(old[d] for d in left)) != (b := math.prod(new[d] for d in right)):
             (left if a < b else right).append((ins if a < b else outs).pop(0))
         yield left, right
@@ -318,7 +326,8 @@ def _cumulative(equation: Equation) -> Iterator[Relation]:
 
 @row(Family.KERNEL, "top_k approx_top_k")
 def _top_k(equation: Equation) -> Iterator[Relation]:
-    rank, outs = len(equation.shapes[0]), equation.outputs
+    rank = len(equation.shapes[0])
+    outs = equation.outputs
     along = equation.params.get("axis", equation.params.get("reduction_dimension", rank - 1)) % rank
     yield from (same(*((array, dim) for array in (0, *outs))) for dim in equation.others(0, {along}))
     yield from (Relation(Kind.NEW, ((out, along),)) for out in outs)
@@ -350,7 +359,8 @@ def _problems(equation: Equation, inner_rank: int) -> Iterator[Relation]:
 @row(Family.GATHER, "gather", Padding(slice_sizes_of))
 def _gather(equation: Equation) -> Iterator[Relation]:
     numbers, (operand, indices, *_), (out,) = equation.params["dimension_numbers"], equation.shapes, equation.outputs
-    sizes, batching = equation.params["slice_sizes"], _batching(numbers, numbers.start_indices_batching_dims)
+    sizes = equation.params["slice_sizes"]
+    batching = _batching(numbers, numbers.start_indices_batching_dims)
     windows = equation.others(0, {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims})
     for dim, out_dim in zip(windows, numbers.offset_dims, strict=True):
         if sizes[dim] == operand[dim]:

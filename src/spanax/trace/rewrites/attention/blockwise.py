@@ -90,7 +90,8 @@ class Blocks:
         )
 
     def _forward(self, part: Part, keys: Keys, state: Any) -> Any:
-        form, block = self.form, _block_size(keys.k.shape[self.form.num_batch])
+        form = self.form
+        block = _block_size(keys.k.shape[self.form.num_batch])
         value_dims = (((form.keys,), (form.num_batch,)), (_batch(form), _batch(form)))
 
         def body(state: Any, index: Any) -> tuple[Any, None]:
@@ -109,7 +110,8 @@ class Blocks:
         return _each(body, state, keys.k.shape[form.num_batch] // block)[0]
 
     def _backward(self, part: Part, keys: Keys, state: Any) -> Any:
-        form, block = self.form, _block_size(keys.k.shape[self.form.num_batch])
+        form = self.form
+        block = _block_size(keys.k.shape[self.form.num_batch])
         largest, weight, delta = part.rows
         out = part.out.astype(keys.v.dtype)
         batch = (_batch(form), _batch(form))

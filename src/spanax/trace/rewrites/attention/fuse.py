@@ -118,7 +118,8 @@ def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str)
 
 def _dependents(graph: Graph, values: Iterable[int]) -> set[int]:
     """Returns the values that depend on some values, with those inside of bodies."""
-    result, size = {*values}, -1
+    result = {*values}
+    size = -1
     while size < len(result):  # a carry may depend on a value after an iteration only
         size = len(result)
         for op in graph.ops():

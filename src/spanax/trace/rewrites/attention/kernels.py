@@ -72,7 +72,8 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
       >>> kernel_of("cudnn", form, q, q, q).why
       'float32, where cudnn supports float16 or bfloat16'
     """
-    widths, lengths = (q.shape[-1], v.shape[-1]), (q.shape[-2], k.shape[-2])
+    widths = (q.shape[-1], v.shape[-1])
+    lengths = (q.shape[-2], k.shape[-2])
     dtypes = {str(operand.dtype) for operand in (q, k, v)}
     if unsupported := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
         return Unfit(f"{' and '.join(unsupported)}, where {name} supports {' or '.join(DTYPES[name])}")
@@ -129,10 +130,12 @@ def _first_nonlinear(form: Form) -> str | None:
 
 def _has_mask(form: Form, scale: float, is_causal: bool) -> bool:
     """Whether exactly the later keys (causal), or none, are masked, and all other logits equal `scale` times q.k."""
-    queries, keys = form.sizes[form.queries], form.sizes[form.keys]
+    queries = form.sizes[form.queries]
+    keys = form.sizes[form.keys]
     if is_causal and queries != keys:
         return False
-    blocks, num_evaluated = np.asarray([[0], [queries - 1], [0], [keys - 1]]), 0
+    blocks = np.asarray([[0], [queries - 1], [0], [keys - 1]])
+    num_evaluated = 0
     while blocks.size and num_evaluated < MOST_BLOCKS:
         num_evaluated += blocks.shape[1]
         is_hidden, is_clear = _known(form, scale, blocks.astype(float))

@@ -30,7 +30,8 @@ def masked_blocks(form: Form, num_parts: int) -> np.ndarray:
     If a query could have all keys masked with a finite value, no block counts as masked: its logits could be equal, and
     its softmax weights would not be 0. Every query attending to itself rules this out.
     """
-    t, s = form.sizes[form.queries], form.sizes[form.keys]
+    t = form.sizes[form.queries]
+    s = form.sizes[form.keys]
     starts = [np.arange(num_parts, dtype=float) * (size // num_parts) for size in (t, s)]
     ends = [start + size // num_parts - 1 for start, size in zip(starts, (t, s), strict=True)]
     intervals = {form.queries: (starts[0][:, None], ends[0][:, None]), form.keys: (starts[1][None], ends[1][None])}
@@ -43,7 +44,8 @@ def masked_blocks(form: Form, num_parts: int) -> np.ndarray:
 
 
 def _sees_itself(form: Form) -> bool:
-    t, s = form.sizes[form.queries], form.sizes[form.keys]
+    t = form.sizes[form.queries]
+    s = form.sizes[form.keys]
     if t != s:
         return False
     positions = np.arange(t, dtype=float)
@@ -83,7 +85,8 @@ def _rounded(bound: Range, step: Step, is_exact: bool) -> Range:
     """Returns a range widened by the rounding error of the dtype."""
     low, high = bound
     if step.dtype == np.bool_:
-        is_zero, is_one = (low == 0) & (high == 0), (low > 0) | (high < 0)
+        is_zero = (low == 0) & (high == 0)
+        is_one = (low > 0) | (high < 0)
         return is_one.astype(float), (~is_zero).astype(float)
     if jnp.issubdtype(step.dtype, jnp.integer):
         return np.floor(low), np.ceil(high)

@@ -73,7 +73,8 @@ def attentions(graph: Graph) -> dict[Op, AttentionMatch | Mismatch]:
 
 def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | None:
     """Matches the attention whose weights are operand `side` of its second product."""
-    weights, values = op.inputs[side], op.inputs[1 - side]
+    weights = op.inputs[side]
+    values = op.inputs[1 - side]
     shape = graph.shape(weights)
     tags = tuple(dim if size > 1 else NONE for dim, size in enumerate(shape))
     (contract, batch) = op.params["dimension_numbers"]
@@ -129,7 +130,8 @@ def _views(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels] |
         operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return None
-        value, tags = op.inputs[0], operand_tags[0]
+        value = op.inputs[0]
+        tags = operand_tags[0]
     return op, tags
 
 
@@ -142,7 +144,8 @@ def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
         operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return False
-        value, tags = op.inputs[0], operand_tags[0]
+        value = op.inputs[0]
+        tags = operand_tags[0]
     return True
 
 
@@ -162,7 +165,8 @@ def _op_after_softmax(graph: Graph, value: int) -> Op | None:
 
 def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
     """Yields the elementwise operations and views that produce a value, nearest first, at most 64."""
-    queue, seen = [value], set[int]()
+    queue = [value]
+    seen = set[int]()
     while queue and len(seen) < 64:
         op = graph.producers.get(queue.pop(0))
         if op is not None and op.outputs[0] not in seen and _is_followed(op):
@@ -179,7 +183,9 @@ class _Steps:
     """
 
     def __init__(self, graph: Graph, keys: int, tags: set[int]):
-        self._graph, self._keys, self._tags = graph, keys, tags
+        self._graph = graph
+        self._keys = keys
+        self._tags = tags
         self._steps: list[Step] = []
         self._known: dict[tuple[int, Labels], int] = {}
         self._extras: list[tuple[int, Labels]] = []
@@ -199,13 +205,16 @@ class _Steps:
 
     def _new_step(self, value: int, tags: Labels) -> Step | None:
         graph = self._graph
-        shape, dtype, op = graph.shape(value), np.dtype(graph.avals[value].dtype), graph.producers.get(value)
+        shape = graph.shape(value)
+        dtype = np.dtype(graph.avals[value].dtype)
+        op = graph.producers.get(value)
         rest = (tags, shape, dtype)
         if value in graph.constants and not shape and np.ndim(graph.constants[value]) == 0:
             literal = np.asarray(graph.constants[value]).item()
             return Step("literal", None, (("value", literal),), (), *rest)
         if op is not None and self._is_score(op, tags):
-            self.score, self._score_tags = op, tags
+            self.score = op
+            self._score_tags = tags
             return Step("score", None, (), (), *rest)
         if op is not None and op.name == "iota":
             return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
@@ -244,7 +253,8 @@ class _Steps:
 
     def matched(self, second: Op, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
         """Returns the attention if the dims of both products match."""
-        graph, first = self._graph, self.score
+        graph = self._graph
+        first = self.score
         assert first is not None
         contract, batched = first.params["dimension_numbers"]
         free_dims = first.dim_map.free_dims

@@ -25,7 +25,8 @@ from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form
 from spanax.trace.rewrites.attention.zigzag import shares
 
-FORWARD, BACKWARD = "spanax_attention", "spanax_attention_grad"
+FORWARD = "spanax_attention"
+BACKWARD = "spanax_attention_grad"
 
 RING = frozenset({FORWARD, BACKWARD})
 """Names of the forward and the backward operation."""
@@ -119,11 +120,14 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
     blocks = Blocks(form, _masked_here(form, starts), starts or {}, grads)
     num = len(blocks.masked)
     part = Part(q, tuple(operands[NUM_ROWS:]), 0, of_out, tuple(rows))
-    parts, keys = parted(form, part, num), _split_keys(form, k, v, num)
+    parts = parted(form, part, num)
+    keys = _split_keys(form, k, v, num)
     of_keys = [[jnp.zeros(query_part.shape, jnp.float32) for query_part in (block.k, block.v)] for block in keys]
-    of_q, of_extras = [], []
+    of_q = []
+    of_extras = []
     for query_part in parts:
-        part_q, part_extras = jnp.zeros(query_part.q.shape, jnp.float32), zeros_of_extras(grads, query_part.extras)
+        part_q = jnp.zeros(query_part.q.shape, jnp.float32)
+        part_extras = zeros_of_extras(grads, query_part.extras)
         for index, block in enumerate(keys):
             part_q, part_extras, *of_keys[index] = blocks.turn_back(
                 query_part, block, (part_q, part_extras, *of_keys[index])
@@ -250,7 +254,9 @@ def _resized(op: Equation, shapes: Sequence[Shape]) -> Mapping[str, Any]:
 
 def _batch_dims(op: Equation) -> set[Dim]:
     """Returns the dims whose rows are separate attentions; none where an extra that they share has a gradient."""
-    form, batch, grads = op.params["form"], range(op.params["form"].num_batch), op.params.get("grads", ())
+    form = op.params["form"]
+    batch = range(op.params["form"].num_batch)
+    grads = op.params.get("grads", ())
     extras = () if op.params["kernel"] else form.extras
     num_rows = len(op.inputs) - len(extras)
     of_extras = [{dim: label for dim, label in enumerate(labels) if label in batch} for labels in extras]

@@ -45,7 +45,8 @@ class Shares:
     @property
     def work(self) -> np.ndarray:
         """Pairs of parts computed, (steps, devices); at step s device i has the keys of device i - s."""
-        devices, order = np.arange(self.num_devices), np.ravel(self.owned)
+        devices = np.arange(self.num_devices)
+        order = np.ravel(self.owned)
         shape = 2 * (self.num_devices, len(self.owned[0]))
         pairs = (~self.masked)[np.ix_(order, order)].reshape(shape).sum((1, 3))
         return pairs[devices, (devices - devices[:, None]) % self.num_devices]
@@ -74,7 +75,8 @@ def shares(form: Form, num_devices: int) -> Shares:
     """
     n = num_devices
     unsharded = Shares(np.zeros((n, n), bool), tuple((device,) for device in range(n)))
-    t, s = form.sizes[form.queries], form.sizes[form.keys]
+    t = form.sizes[form.queries]
+    s = form.sizes[form.keys]
     if t % (2 * n) or s % (2 * n):
         return unsharded if t % n or s % n else Shares(masked_blocks(form, n), unsharded.owned)
     masked = masked_blocks(form, 2 * n)

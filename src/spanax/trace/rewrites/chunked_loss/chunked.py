@@ -47,7 +47,8 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
 
     def chunked(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves, num_batch = jax.tree.leaves(args), len(jax.tree.leaves(args[-1]))
+        leaves = jax.tree.leaves(args)
+        num_batch = len(jax.tree.leaves(args[-1]))
         graph, candidates = _candidates(closed, leaves, num_batch)
         return jax.tree.unflatten(
             jax.tree.structure(shapes), _evaluate(graph, _checked(graph, candidates, count), leaves, count)

@@ -163,7 +163,8 @@ class _Growing:
 
     def region(self) -> Region | Mismatch:
         """Grows the region by consumers of the logits and by producers of operands as large as the logits."""
-        roots, is_complete = self.heads, False
+        roots = self.heads
+        is_complete = False
         while not is_complete:
             mismatch = self._grow(roots)
             if mismatch is not None:
@@ -172,11 +173,16 @@ class _Growing:
             new_roots = {self.graph.producers[value]: dim for value, dim in adjacent}
             is_complete, roots = not new_roots, roots | new_roots
         scanned = tuple(value for value in self.dims if value not in self.results)
-        ops, fixed = tuple(self.members), tuple(self.fixed)
+        ops = tuple(self.members)
+        fixed = tuple(self.fixed)
         return Region(tuple(self.heads), ops, self.dims, fixed, scanned, self._outs(), self._num_logits)
 
     def _grow(self, roots: dict[Op, int]) -> Mismatch | None:
-        self.dims, self.results, self.fixed, self.members, self.adjacent = {}, {}, {}, [], {}
+        self.dims = {}
+        self.results = {}
+        self.fixed = {}
+        self.members = []
+        self.adjacent = {}
         after = set[int]()
         for op in dropwhile(lambda op: op not in roots, self.graph.body.ops):
             region_inputs = [value for value in op.inputs if value in self.results]
@@ -224,7 +230,8 @@ class _Growing:
         )
 
     def _outs(self) -> tuple[int, ...]:
-        members, outputs = set(self.members), set(self.graph.body.outputs)
+        members = set(self.members)
+        outputs = set(self.graph.body.outputs)
         is_read = lambda value: not members.issuperset(self.graph.readers[value])  # noqa: E731
         return tuple(value for value in self.results if value in outputs or is_read(value))
 
@@ -253,7 +260,8 @@ def across(graph: Graph, op: Op, dim: int) -> Dims | None:
 
 def narrowed(op: Op, dim: int, operand_dims: Dims, count: int) -> dict[str, object]:
     """Returns an operation's parameters for one of `count` equal chunks along a dim of its result."""
-    params, chunked = dict(op.params), dict.fromkeys(SIZES, dim) | {"slice_sizes": next(iter(operand_dims), None)}
+    params = dict(op.params)
+    chunked = dict.fromkeys(SIZES, dim) | {"slice_sizes": next(iter(operand_dims), None)}
     for key in chunked.keys() & params.keys():
         sizes = enumerate(params[key])
         params[key] = tuple(size // count if i == chunked[key] and size > 1 else size for i, size in sizes)

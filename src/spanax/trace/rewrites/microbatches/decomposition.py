@@ -108,7 +108,8 @@ class Decomposition:
     def merge_rows(self, value: int, parts: Any) -> Any:
         """Interleaves the stacked rows of all microbatches into the rows of the full batch."""
         each = self.flow.dependence[value]
-        inner, shape = each.inner or 1, jnp.shape(parts)[1:]
+        inner = each.inner or 1
+        shape = jnp.shape(parts)[1:]
         grouped = jnp.reshape(parts, (self.count, *shape[: each.dim], -1, inner, *shape[each.dim + 1 :]))
         return jnp.moveaxis(grouped, 0, each.dim + 1).reshape(self.full.shape(value))
 
@@ -184,7 +185,8 @@ def _results_of(full: Graph, flow: Flow) -> dict[str, tuple[int, ...]]:
     kind = lambda value: flow.dependence[value].kind  # noqa: E731
     sums: dict[int, None] = {}
     stacked = {value for value in full.body.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
-    stack, seen = [value for value in full.body.outputs if value not in stacked], set[int]()
+    stack = [value for value in full.body.outputs if value not in stacked]
+    seen = set[int]()
     while stack:
         value = stack.pop()
         if value in seen:

@@ -83,7 +83,9 @@ class Flow:
 
     def _results(self, equation: Equation, small: Op) -> list[Dependence]:
         """Returns the dependence of an operation's results, following its bodies, if any."""
-        name, op, kinds = equation.name, equation.op, equation.kinds()
+        name = equation.name
+        op = equation.op
+        kinds = equation.kinds()
         if not op.bodies or kinds <= {Kind.SAME} and not any(map(equation.sized_by_batch, op.outputs)):
             outs = results(equation)
         elif Kind.MIXED in kinds:
@@ -111,28 +113,35 @@ class Flow:
     def _scanned(self, equation: Equation, small: Op) -> list[Dependence]:
         op = equation.op
         num_consts, num_carried = scan_counts(self.full, op)
-        before, stacked = equation.operands[: num_consts + num_carried], equation.operands[num_consts + num_carried :]
+        before = equation.operands[: num_consts + num_carried]
+        stacked = equation.operands[num_consts + num_carried :]
         if op.params["length"] != small.params["length"]:
             return self._scanned_examples(equation, num_carried)
         if any(each.kind is Kind.ROWS and each.dim == 0 for each in stacked):
             return [mixed(op)] * len(op.outputs)
         slices = [replace(each, dim=each.dim - 1) if each.kind is Kind.ROWS else each for each in stacked]
-        consts, carry, bodies = before[:num_consts], list(before[num_consts:]), (op.bodies[0], small.bodies[0])
+        consts = before[:num_consts]
+        carry = list(before[num_consts:])
+        bodies = (op.bodies[0], small.bodies[0])
         outs = self._fixed_point(op, carry, lambda carry: self._within(*bodies, [*consts, *carry, *slices]))
         stacked_outs = [replace(out, dim=out.dim + 1) if out.kind is Kind.ROWS else out for out in outs[num_carried:]]
         return [*carry, *stacked_outs]
 
     def _scanned_examples(self, equation: Equation, num_carried: int) -> list[Dependence]:
         """A scan over the examples without a carry is independent per example."""
-        op, sized = equation.op, [each for each in equation.operands if each.kind is Kind.ROWS]
+        op = equation.op
+        sized = [each for each in equation.operands if each.kind is Kind.ROWS]
         is_mapped = num_carried == 0 and sized and all(each.dim == 0 and each.inner in (1, None) for each in sized)
         return [rows(0, 1) if is_mapped else mixed(op)] * len(op.outputs)
 
     def _repeated(self, equation: Equation, small: Op) -> list[Dependence]:
-        op, operands = equation.op, equation.operands
+        op = equation.op
+        operands = equation.operands
         tests, bodies = zip(op.bodies, small.bodies, strict=True)
-        num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-        consts, carry = operands[num_test : num_test + num_body], list(operands[num_test + num_body :])
+        num_test = op.params["cond_nconsts"]
+        num_body = op.params["body_nconsts"]
+        consts = operands[num_test : num_test + num_body]
+        carry = list(operands[num_test + num_body :])
         self._fixed_point(op, carry, lambda carry: self._within(*bodies, [*consts, *carry]))
         (stops,) = self._within(*tests, [*operands[:num_test], *carry])
         return carry if stops.kind is Kind.SAME else [mixed(op)] * len(op.outputs)

@@ -72,7 +72,8 @@ def _bits(key: Any, shape: tuple[int, ...], bit_width: int, dim: int, inner: int
     for axis, size in enumerate(small):
         position = jnp.arange(size, dtype="uint32")
         if axis == dim:
-            example, element = position // inner, position % inner
+            example = position // inner
+            element = position % inner
             position = (example * count + index.astype("uint32")) * inner + element
         stride = math.prod(shape[axis + 1 :])
         shaped = (position * jnp.uint32(stride)).reshape([size if i == axis else 1 for i in range(len(small))])

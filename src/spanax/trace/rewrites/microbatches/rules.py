@@ -80,7 +80,8 @@ class Equation:
 
 def results(equation: Equation) -> list[Dependence]:
     """Returns the dependence of each result of an equation without bodies."""
-    kinds, op = equation.kinds(), equation.op
+    kinds = equation.kinds()
+    op = equation.op
     if Kind.MIXED in kinds:
         outs = [first_mixed(equation.operands)] * len(op.outputs)
     elif kinds & SUMMARIES:
@@ -113,7 +114,8 @@ def _of_sums(equation: Equation) -> Dependence:
 
 
 def _is_linear(equation: Equation) -> bool:
-    name, operands = equation.name, equation.operands
+    name = equation.name
+    operands = equation.operands
     if equation.kinds() & {Kind.TOTAL, Kind.EXTREME}:
         return False
     is_term = [operand.kind is Kind.PARTIAL or operand.is_zero for operand in operands]
@@ -149,7 +151,9 @@ def _fresh(equation: Equation, value: int) -> Dependence:
 
 def _of_index(equation: Equation) -> Dependence:
     """Example indices may only be normalized for a gather; any other use needs the indices within the batch."""
-    name, operands, op = equation.name, equation.operands, equation.op
+    name = equation.name
+    operands = equation.operands
+    op = equation.op
     first = operands[0]
     if name == "lt" and first.kind is Kind.INDEX and operands[1].is_zero:
         return rows(first.dim, None)
@@ -170,7 +174,8 @@ def _of_index(equation: Equation) -> Dependence:
 
 def _columns(equation: Equation) -> Dependence:
     """Returns the dependence of an array of indices with some columns of example indices."""
-    start, columns = 0, set[int]()
+    start = 0
+    columns = set[int]()
     for value, operand in zip(equation.op.inputs, equation.operands, strict=True):
         size = equation.shape(value)[-1]
         if operand.kind is Kind.INDEX:
@@ -196,7 +201,8 @@ def _gathered(equation: Equation, columns: frozenset[int]) -> Dependence:
 
 
 def _of_rows(equation: Equation) -> list[Dependence]:
-    op, operands = equation.op, equation.operands
+    op = equation.op
+    operands = equation.operands
     sized = [
         (position, operand) for position, operand in enumerate(operands) if operand.kind in (Kind.ROWS, Kind.INDEX)
     ]
@@ -221,7 +227,8 @@ def _of_rows(equation: Equation) -> list[Dependence]:
 
 def _by_relations(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> list[Dependence]:
     """Rows if the example dims of the operands correspond to a dim of the result; otherwise a sum."""
-    op, dims = equation.op, [(position, operand.dim) for position, operand in sized]
+    op = equation.op
+    dims = [(position, operand.dim) for position, operand in sized]
     related = op.dim_map.of_kind(DimKind.SAME, DimKind.CONTRACTED, DimKind.GROUPS)
     relation_of = {dim: relation for relation in related for dim in relation.dims}
     relations = {relation_of.get(dim) for dim in dims}
@@ -231,7 +238,8 @@ def _by_relations(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -
     if is_mixed or not op.dim_map.dims(DimKind.REORDERED).isdisjoint(dims):
         return [mixed(op)] * len(op.outputs)
     (relation,) = relations
-    result_dims, along = dict(relation.dims if relation else ()), op.dim_map.dims(DimKind.ALONG)
+    result_dims = dict(relation.dims if relation else ())
+    along = op.dim_map.dims(DimKind.ALONG)
     outs = []
     for array in range(len(op.inputs), len(op.inputs) + len(op.outputs)):
         dim = result_dims.get(array)
@@ -256,7 +264,8 @@ def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dep
 
 def _reshaped(equation: Equation, operand: Dependence, relation: Relation) -> Dependence:
     """Returns the example dim of a reshaped array, with the elements per example along it."""
-    old, new = equation.shape(equation.op.inputs[0]), equation.shape(equation.op.outputs[0])
+    old = equation.shape(equation.op.inputs[0])
+    new = equation.shape(equation.op.outputs[0])
     before, after = ([dim for _, dim in run] for run in relation.runs)
     right = math.prod(old[dim] for dim in before if dim > operand.dim)
     sized = equation.sized_by_batch(equation.op.outputs[0])
@@ -278,7 +287,8 @@ def _along(equation: Equation) -> list[Dependence]:
     out = agreed(operand for operand in equation.operands if operand.kind is Kind.ROWS)
     if out is None or any(operand.kind is not Kind.ROWS for operand in equation.operands) or out.inner is None:
         return [mixed(op)] * len(op.outputs)
-    block, params = equation.batch_size * out.inner, op.params
+    block = equation.batch_size * out.inner
+    params = op.params
     sizes = [equation.shape(value)[out.dim] for value in (*op.inputs, *op.outputs)]
     sizes += [params["start_indices"][out.dim]] if "start_indices" in params else []
     return [out if all(size % block == 0 for size in sizes) else mixed(op)] * len(op.outputs)

@@ -57,7 +57,8 @@ def _operands(graph: Graph, op: Op, ins: Sequence[Any]) -> tuple[list[Any], list
         return [*ins[:first], *scanned], [[*map(np.shape, ins[:first]), *(np.shape(array)[1:] for array in scanned)]]
     shapes = [*map(np.shape, ins)]
     if op.name == "while":
-        num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        num_test = op.params["cond_nconsts"]
+        num_body = op.params["body_nconsts"]
         return [*ins], [[*shapes[:num_test], *shapes[num_test + num_body :]], shapes[num_test:]]
     return [*ins], [shapes[op.name == "cond" :] for _ in op.bodies]
 

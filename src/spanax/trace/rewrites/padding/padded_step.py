@@ -57,7 +57,8 @@ def padded_graph(traced: Traced, multiples: Multiples) -> Graph:
     sizes = padded_sizes(step, multiples)
     if not sizes:
         return traced.graph
-    graph, padding = traced.graph, _Padding(step, sizes)
+    graph = traced.graph
+    padding = _Padding(step, sizes)
 
     def function(*args: Any) -> list[Any]:
         outs = padding.body(graph.body, args)
@@ -68,7 +69,8 @@ def padded_graph(traced: Traced, multiples: Multiples) -> Graph:
 
 def padded_sizes(step: StepAnalysis, multiples: Multiples) -> dict[int, tuple[int, int]]:
     """Returns the true and the padded size of each class of these axes that does not divide."""
-    ways, names = step.axes.ways, step.labels_by_name
+    ways = step.axes.ways
+    names = step.labels_by_name
     pairs = [(label, number) for name, number in multiples for label in names.get(name, ())]
     return {label: (ways[label], -(-ways[label] // number) * number) for label, number in pairs if ways[label] % number}
 
@@ -93,7 +95,8 @@ class _Padding:
 
     @functools.cached_property
     def _marks(self) -> dict[int, list[str]]:
-        step, marks = self.step, dict[int, list[str]]()
+        step = self.step
+        marks = dict[int, list[str]]()
         for mark, value in step.graph.marks.items():
             marks.setdefault(value, []).append(mark)
         for op in step.graph.ops():
@@ -110,7 +113,8 @@ class _Padding:
 
     def _computed(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """Returns the results of an operation; activations may be padded."""
-        graph, row = self.step.graph, TABLE.get(op.name)
+        graph = self.step.graph
+        row = TABLE.get(op.name)
         true = [graph.shape(value) for value in (*op.inputs, *op.outputs)]
         padded = {} if row is None or row.padding is None else self._padded_dims(op, ins, true)
         if row is None or row.padding is None or not padded:
@@ -126,7 +130,8 @@ class _Padding:
                 operands[array] = filled(operands[array], dim, true[array][dim], fill)
         if op.family in LOOKED_UP:
             operands[1] = inside(op, operands[1], true[0], shapes[0])
-        outs, keys = op.bind(operands, op.params | dict(row.padding.resized(equation, shapes))), self.step.sharding_keys
+        outs = op.bind(operands, op.params | dict(row.padding.resized(equation, shapes)))
+        keys = self.step.sharding_keys
         return [
             out if keys[value].is_computed else fitted(out, graph.shape(value))[0]
             for value, out in zip(op.outputs, outs, strict=True)
@@ -137,7 +142,8 @@ class _Padding:
 
         An operand is padded where another one is, and where a result is an activation.
         """
-        along, padding = op.dim_map.dims(Kind.ALONG), TABLE[op.name].padding
+        along = op.dim_map.dims(Kind.ALONG)
+        padding = TABLE[op.name].padding
         assert padding is not None
         allowed = None if padding.dims is None else {*padding.dims(Equation(op.eqn))}
         have = {(a, dim) for a, array in enumerate(ins) for dim, n in enumerate(np.shape(array)) if n != true[a][dim]}

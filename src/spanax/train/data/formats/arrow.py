@@ -262,7 +262,9 @@ def _values(path: Path, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _value(path: Path, index: int, col: Any) -> Any:
     """Returns the value in a column of one row: a number, a text, or an array, whose dims are nested lists."""
-    arrow, types, shape = pyarrow(), pyarrow().types, []
+    arrow = pyarrow()
+    types = pyarrow().types
+    shape = []
     while types.is_list(col.type) or types.is_large_list(col.type) or types.is_fixed_size_list(col.type):
         _check_all(path, index, col)
         lengths = arrow.compute.list_value_length(col).unique().to_pylist()

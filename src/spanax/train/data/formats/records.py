@@ -60,7 +60,8 @@ class Lines:
 
     def _with_starts(self) -> Iterator[tuple[int, bytes]]:
         """Yields the offset of each line, and the line."""
-        number, start = 0, 0
+        number = 0
+        start = 0
         is_compressed = self.path.name.lower().endswith(".gz")
         try:
             with gzip.open(self.path) if is_compressed else open(self.path, "rb") as file:

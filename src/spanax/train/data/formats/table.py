@@ -17,7 +17,8 @@ from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder
 from spanax.train.data.split import HELD_OUT, check_inside, check_split
 
-NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 1024
 """The samples that a digest of large files hashes, instead of terabytes."""
 
 HASH_ALL_BYTES = 1 << 26

@@ -24,7 +24,8 @@ BPE_VOCAB_SIZE = 4096
 PIECE_BYTES = 1 << 16
 """The size of the pieces in which text is encoded: this bounds memory (100 bytes per token) and uses all cores."""
 PIECES_AT_ONCE = 64
-MAX_FILE_BYTES, MAX_GAP = 1 << 26, 1 << 17
+MAX_FILE_BYTES = 1 << 26
+MAX_GAP = 1 << 17
 """Limits for a tokenizer.json; published ones have up to 35 MB, and few gaps in their ids."""
 BPE_TRAINING_BYTES = 1 << 26
 """A larger corpus is subsampled for training: more text hardly changes the merges and takes minutes."""
@@ -80,7 +81,8 @@ class Tokenizer:
         text = text.encode() if isinstance(text, str) else text
         if self.engine is None:
             return np.frombuffer(text, np.uint8)
-        pieces, parts = list(_pieces(text)), [np.empty(0, self.dtype)]
+        pieces = list(_pieces(text))
+        parts = [np.empty(0, self.dtype)]
         for first in range(0, len(pieces), PIECES_AT_ONCE):
             parts += self._encoded(pieces[first : first + PIECES_AT_ONCE])
         return np.concatenate(parts)
@@ -266,7 +268,8 @@ def _raising(message: str, fix: str) -> Iterator[None]:
 @contextmanager
 def _without_stderr() -> Iterator[None]:
     """Discards what this process writes to descriptor 2: Rust prints a panic, and its stack, before it raises it."""
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)
         yield

@@ -52,7 +52,8 @@ class Tokens:
         if self.tokenizer:
             return self.tokenizer.vocab_size
         pieces = [self.ids[i : i + (1 << 24)] for i in range(0, len(self.ids), 1 << 24)]
-        lowest, highest = min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
+        lowest = min(int(piece.min()) for piece in pieces)
+        highest = max(int(piece.max()) for piece in pieces)
         if lowest < 0 or highest >= MAX_VOCAB_SIZE:
             raise DataError(
                 f"the token ids range from {lowest:,} to {highest:,}, which is implausible for a vocabulary.",
@@ -216,7 +217,8 @@ class Column:
             size_bytes += len(item[1])
             if size_bytes >= GROUP_BYTES:
                 yield from _encoded(tokenizer, group)
-                group, size_bytes = [], 0
+                group = []
+                size_bytes = 0
         yield from _encoded(tokenizer, group)
 
     def _texts(self) -> Iterator[tuple[bool, bytes]]:
