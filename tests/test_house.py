@@ -399,10 +399,26 @@ def crowded(root: Path) -> list[str]:
     return problems
 
 
+def packed(root: Path) -> list[str]:
+    """Statements that assign several values which do not depend on one another."""
+    problems = []
+    for path, _, tree in sources(root):
+        for node in ast.walk(tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) else None
+            if not (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)):
+                continue
+            names = {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+            is_swap = any(isinstance(name, ast.Name) and name.id in names for name in ast.walk(node.value))
+            if len(target.elts) == len(node.value.elts) and not is_swap:
+                problems.append(f"{path}:{node.lineno}: assign one value a statement")
+    return problems
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
     too_long,
+    packed,
     empty_names,
     unsafe_calls,
     without_code,
@@ -427,6 +443,7 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (wrong_way, "plan/cost.py", "import importlib\nx = importlib.import_module('spanax.step')\n", "cost.py:2"),
     (wrong_way, "engine/loop.py", "x = 1\n", "'engine' has no place"),
     (import_cycles, "plan.py", "import spanax.plan\n", "spanax.plan -> spanax.plan"),
+    (packed, "a.py", "first, second = 1, f()\n", "a.py:1: assign one value"),
     (too_long, "a.py", "x = 1\n" * 501, "501 lines"),
     (too_long, "a.py", "def f():\n" + "    x = 1\n" * 80, "f has 81 lines"),
     (empty_names, "plan/utils.py", "", "'utils' says nothing"),

@@ -71,7 +71,8 @@ def answer(command: InspectCommand) -> Answer:
         data["leaf"] = leaf_json(placement, leaf) | {"shards": shards_json(placement, leaf)}
     if command.schedule:
         table = _ticks(placement)
-        text, data["schedule"] = ticks_text(table), ticks_json(table)
+        text = ticks_text(table)
+        data["schedule"] = ticks_json(table)
     lines = [text]
     if command.svg is not None:
         _write(command.svg, drawing_svg(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}"))

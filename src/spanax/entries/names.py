@@ -103,12 +103,15 @@ ARRAYS = Name("arrays/*", UNBOUNDED)
 IN_STEP = (MANIFEST, META, PLAN, PLACES, ARRAYS)
 """The files of a step; Orbax and TensorStore write and read those below `arrays` by path."""
 
-CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB = (
-    "checkpoints", "heartbeats", "log", "profile", "tensorboard", "wandb",
-)  # fmt: skip
-"""The folders of a run folder."""
+CHECKPOINTS = "checkpoints"
+HEARTBEATS = "heartbeats"
+LOGS = "log"
+PROFILE = "profile"
+TENSORBOARD = "tensorboard"
+WANDB = "wandb"
 
 FOLDERS = (CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB)
+"""The folders of a run folder."""
 
 FILES = (
     *IN_RUN,

@@ -125,7 +125,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
         chip, written = read_file(file)
         size = size or written or ""
     else:
-        file, (head, _, size) = "", name.partition(":")
+        file = ""
+        head, _, size = name.partition(":")
         chip = chip_named(head, where=f"cluster '{name}'")
     if num_devices is not None:
         size = str(num_devices)

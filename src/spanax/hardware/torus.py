@@ -87,7 +87,8 @@ def _options(size: int, available: list[tuple[int, int]]) -> Iterator[dict[int, 
     if size == 1:
         yield {}
     elif available:
-        (dim, length), later = available[0], available[1:]
+        dim, length = available[0]
+        later = available[1:]
         for factor in divisors(math.gcd(size, length)):
             for option in _options(size // factor, later):
                 yield {dim: factor} | option if factor > 1 else option

@@ -123,7 +123,8 @@ class UNet(nnx.Module):
 
         levels = [(config.image_size >> level, width * times) for level, times in enumerate(config.multipliers)]
         last_size, _ = levels[-1]
-        skip_widths, down = [width], []  # the channels of the skip connections
+        skip_widths = [width]  # the channels of the skip connections
+        down = []
         for size, fan_out in levels:
             blocks = []
             for _ in range(config.blocks_per_level):

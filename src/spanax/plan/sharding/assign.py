@@ -128,7 +128,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
         if not accepted and square:
             # Weights from an axis to itself (a residual stream): each is sharded along its contracted dim.
             label = next(iter(square))
-            accepted, assigned[label] = {label: square[label]}, assigned.get(label, 1) * size
+            accepted = {label: square[label]}
+            assigned[label] = assigned.get(label, 1) * size
             del reasons[label]
         working = [rank for label, rank in accepted.items() if label in program.step.worked]
         if 0 not in working and not (working and axis in layout.exclusive):

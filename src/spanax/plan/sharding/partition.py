@@ -169,7 +169,8 @@ def _with_all_groups(op: Op, operands: list[list[int]], requested: Masks) -> tup
     """
     if op.name != RAGGED:
         return [], requested
-    numbers, (summed, passed) = op.params["ragged_dot_dimension_numbers"], op.dim_map.contraction
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    summed, passed = op.dim_map.contraction
     rows = tuple(numbers.lhs_ragged_dimensions)
     replicated = {*rows}, {*numbers.rhs_group_dimensions, *(rhs for lhs, rhs in summed if lhs in rows)}
     shifts = []

@@ -310,7 +310,8 @@ def _host_copies(sharded: ShardedProgram) -> HostCopies:
     graph = sharded.traced.graph
     rows = list[tuple[Any, ...]]()
     for op, runs in sharded.traced.host_copies:
-        (value,), (copy,) = op.inputs, op.outputs
+        (value,) = op.inputs
+        (copy,) = op.outputs
         mask = union(sharded.masks(value))
         is_batched = sharded.is_batched(value)
         rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))

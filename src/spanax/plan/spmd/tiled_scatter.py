@@ -69,7 +69,8 @@ class PartialSum(NamedTuple):
     @staticmethod
     def of(graph: Graph, op: Op, over: int, unchanged: int) -> "PartialSum":
         """Returns the sum of a matmul over mesh axes."""
-        (result,), lhs = op.outputs, graph.shape(op.inputs[0])
+        (result,) = op.outputs
+        lhs = graph.shape(op.inputs[0])
         num_products = math.prod(lhs[dim] for dim, _ in op.dim_map.contraction[0])
         return PartialSum(graph.num_bytes(result), num_products, graph.avals[result].dtype.itemsize, over, unchanged)
 

@@ -182,7 +182,9 @@ class Replay:
 
     def _looped(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """Evaluates a loop, followed by the reductions that were deferred in it."""
-        deferred, axis_sizes, (body,) = self.unreduced.of, self.mesh.shape, op.bodies
+        deferred = self.unreduced.of
+        axis_sizes = self.mesh.shape
+        (body,) = op.bodies
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
         operands = [

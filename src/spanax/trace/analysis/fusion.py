@@ -79,7 +79,8 @@ class Kept:
                     readers[value].add(level)
                 ends_level = op.family is Family.REDUCTION and not _is_along_last(graph, op)
                 for value in op.outputs:
-                    self.level[value], self.computed_at[value] = level + ends_level, level
+                    self.level[value] = level + ends_level
+                    self.computed_at[value] = level
                     self._fused.add(value)
                     if ends_level:
                         self._keep(value)

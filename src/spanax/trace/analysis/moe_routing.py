@@ -238,7 +238,8 @@ def _free_and_contracted(op: Op, weight: int, labels: Labels) -> tuple[list[int 
 
     Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    side, (contracted, _) = op.inputs[:2].index(weight), op.dim_map.contraction
+    side = op.inputs[:2].index(weight)
+    contracted, _ = op.dim_map.contraction
     return [labels[dim] for dim in op.dim_map.free_dims[side]], [labels[dims[side]] for dims in contracted]
 
 

@@ -125,7 +125,8 @@ def _claim_batch(
 
 
 def _gather(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    numbers, (operand, indices) = op.params["dimension_numbers"], op.inputs[:2]
+    numbers = op.params["dimension_numbers"]
+    operand, indices = op.inputs[:2]
     labels = dims.classes(operand)
     lookup_labels = [labels[dim] for dim in numbers.start_index_map]
     from_batch = origins[indices] & Origin.BATCH
@@ -260,7 +261,8 @@ def _top_k(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params
 
 
 def _convolution(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    numbers, (lhs, rhs) = op.params["dimension_numbers"], op.inputs
+    numbers = op.params["dimension_numbers"]
+    lhs, rhs = op.inputs
     if not origins[lhs] & Origin.BATCH or origins[rhs] & Origin.BATCH:
         return  # in the gradient of a kernel, dims have other roles
     _claim(claims, dims.classes(lhs)[numbers.lhs_spec[1]], "channels")
@@ -278,7 +280,8 @@ def _scan(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params:
 
 def _attention(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     """Claims the dims of the two products of a fused attention operation."""
-    form, (q, k, v) = op.params["form"], op.inputs[:3]
+    form = op.params["form"]
+    q, k, v = op.inputs[:3]
     labels = dims.classes(q)
     key_labels = dims.classes(k)
     for label in labels[: form.queries]:

@@ -317,7 +317,8 @@ class _Builder:
             name = eqn.primitive.name
             ins = tuple(read(atom) for atom in eqn.invars)
             if not self.as_traced and (mark := mark_of(eqn)) is not None:
-                self.marks[mark], outs = ins[0], list(ins)
+                self.marks[mark] = ins[0]
+                outs = list(ins)
             elif name in self.inlined:
                 callee, operands = called(eqn, ins)
                 outs = self._flatten(*opened(callee), operands, ops, (eqn, *callers))

@@ -47,7 +47,8 @@ def partial_policy(policy: str | None) -> PartialPolicy | None:
     """
     if policy is None or not {":", ","}.intersection(policy):
         return None
-    (first, _, count), (_, comma, others) = policy.partition(",")[0].partition(":"), policy.partition(",")
+    first, _, count = policy.partition(",")[0].partition(":")
+    _, comma, others = policy.partition(",")
     for name in (first, *[others] * bool(comma)):
         _known_name(name)
     num_layers = whole_number(count)

@@ -55,7 +55,8 @@ def loss_gradient(
     Raises:
       SpanaxError: the loss does not support the variant.
     """
-    count, (params, rest, batch) = variant.microbatches, operands
+    count = variant.microbatches
+    params, rest, batch = operands
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
         attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions, 2)

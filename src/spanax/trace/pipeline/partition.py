@@ -255,7 +255,8 @@ class _Partitioner:
             has_rows = any(v in self.from_rows or (v in stacked and self._is_row(v)) for v in op.inputs)
             states = frozenset[int]().union(*(self.states_needed.get(value, frozenset()) for value in op.inputs))
             for value in op.outputs:
-                self.needs[value], self.states_needed[value] = needs, states
+                self.needs[value] = needs
+                self.states_needed[value] = states
                 if is_heavy:
                     self.is_heavy.add(value)
                 if has_rows and not needs:

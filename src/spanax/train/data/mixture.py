@@ -113,7 +113,8 @@ def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np
     for part, weight in enumerate(weights):
         later_P, next_P = (k * (remaining - weight) // remaining for k in (places_P, places_P + 1))
         mask_P = later_P == next_P
-        part_R[open_P[mask_P]], inner_R[open_P[mask_P]] = part, (places_P - later_P)[mask_P]
+        part_R[open_P[mask_P]] = part
+        inner_R[open_P[mask_P]] = (places_P - later_P)[mask_P]
         open_P, places_P, remaining = open_P[~mask_P], later_P[~mask_P], remaining - weight
     return part_R, inner_R
 

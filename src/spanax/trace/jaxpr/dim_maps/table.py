@@ -119,7 +119,9 @@ def _free(equation: Equation, out: int, first: int, used: Sequence[set[int]]) ->
 def _ragged_dot_general(equation: Equation) -> Iterator[Relation]:
     numbers = equation.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
-    groups, ragged, (out,) = tuple(numbers.rhs_group_dimensions), numbers.lhs_ragged_dimensions, equation.outputs
+    groups = tuple(numbers.rhs_group_dimensions)
+    ragged = numbers.lhs_ragged_dimensions
+    (out,) = equation.outputs
     count = 2, len(equation.shapes[2]) - 1
     yield from _contracted(contracted)
     yield from (same((1, dim), count) for dim in groups)
@@ -140,7 +142,8 @@ def _ragged_dot_general(equation: Equation) -> Iterator[Relation]:
 def _convolution(equation: Equation) -> Iterator[Relation]:
     numbers = equation.params["dimension_numbers"]
     params = equation.params
-    (lhs_n, lhs_c, *lhs_space), (rhs_o, rhs_i, *rhs_space) = numbers.lhs_spec, numbers.rhs_spec
+    lhs_n, lhs_c, *lhs_space = numbers.lhs_spec
+    rhs_o, rhs_i, *rhs_space = numbers.rhs_spec
     out_n, out_c, *out_space = numbers.out_spec
     groups = params["feature_group_count"]
     batch_groups = params["batch_group_count"]
@@ -193,7 +196,8 @@ def _reduce_window(equation: Equation) -> Iterator[Relation]:
 
 @row(Family.VIEW, "broadcast_in_dim", Padding(shape_of("shape")))
 def _broadcast(equation: Equation) -> Iterator[Relation]:
-    (out,), operand_dims = equation.outputs, dict(zip(equation.params["broadcast_dimensions"], itertools.count()))
+    (out,) = equation.outputs
+    operand_dims = dict(zip(equation.params["broadcast_dimensions"], itertools.count()))
     for dim, size in enumerate(equation.shapes[out]):
         operand_dim = operand_dims.get(dim)
         if operand_dim is None or equation.shapes[0][operand_dim] != size:
@@ -271,7 +275,8 @@ def _stacked(equation: Equation, stacked: int, arrays: Sequence[int]) -> Iterato
 
 @row(Family.REORDER, "tile rev")
 def _reorder(equation: Equation) -> Iterator[Relation]:
-    (out,), moved = equation.outputs, equation.params.get("dimensions", ())
+    (out,) = equation.outputs
+    moved = equation.params.get("dimensions", ())
     for dim, sizes in enumerate(zip(equation.shapes[0], equation.shapes[out], strict=False)):
         if sizes[0] == 1 < sizes[1]:
             yield Relation(Kind.REPEATED, ((out, dim),))
@@ -282,7 +287,8 @@ def _reorder(equation: Equation) -> Iterator[Relation]:
 
 @row(Family.RESIZE, "slice", Padding(limits_of))
 def _slice(equation: Equation) -> Iterator[Relation]:
-    (out,), strides = equation.outputs, equation.params["strides"] or (1,) * len(equation.shapes[0])
+    (out,) = equation.outputs
+    strides = equation.params["strides"] or (1,) * len(equation.shapes[0])
     for dim, stride in enumerate(strides):
         if equation.shapes[0][dim] == equation.shapes[out][dim]:
             yield same((0, dim), (out, dim))
@@ -358,7 +364,9 @@ def _problems(equation: Equation, inner_rank: int) -> Iterator[Relation]:
 
 @row(Family.GATHER, "gather", Padding(slice_sizes_of))
 def _gather(equation: Equation) -> Iterator[Relation]:
-    numbers, (operand, indices, *_), (out,) = equation.params["dimension_numbers"], equation.shapes, equation.outputs
+    numbers = equation.params["dimension_numbers"]
+    operand, indices, *_ = equation.shapes
+    (out,) = equation.outputs
     sizes = equation.params["slice_sizes"]
     batching = _batching(numbers, numbers.start_indices_batching_dims)
     windows = equation.others(0, {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims})
@@ -380,8 +388,10 @@ def _gather(equation: Equation) -> Iterator[Relation]:
     Padding(),
 )
 def _scatter(equation: Equation) -> Iterator[Relation]:
-    numbers, (operand, indices, updates, *_) = equation.params["dimension_numbers"], equation.shapes
-    (out,), batching = equation.outputs, _batching(numbers, numbers.scatter_indices_batching_dims)
+    numbers = equation.params["dimension_numbers"]
+    operand, indices, updates, *_ = equation.shapes
+    (out,) = equation.outputs
+    batching = _batching(numbers, numbers.scatter_indices_batching_dims)
     windows = equation.others(0, {*numbers.inserted_window_dims, *numbers.operand_batching_dims})
     columns = dict(zip(windows, numbers.update_window_dims, strict=True))
     for dim, size in enumerate(operand):

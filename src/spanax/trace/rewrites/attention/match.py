@@ -77,7 +77,7 @@ def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | N
     values = op.inputs[1 - side]
     shape = graph.shape(weights)
     tags = tuple(dim if size > 1 else NONE for dim, size in enumerate(shape))
-    (contract, batch) = op.params["dimension_numbers"]
+    contract, batch = op.params["dimension_numbers"]
     if len(contract[side]) != 1 or not jnp.issubdtype(graph.avals[weights].dtype, jnp.floating):
         return None
     keys = contract[side][0]
@@ -109,7 +109,8 @@ def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, 
     total = _views(graph, denominator, operand_tags[1])
     if total is None or total[0] is None or total[0].name != "reduce_sum":
         return None
-    (axis, *more_axes), (summed,) = total[0].params["axes"], total[0].inputs
+    axis, *more_axes = total[0].params["axes"]
+    (summed,) = total[0].inputs
     if more_axes or graph.origin(summed, SAME) != exp or tags[axis] != keys:
         return None
     if total[1] != tuple(tag for dim, tag in enumerate(tags) if dim != axis):
@@ -297,7 +298,8 @@ class _Steps:
         """Returns the values' dims in the order (batch, keys, width); -1 for a missing dim of size 1."""
         tag = lambda dim: dim if self._graph.shape(second.inputs[side])[dim] > 1 else NONE  # noqa: E731
         labels = {label_of[tag(weight_dim)]: dim for dim, weight_dim in batch.items() if tag(weight_dim) != NONE}
-        (contract, _), free = second.params["dimension_numbers"], list(second.dim_map.free_dims[1 - side])
+        contract, _ = second.params["dimension_numbers"]
+        free = list(second.dim_map.free_dims[1 - side])
         batch_labels = {label for label in label_of.values() if NONE < label < num_batch}
         if set(labels) != batch_labels or len(free) != 1:
             return None

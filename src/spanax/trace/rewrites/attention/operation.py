@@ -140,7 +140,8 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
 
 def attention_flops(graph: Graph, op: Op) -> int:
     """Returns the FLOPs of the two products of the forward operation, without a mask."""
-    form, (q, _, v) = op.params["form"], op.inputs[:3]
+    form = op.params["form"]
+    q, _, v = op.inputs[:3]
     return 2 * math.prod(form.sizes) * (graph.shape(q)[-1] + graph.shape(v)[-1])
 
 
@@ -270,7 +271,8 @@ def _batch_dims(op: Equation) -> set[Dim]:
 @rule(FORWARD, padding=Padding(_resized, dims=_batch_dims))
 def _forward_dims(op: Equation, dims: Recorder) -> None:
     _join(dims, op.params["form"], op.inputs[:3], op.inputs[3:])
-    form, (q, _, v) = op.params["form"], op.inputs[:3]
+    form = op.params["form"]
+    q, _, v = op.inputs[:3]
     out, *rows = op.outputs
     _join_rows(dims, form, q, (out, *rows))
     dims.join(v, form.num_batch + 1, out, form.keys)
@@ -278,7 +280,8 @@ def _forward_dims(op: Equation, dims: Recorder) -> None:
 
 @rule(BACKWARD, padding=Padding(_resized, dims=_batch_dims))
 def _backward_dims(op: Equation, dims: Recorder) -> None:
-    form, (q, _, v, of_out, *rows) = op.params["form"], op.inputs[:NUM_ROWS]
+    form = op.params["form"]
+    q, _, v, of_out, *rows = op.inputs[:NUM_ROWS]
     _join(dims, form, op.inputs[:3], op.inputs[NUM_ROWS:])
     _join_rows(dims, form, q, (of_out, *rows))
     dims.join(v, form.num_batch + 1, of_out, form.keys)

@@ -63,7 +63,8 @@ def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph
     is_sum = isinstance(candidates, Mismatch) and candidates.op.name == "reduce_sum"
     if not isinstance(candidates, Mismatch) or not is_sum or len(candidates.op.params["axes"]) < 2:
         return graph, candidates
-    summed, (*rest, last) = candidates.op, sorted(candidates.op.params["axes"])
+    summed = candidates.op
+    *rest, last = sorted(candidates.op.params["axes"])
 
     def override(op: Op, ins: Sequence[Any]) -> list[Any] | None:
         """Decomposes the sum over several dims: first over the last dim, then over the rest."""
@@ -105,7 +106,7 @@ def _evaluate(graph: Graph, logit_regions: Sequence[Region], args: Sequence[Any]
     others = [op for op in graph.body.ops if op not in members]
     late = [op for op in others if not after.isdisjoint(op.inputs)]
     run(graph, [op for op in others if after.isdisjoint(op.inputs)], values)
-    (loss, *_) = graph.body.outputs
+    loss, *_ = graph.body.outputs
     if loss not in after or graph.shape(loss) or not is_linear(late, after, loss):
         for region in logit_regions:
             values |= _recomputed(graph, region, values, count)

@@ -98,7 +98,8 @@ def _heads(graph: Graph, batch: frozenset[int]) -> Iterator[tuple[Op, list[int]]
             dependent.update(op.outputs)
         if op.name != "dot_general" or not jnp.issubdtype(graph.avals[op.outputs[0]].dtype, jnp.floating):
             continue
-        (contracted, batched), is_activation = op.params["dimension_numbers"], [v in dependent for v in op.inputs]
+        contracted, batched = op.params["dimension_numbers"]
+        is_activation = [v in dependent for v in op.inputs]
         if any(batched) or sum(is_activation) != 1:
             continue
         side = is_activation.index(True)

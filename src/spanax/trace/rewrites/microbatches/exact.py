@@ -124,7 +124,8 @@ def _loop(
     examples, merged = partition_examples(batch, dims, parts.count)
 
     def body(carry: Any, row: tuple[Any, Values, list[Any]]) -> tuple[Any, Any]:
-        (total, _), (index, ahead_rows, arrays) = carry, row
+        total, _ = carry
+        index, ahead_rows, arrays = row
         new, (repeated, results) = function(params, rest, weights, replicated, index, (ahead_rows, merged(arrays)))
         return (jax.tree.map(jnp.add, total, new), repeated), results
 

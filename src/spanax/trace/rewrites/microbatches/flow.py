@@ -147,7 +147,8 @@ class Flow:
         return carry if stops.kind is Kind.SAME else [mixed(op)] * len(op.outputs)
 
     def _branched(self, equation: Equation, small: Op) -> list[Dependence]:
-        op, (index, *operands) = equation.op, equation.operands
+        op = equation.op
+        index, *operands = equation.operands
         if index.kind is not Kind.SAME:
             return [mixed(op)] * len(op.outputs)
         first, *more = [self._within(*pair, operands) for pair in zip(op.bodies, small.bodies, strict=True)]

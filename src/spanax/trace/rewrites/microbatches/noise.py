@@ -38,7 +38,8 @@ def drawn(op: Op, ins: Sequence[Any], places: list[tuple[int, int] | None], inde
       index: the index of the microbatch.
       count: the number of microbatches.
     """
-    (place, *_), params = places, op.params
+    place, *_ = places
+    params = op.params
     if op.name == "random_bits" and place is not None and _is_counted(ins[0], params, place[0]):
         dim, inner = place
         num_key_dims = jnp.ndim(ins[0])

@@ -136,7 +136,9 @@ def _fresh(equation: Equation, value: int) -> Dependence:
     sized = equation.sized_by_batch(value)
     if not sized:
         return SAME
-    (dim, *more), op, batch_size = sized, equation.op, equation.batch_size
+    dim, *more = sized
+    op = equation.op
+    batch_size = equation.batch_size
     size = equation.shape(value)[dim]
     if more or size % batch_size:
         return mixed(op)
@@ -163,7 +165,7 @@ def _of_index(equation: Equation) -> Dependence:
         is_normalized = [operand.is_shifted for operand in operands[1:]] == [False, True]
         return Dependence(Kind.INDEX, operands[1].dim, 1) if is_normalized else mixed(op)
     if name in VIEWS and first.kind is Kind.INDEX and not first.is_shifted:
-        (moved, *_) = _of_rows(equation)
+        moved, *_ = _of_rows(equation)
         return Dependence(Kind.INDEX, moved.dim, 1) if moved.kind is Kind.ROWS else moved
     if name == "concatenate" and op.params["dimension"] == len(equation.shape(op.outputs[0])) - 1:
         return _columns(equation)
