@@ -407,6 +407,8 @@ def packed(root: Path) -> list[str]:
             target = node.targets[0] if isinstance(node, ast.Assign) else None
             if not (isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)):
                 continue
+            if any(isinstance(value, ast.Starred) for value in node.value.elts):
+                continue
             names = {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
             is_swap = any(isinstance(name, ast.Name) and name.id in names for name in ast.walk(node.value))
             if len(target.elts) == len(node.value.elts) and not is_swap:
