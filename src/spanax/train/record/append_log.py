@@ -23,8 +23,8 @@ class AppendLog:
       >>> from spanax.entries.names import METRICS
       >>> log = AppendLog(Folder.of(tempfile.mkdtemp()), METRICS)
       >>> log.write("{}")
-      >>> log.folder.read(METRICS)
-      b'{}\\n'
+      >>> list(log.folder.lines(METRICS))
+      [{}]
     """
 
     folder: Folder
