@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from run.test_parity import LOOSER, MATRIX, NOUGHT, numbers
+from train.test_parity import LOOSER, MATRIX, NOUGHT, numbers
 
 import spanax
 import zoo

@@ -128,7 +128,7 @@ def test_bad_input_raises_with_a_message(tmp_path: Path, monkeypatch: pytest.Mon
 
 PROSE = {
     "nowhere", "an unknown command", "a command for one machine", "slurm: a partition of two lines", "slurm: no sbatch",
-    "logs of a run", "spanax itself", "kubernetes: a name", "kubernetes: a long name", "kubernetes: no kubectl",
+    "logs of a run", "spanax itself", "kubernetes", "ray",
 }  # fmt: skip
 """Errors whose fix is not a flag or a command."""
 

@@ -247,7 +247,7 @@ def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(distributed.global_state, "coordinator_address", "127.0.0.1:9911")
     monkeypatch.setattr("spanax.processes.processes.has_backend", lambda: False)
     monkeypatch.setattr(
-        xla_bridge, "register_backend_factory", lambda name, factory, **_: built.update({name: factory})
+        "jax.extend.backend.register_backend_factory", lambda name, factory, **_: built.update({name: factory})
     )
     monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
     monkeypatch.setattr("jaxlib._jax.make_gloo_tcp_collectives", lambda distributed_client, **place: place)

@@ -42,7 +42,7 @@ from spanax.step.pipeline.layer_order import PADDING, layer_order, layers_by_sta
 from spanax.trace.program import Program
 from spanax.train.run import Run
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "uneven_errors.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "uneven_errors.txt"
 
 
 class Watched(nnx.Module):
