@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from train.test_parity import LOOSER, MATRIX, NOUGHT, numbers
 
 import spanax
 import zoo
+from train.test_parity import LOOSER, MATRIX, NOUGHT, numbers
 
 STEPS, SIZE = 20, 16
 TOLERANCE, OF_STATE = 2e-5, 5e-4
