@@ -16,6 +16,11 @@ SEARCHES := $(addprefix tests/plan/, calibration/ candidates/ $(addsuffix .py, t
 PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_api.py tests/test_docs.py tests/test_dist.py \
   tests/trace tests/hardware tests/plan/*/ tests/plan/test_*.py))
 
+# What `make test PART=versions` leaves out: hardly anything in it depends on the versions of Python, JAX and Flax. `make check` runs
+# a part of it.
+INDEPENDENT := $(patsubst %/,%,$(SEARCHES)) $(addprefix tests/, hardware entries doctor show commands faults interop test_defaults.py \
+  test_house.py test_manners.py test_scale.py test_shown.py)
+
 # The digests of tests/frozen: behavior that a refactoring must leave as it is.
 FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or not slow' tests/frozen
 
@@ -23,7 +28,8 @@ FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or 
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
-	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
+	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes;'
+	@echo '             make test PART=versions: what depends on the versions of Python, JAX and Flax'
 	@echo 'make frozen  compare programs, plans, prices and texts with the golden digests; make freeze writes them'
 	@echo 'make slow    every case of the large matrices, and the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
@@ -48,7 +54,7 @@ train: $(STAMP)
 
 # Two processes: one alone leaves a core idle while it traces. Each begins with half, and takes from the other at the end.
 test: lint types doctest
-	$(PYTEST) -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal $(if $(PART),$(INDEPENDENT:%=--ignore=%)) $(ARGS)
 
 check: lint types
 	JAX_PLATFORMS=none_such $(PYTEST) -n 2 --dist worksteal $(PLANNING) $(ARGS)
