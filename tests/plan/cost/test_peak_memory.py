@@ -60,6 +60,7 @@ def groups(
         **arguments,
     )
     assert result.peak_bytes[0] == pytest.approx(sum(values[0] for values in result.groups.values()))
+    assert result.upper_bytes[0] >= result.peak_bytes[0]
     return by_group(result, 0)
 
 

@@ -181,7 +181,7 @@ def memory_use(
         live = np.maximum(live, table_copies(state, num_shards, scale, num_stages))
         tables = table_bytes(state, level.counts, np.ones(1), windows, is_upper=True)
         upper = peak_bytes - peak.sum(0) - groups[TABLES] + (1 + LIVE_MARGIN) * live + tables
-    return MemoryUse(groups, peak_bytes, upper, host_bytes)
+    return MemoryUse(groups, peak_bytes, np.maximum(upper, peak_bytes), host_bytes)
 
 
 def memory_per_device(

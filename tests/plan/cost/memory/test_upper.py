@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import spanax
-from programs import zoo_program
+from programs import workload, zoo_program
 from sampling import sampled
 from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.evaluate import Evaluation, evaluate
@@ -143,3 +143,9 @@ def test_a_layout_fits_by_its_upper_estimate() -> None:
         return any(each.remat == best.remat for each in spanax.search(program, machine, layout="data").candidates)
 
     assert fitting(best.upper_bytes) and not fitting(best.peak_bytes * 1.01)
+
+
+def test_the_upper_estimate_is_never_below_the_prediction() -> None:
+    program, cluster = workload("gpt-nano"), spanax.cluster("v5e:4x4")
+    cost = evaluate(program, spanax.plan(program, cluster, layout="fsdp+tensor"), cluster)
+    assert cost.memory.upper_bytes[0] >= cost.memory.peak_bytes[0]
