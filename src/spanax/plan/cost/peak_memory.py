@@ -397,7 +397,8 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
         if op.name == "gather" and division.operands is not None and division.operands.inputs[0] is not None:
             axes = sharded.masks_of(table, division.operands.inputs[0])
         tiled = column.tiled._replace(axes=axes, indexed=tuple(indexed))
-        column, num_bytes = column._replace(axes=union(axes), tiled=tiled), sharded.num_bytes(table)
+        column = column._replace(axes=union(axes), tiled=tiled)
+        num_bytes = sharded.num_bytes(table)
         if shape[-1] < LANES:
             yield Span(index, index, column, num_bytes)
         yield Span(index, index, column._replace(is_upper=True), num_bytes)  # a copy to it from the last one
