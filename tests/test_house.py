@@ -1,6 +1,7 @@
 """The house rules: each a function from a package folder to what breaks it, and each seen failing once."""
 
 import ast
+import functools
 import io
 import os
 import re
@@ -50,11 +51,14 @@ UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve
 UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
 
+parse = functools.cache(ast.parse)
+
+
 def sources(root: Path) -> Iterator[tuple[str, str, ast.Module]]:
     """The path below `root`, the text and the tree of every source file."""
     for path in sorted(root.rglob("*.py")):
         text = path.read_text()
-        yield path.relative_to(root).as_posix(), text, ast.parse(text)
+        yield path.relative_to(root).as_posix(), text, parse(text)
 
 
 def module_name(path: str) -> str:
@@ -246,79 +250,25 @@ def by_text(node: ast.AST) -> str:
     return "decides by the text of an error" if any(TEXT_OF_ERROR.fullmatch(item) for item in shown) else ""
 
 
-CLOCKS = {"time.time", "time.monotonic", "time.perf_counter", "time.process_time", "time.thread_time"}
-CLOCKS |= {f"{clock}_ns" for clock in CLOCKS}
-CPU_TIMES = {"ru_utime", "ru_stime"}
+CLOCK = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)|ru_[us]time")
 WAITS = {"run", "communicate", "wait", "join", "alarm"}
 MIN_HANG_SECONDS = 240
 
 
-def reads_a_clock(node: ast.AST) -> bool:
-    """Whether an expression contains a reading of a clock."""
-    inner = list(ast.walk(node))
-    calls = {ast.unparse(each.func) for each in inner if isinstance(each, ast.Call)}
-    return bool(calls & CLOCKS) or any(isinstance(each, ast.Attribute) and each.attr in CPU_TIMES for each in inner)
-
-
-def is_elapsed(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression contains elapsed time: a difference from a clock, or a name that was assigned one."""
-    return any(
-        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Sub)
-        and (reads_a_clock(each) or isinstance(each.right, ast.Name) and f"{each.right.id} =" in names)
-        or isinstance(each, ast.Name) and each.id in names
-        or isinstance(each, ast.Attribute) and each.attr in CPU_TIMES
-        for each in ast.walk(node)
-    )  # fmt: skip
-
-
-def is_approximate(node: ast.AST, names: set[str]) -> bool:
-    """Whether an expression contains elapsed time with a tolerance: `approx(ended - began)`, `1.01 * spent`."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Call) and ast.unparse(each.func).endswith("approx"):
-            if each.args and is_elapsed(each.args[0], names):
-                return True
-        elif isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult) and is_elapsed(each, names):
-            if any(isinstance(side, ast.Constant) for side in (each.left, each.right)):
-                return True
-    return False
-
-
-def elapsed_names(function: ast.AST) -> set[str]:
-    """Names that a function assigns elapsed time to, lists that it appends some to, and `x =` for a clock's time."""
-    names: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and reads_a_clock(node.value) and not is_elapsed(node.value, names):
-            names |= {f"{ast.unparse(target)} =" for target in node.targets}
-        if isinstance(node, ast.Assign) and is_elapsed(node.value, names):
-            names |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
-            if any(is_elapsed(value, names) for value in node.args) and isinstance(node.func.value, ast.Name):
-                names.add(node.func.value.id)
-    return names
-
-
 def asserted_times(root: Path) -> list[str]:
-    """Limits on elapsed time, which a busy machine exceeds: comparisons with a number, and waits that end too soon."""
-    problems = set()
+    """Limits on elapsed time, which a busy machine exceeds: a clock beside a number, and waits that end too soon."""
+    problems = []
     for path, _, tree in sources(root):
-        for function in ast.walk(tree):
-            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-                continue
-            names = elapsed_names(function) if not isinstance(function, ast.Module) else set()
-            for node in ast.walk(function):
-                if isinstance(node, ast.Compare):
-                    sides = [node.left, *node.comparators]
-                    limits = [side for side in sides if not any(isinstance(each, ast.Call) for each in ast.walk(side))]
-                    limits = [side for side in limits if re.fullmatch(r"[A-Z0-9_e.+*/ -]+", ast.unparse(side))]
-                    is_limited = limits and any(is_elapsed(side, names) for side in sides)
-                    if is_limited or any(is_approximate(side, names) for side in sides):
-                        problems.add(f"{path}:{node.lineno}: {ast.unparse(node)} limits elapsed time")
-                elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WAITS:
-                    values = [*(k.value for k in node.keywords if k.arg == "timeout"), *node.args[:1]]
-                    for value in values:
-                        if isinstance(value, ast.Constant) and type(value.value) in (int, float):
-                            if 0 < value.value < MIN_HANG_SECONDS:
-                                problems.add(f"{path}:{node.lineno}: {ast.unparse(node.func)} waits {value.value} s")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+                if any(map(CLOCK.search, sides)) and any(re.fullmatch(r"[A-Z0-9_e.+*/ -]+", side) for side in sides):
+                    problems.append(f"{path}:{node.lineno}: {ast.unparse(node)} limits elapsed time")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WAITS:
+                for value in [*(k.value for k in node.keywords if k.arg == "timeout"), *node.args[:1]]:
+                    seconds = value.value if isinstance(value, ast.Constant) else None
+                    if type(seconds) in (int, float) and 0 < seconds < MIN_HANG_SECONDS:
+                        problems.append(f"{path}:{node.lineno}: {ast.unparse(node.func)} waits {seconds} s")
     return sorted(problems)
 
 
@@ -471,12 +421,7 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (opened_by_path, "launch/a.py", "os.replace(new, path)\n", "os.replace opens an entry by path"),
     (opened_by_path, "show/a.py", "shutil.rmtree(folder)\n", "shutil.rmtree opens an entry by path"),
     (asserted_times, "a.py", "assert time.process_time() - began < 3 and x == 1\n", "began < 3 limits elapsed time"),
-    (asserted_times, "a.py", "def f():\n    spent = time.time() - t\n    assert spent <= MAX_S\n", "a.py:3: spent <="),
     (asserted_times, "a.py", "assert (perf() - t) / 9 < 1 or 0 < (time.perf_counter() - t) / 9 < 1e-4\n", "0.0001"),
-    (asserted_times, "a.py", "def f():\n    x.append(time.time() - t)\n    assert min(x) < 1.0\n", "min(x) < 1.0"),
-    (asserted_times, "a.py", "def f():\n    t = time.time()\n    assert end - t < 9\n", "a.py:3: end - t < 9 limits"),
-    (asserted_times, "a.py", "def f():\n    t = time.time()\n    assert x == approx(end - t)\n", "a.py:3: x == approx"),
-    (asserted_times, "a.py", "def f():\n    t = time.time()\n    assert x <= 1.01 * (end - t)\n", "a.py:3: x <= 1.01"),
     (asserted_times, "a.py", "assert usage.ru_utime < 0.4\n", "usage.ru_utime < 0.4"),
     (asserted_times, "a.py", "child.communicate(timeout=30)\n", "child.communicate waits 30 s"),
     (asserted_times, "a.py", "thread.join(5.0)\n", "thread.join waits 5.0 s"),
