@@ -18,8 +18,11 @@ PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_
 
 # What `make test PART=versions` leaves out: hardly anything in it depends on the versions of Python, JAX and Flax. `make check` runs
 # a part of it.
-INDEPENDENT := $(patsubst %/,%,$(SEARCHES)) $(addprefix tests/, hardware entries doctor show commands faults interop test_defaults.py \
-  test_house.py test_manners.py test_scale.py test_shown.py)
+INDEPENDENT := $(patsubst %/,%,$(SEARCHES)) $(addprefix tests/, hardware entries doctor show commands faults interop launch lint models \
+  test_cli.py test_defaults.py test_house.py test_manners.py test_mistakes.py test_scale.py test_shown.py test_terminal.py)
+
+# `make check test` runs no test twice: of what `make check` ran, `make test` runs what was left out there, for want of devices.
+CHECKED := $(if $(filter check, $(MAKECMDGOALS)), --checked="$(PLANNING)")
 
 # The digests of tests/frozen: behavior that a refactoring must leave as it is.
 FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or not slow' tests/frozen
@@ -54,7 +57,7 @@ train: $(STAMP)
 
 # Two processes: one alone leaves a core idle while it traces. Each begins with half, and takes from the other at the end.
 test: lint types doctest
-	$(PYTEST) -n 2 --dist worksteal $(if $(PART),$(INDEPENDENT:%=--ignore=%)) $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal $(CHECKED) $(if $(PART),$(INDEPENDENT:%=--ignore=%)) $(ARGS)
 
 check: lint types
 	JAX_PLATFORMS=none_such $(PYTEST) -n 2 --dist worksteal $(PLANNING) $(ARGS)

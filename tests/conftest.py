@@ -53,6 +53,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 ENVIRON = dict(os.environ)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--checked", default="", help="paths that `make check` ran: of them, only what needs devices runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests that `make check` ran before, in the same call of make."""
+    checked = tuple(config.getoption("checked").split())
+    done = [item for item in items if item.nodeid.startswith(checked) and "devices" not in item.fixturenames]
+    if checked and done:
+        config.hook.pytest_deselected(items=done)
+        items[:] = [item for item in items if item not in set(done)]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def backend() -> None:
     """Starts JAX, where a backend can start: else the first test that calls `spanax train` chooses the devices."""

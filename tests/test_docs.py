@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from sampling import sampled
@@ -24,7 +23,7 @@ from written import CELL, Block, blocks, commands, looks_like_python, pages, rea
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 PAGES = {path.relative_to(ROOT).as_posix(): blocks(path.read_text()) for path in pages(ROOT)}
-RUNNING = {"docs/comparing.md"}
+RUNNING = ["docs/comparing.md"]
 """Pages whose examples run a step."""
 
 NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--output-dir")
@@ -34,22 +33,23 @@ def with_blocks(kind: str) -> list[str]:
     return [page for page, result in PAGES.items() if any(block.kind == kind for block in result)]
 
 
-def needs_devices() -> None:
-    try:
-        jax.devices()
-    except RuntimeError:
-        pytest.skip("JAX can start no backend here")
-
-
 # ---- doctests
 
 
-@pytest.mark.parametrize("page", with_blocks("doctest"))
-def test_the_examples_of_a_page_run(page: str) -> None:
-    if page in RUNNING:
-        needs_devices()
+def check_examples(page: str) -> None:
     result = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
     assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("page", [page for page in with_blocks("doctest") if page not in RUNNING])
+def test_the_examples_of_a_page_run(page: str) -> None:
+    check_examples(page)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("page", RUNNING)
+def test_the_examples_that_run_a_step(page: str) -> None:
+    check_examples(page)
 
 
 def test_a_wrong_example_is_detected(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ LONG = ("docs/checkpoints.md", "docs/monitoring.md", "docs/notebook.md")
 QUICK = [page for page in PAGES_OF_PYTHON if page not in LONG]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("page", sampled(PAGES_OF_PYTHON, QUICK))
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in EXTRAS:
         pytest.importorskip(EXTRAS[page])
-    needs_devices()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The folder of weights that the page on Hugging Face imports.
@@ -121,10 +121,10 @@ def _is_line(shown: str, printed: str) -> bool:
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.1)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("page", sampled(FIRST_PAGES, ["README.md"]))
 def test_a_first_page_runs_as_a_script_and_prints_what_it_shows(page: str, tmp_path: Path) -> None:
     """In a process of its own, without the settings that these tests give JAX."""
-    needs_devices()
     (tmp_path / "page.py").write_text("\n".join(block.text for block in python(page)))
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
