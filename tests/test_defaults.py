@@ -73,17 +73,21 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert Certificate.from_json(certificate.read_text()).plan == planned
 
 
+STAGED_ON = "v100:2x2"
+"""Where stages pay: the links between these nodes are slow."""
+
+
+def staged_program() -> Program:
+    return load("gpt2-xl", batch_size=16, seq_len=128, num_layers=8).trace(learning_rate=1e-3, num_steps=100)
+
+
 def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages pay here: the links between these nodes are slow, and the batch is small."""
-    file, certificate, sizes = (
-        tmp_path / "plan.json",
-        tmp_path / "check.json",
-        dict(global_batch_size=32, seq_len=128, layers=16),
-    )
-    workload, on = "gpt2-xl", "v100:4x4"
+    file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
+    sizes = dict(global_batch_size=16, seq_len=128, layers=8)
+    workload, on = "gpt2-xl", STAGED_ON
     plan_answer(with_flags(PlanCommand(workload, on), out=file, **sizes))
     check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))
-    program = load(workload, batch_size=32, seq_len=128, num_layers=16).trace(learning_rate=1e-3, num_steps=100)
+    program = staged_program()
     monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster(on))
     telemetry = SimpleNamespace(folder=tmp_path)
     trained = plan_choice.choose_plan(program, TrainConfig(), [], telemetry)  # type: ignore[arg-type]
@@ -94,8 +98,8 @@ def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, mon
 
 
 def test_stages_must_be_faster_by_a_margin() -> None:
-    program = load("gpt2-xl", batch_size=32, seq_len=128, num_layers=16).trace(learning_rate=1e-3, num_steps=100)
-    result = searched(program, spanax.cluster("v100:4x4"), Request(), top=1000)
+    program = staged_program()
+    result = searched(program, spanax.cluster(STAGED_ON), Request(), top=1000)
     seconds = {
         is_staged: min(each.step_seconds for each in result.candidates if (each.num_stages > 1) == is_staged)
         for is_staged in (False, True)
@@ -104,7 +108,7 @@ def test_stages_must_be_faster_by_a_margin() -> None:
     assert advantage > STAGE_MARGIN and result.best is not None and result.best.num_stages > 1
     scope = Scope(batch_size=program.batch_size, remat=("none",))
     slower, faster = (
-        search_in(program, spanax.cluster("v100:4x4"), dataclasses.replace(scope, stage_margin=margin), "auto").best
+        search_in(program, spanax.cluster(STAGED_ON), dataclasses.replace(scope, stage_margin=margin), "auto").best
         for margin in (20.0, 0.0)
     )
     assert slower is not None and slower.num_stages == 1 and faster is not None and faster.num_stages > 1
