@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal on any devices, every damage found, nothing lost to kills, full disks or donation."""
 
+import functools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -412,6 +414,21 @@ def test_a_save_error_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: py
             saved(tmp_path, 2)
     saved(tmp_path, 2)
     assert names(tmp_path) == ["2"]
+
+
+def test_late_writes_of_a_failed_save_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TensorStore's, which continue in other threads after the first that failed."""
+
+    def fail(staging: Folder) -> None:
+        write = functools.partial(os.makedirs, staging.path / "arrays" / "late")
+        threading.Timer(0.3, write).start()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest, "write", fail)
+    with pytest.raises(WriteError, match="step 1 was not saved"):
+        checkpoint.save(tmp_path, 1, values(), plan_json="{}", meta={}).wait()
+    time.sleep(0.5)
+    assert names(tmp_path) == []
 
 
 # ---- full and read-only disks

@@ -32,8 +32,11 @@ _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
 _HIDDEN = re.compile(r"\." + _STEP.pattern + r"\.[0-9a-f]{32}")
 ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
-# Pending writes of a failed save may recreate files for this long after their folder was removed.
+# Pending writes of a failed save may create files for this long while their folder is removed.
 _SETTLE_SECONDS = 5.0
+# They have ended if they create nothing for this long.
+_QUIET_SECONDS = 0.5
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -240,8 +243,17 @@ def discard(folder: Place) -> None:
     except FileNotFoundError:
         return
     _remove(hidden_folder)
-    if place.kind() is not None:  # recreated by pending writes
-        _remove(place)
+
+
+def discard_failed(folder: Place) -> None:
+    """Removes the folder of a failed save until it stays away: TensorStore's pending writes create it again."""
+    place = step_folder(folder)
+    absent_since = time.monotonic()
+    while time.monotonic() - absent_since < _QUIET_SECONDS:
+        if place.kind() is not None:
+            discard(place)
+            absent_since = time.monotonic()
+        time.sleep(_POLL_SECONDS)
 
 
 def _remove(place: Folder) -> None:
@@ -252,7 +264,7 @@ def _remove(place: Folder) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.05)
+            time.sleep(_POLL_SECONDS)
 
 
 def step_folder(folder: Place) -> Folder:
