@@ -52,13 +52,15 @@ def change(calibration: Calibration, name: str) -> float:
     return row.after / row.before if row.unit == "s" else row.before / row.after
 
 
-def all_rows(on: str) -> range:
-    return range(len(evaluations(on)))
+def many_rows(on: str) -> range:
+    """Some layouts, from the fastest to the slowest."""
+    count = len(evaluations(on))
+    return range(0, count, count // 32)
 
 
 def test_known_constants_are_recovered_from_many_layouts() -> None:
     on = "cpu:8"
-    result = calibrate(measured(on, TRUTH, all_rows(on)), spanax.cluster(on))
+    result = calibrate(measured(on, TRUTH, many_rows(on)), spanax.cluster(on))
     assert result.is_applied and result.errors[0] > 0.1 > 0.03 > result.errors[1]
     for name in ("memory rate", "link inside, start"):
         assert change(result, name) == pytest.approx(TRUTH[name], rel=0.25)
@@ -69,7 +71,7 @@ def test_the_calibrated_cluster_ranks_as_the_true_one_does() -> None:
     """On devices whose collectives take 30 times as long, another layout is the fastest."""
     on, truth = "cpu:8", {"link inside, rate": 3.0, "link inside, start": 30.0}
     program, machine = zoo_program("gpt"), spanax.cluster(on)
-    calibration = calibrate(measured(on, truth, all_rows(on)), machine)
+    calibration = calibrate(measured(on, truth, many_rows(on)), machine)
 
     def best(cluster: Cluster) -> tuple[str, str]:
         candidate = search(program, cluster, remat=("none",), microbatches=1, pipeline=False).best
@@ -98,7 +100,7 @@ def test_a_single_run_scales_all_constants() -> None:
 
 def test_a_layout_that_was_not_measured_is_predicted_better() -> None:
     on = "cpu:8"
-    machine, rows = spanax.cluster(on), all_rows(on)
+    machine, rows = spanax.cluster(on), many_rows(on)
     result = calibrate(measured(on, TRUTH, rows[::2]), machine)
     others = measured(on, TRUTH, rows[1::2])
     before = [abs(step.predicted(machine) / step.steps.median - 1) for step in others]

@@ -80,12 +80,12 @@ def test_a_chip_without_a_known_host_link_is_refused() -> None:
 
 def test_an_open_search_offloads_where_nothing_fits_otherwise() -> None:
     deep = spanax.trace(
-        build=lambda rngs: nnx.Sequential(*(nnx.Linear(256, 256, rngs=rngs) for _ in range(8))),
+        build=lambda rngs: nnx.Sequential(*(nnx.Linear(256, 256, rngs=rngs) for _ in range(4))),
         optimizer=optax.adamw(1e-2),
         batch=jax.ShapeDtypeStruct((8, 256), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )
-    machine = spanax.cluster("h100:8")
+    machine = spanax.cluster("h100:4")
     searches = [spanax.search(deep, machine, offload=offload, top=999) for offload in (("optimizer",), ())]
     leanest = [min(each.upper_bytes for each in result.candidates) for result in searches]
     assert leanest[0] < 0.8 * leanest[1]
