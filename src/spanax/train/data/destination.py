@@ -104,31 +104,20 @@ class Destination:
             raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
         values = flat(item)
         paths = {leaf.path for leaf in self.leaves}
+        for message, differing in (
+            ("the data has no leaf", paths - values.keys()),
+            ("the plan has no leaf", values.keys() - paths),
+        ):
+            if differing:
+                actual = described({path: np.asarray(value) for path, value in values.items()})
+                where = f"{name} has {actual}"
+                raise DataError(f"{message} '{min(differing)}'.", where=where, fix=f"the plan expects {self.planned}")
         in_batches = self.holds(item)
-
-        def refuse(message: str) -> DataError:
-            actual = described({path: np.asarray(value) for path, value in values.items()})
-            return DataError(message, where=f"{name} has {actual}", fix=f"the plan expects {self.planned}")
-
-        if missing := sorted(paths - values.keys()):
-            raise refuse(f"the data has no leaf '{missing[0]}'.")
-        if extra := sorted(values.keys() - paths):
-            raise refuse(f"the plan has no leaf '{extra[0]}'.")
         leaves = {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
-            array = np.asarray(values[leaf.path])
-            dtype = np.dtype(leaf.dtype)
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
             shapes = shapes if in_batches else [example_shape(leaf, dim)]
-            if array.shape not in shapes:
-                raise refuse(f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}.")
-            # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
-            narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
-            if array.dtype != dtype and not narrowed:
-                raise refuse(f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}.")
-            leaves[leaf.path] = array.astype(dtype)
-            if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[leaf.path], array):
-                raise refuse(f"'{leaf.path}' has values that do not fit {dtype}.")
+            leaves[leaf.path] = conform_array(leaf, shapes, values[leaf.path], name)
         return leaves
 
     def stacked(self, items: Sequence[Any], name: str) -> Leaves:
@@ -164,6 +153,29 @@ class Destination:
         start, stop, _ = index[dim].indices(leaf.shape[dim])
         first = int(np.searchsorted(self.rows_R, start))
         return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
+
+
+def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any, name: str) -> np.ndarray:
+    """Returns a copy of a value of the source `name` in the dtype of the plan.
+
+    Raises:
+      DataError: it has none of the shapes, another dtype, or values that do not fit the dtype.
+    """
+    array = np.asarray(value)
+    dtype = np.dtype(leaf.dtype)
+    # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
+    is_narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
+    message = ""
+    if array.shape not in shapes:
+        message = f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}."
+    elif array.dtype != dtype and not is_narrowed:
+        message = f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}."
+    elif is_narrowed and dtype.kind in "iu" and not np.array_equal(array.astype(dtype), array):
+        message = f"'{leaf.path}' has values that do not fit {dtype}."
+    if message:
+        where = f"{name} has {described({leaf.path: array})}"
+        raise DataError(message, where=where, fix=f"the plan expects {described({leaf.path: leaf})}")
+    return array.astype(dtype)
 
 
 def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
