@@ -445,6 +445,7 @@ BAD_ROWS = {
     "ragged ids": ("a.jsonl", '{"input_ids": [[1], 2]}', "row 0 of '{}' cannot be read."),
     "a CSV with a short row": ("a.csv", "text,x\na,1\nb\n", "cannot read '{}'."),
     "a CSV with an open quote": ("a.csv", 'text,x\n"a,1\n', "cannot read '{}'."),
+    "a CSV with an invalid name": ("a.csv", "text,\xa5\na,1\n", "cannot read '{}'."),
     "a CSV of nothing": ("a.csv", "", "cannot read '{}'."),
 }
 BAD_ROWS |= {
@@ -455,7 +456,7 @@ BAD_ROWS |= {
 
 @pytest.mark.parametrize("name, content, message", BAD_ROWS.values(), ids=list(BAD_ROWS))
 def test_a_bad_row_is_named(name: str, content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
     assert message_of(DataError, tmp_path / name).startswith(message.format(tmp_path / name))
 
 

@@ -38,17 +38,13 @@ class ArrowRows:
 
     Attributes:
       path: the file.
-      schema: the columns and their types.
+      fields: the names of its columns.
       batches: streams columns, a few rows at a time.
     """
 
     path: Path
-    schema: Any
+    fields: tuple[str, ...]
     batches: Callable[[Sequence[str]], Iterator[Any]]
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return tuple(self.schema.names)
 
     def values(self, field: str) -> Iterator[Any]:
         if field not in self.fields:
@@ -71,7 +67,7 @@ class ArrowRows:
 def open_arrow(path: Path) -> ArrowRows:
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     with _arrow_errors(path):
-        return ArrowRows(path, _reader(path).schema, lambda columns: _batches(path))
+        return ArrowRows(path, tuple(_reader(path).schema.names), lambda columns: _batches(path))
 
 
 def open_parquet(path: Path) -> ArrowRows:
@@ -85,7 +81,7 @@ def open_parquet(path: Path) -> ArrowRows:
         yield from open_().iter_batches(ROWS_AT_ONCE, columns=list(columns))
 
     with _arrow_errors(path):
-        return ArrowRows(path, open_().schema_arrow, batches)
+        return ArrowRows(path, tuple(open_().schema_arrow.names), batches)
 
 
 def open_csv(path: Path) -> ArrowRows:
@@ -100,7 +96,7 @@ def open_csv(path: Path) -> ArrowRows:
     with _arrow_errors(path):
         inferred = list(open_().schema)
         schema = arrow.schema([each if _is_numeric(each) else each.with_type(arrow.string()) for each in inferred])
-        return ArrowRows(path, schema, lambda columns: open_(schema, columns))
+        return ArrowRows(path, tuple(schema.names), lambda columns: open_(schema, columns))
 
 
 @contextmanager
