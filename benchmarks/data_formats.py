@@ -100,9 +100,9 @@ def spanax_order(path: Path) -> None:
     """A million places of a shuffled order with Spanax, 1,024 at a time."""
     from spanax.train.data.order import Order
 
-    order = Order(10**6, 1024)
+    order = Order(10**6)
     for index in range(10**6 // 1024):
-        order.examples(index, np.arange(1024))
+        order.examples_at(index * 1024 + np.arange(1024))
 
 
 def grain_order(path: Path) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
 from spanax.sealed import digest
-from spanax.train.data.destination import Destination, conform_array, example_shape
-from spanax.train.data.elements import BatchLeaf, Leaves
+from spanax.train.data.destination import BatchLeaf, Destination, Leaves, conform_array, example_shape
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.source import (
