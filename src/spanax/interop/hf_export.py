@@ -19,8 +19,7 @@ from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import WorkloadError
 from spanax.interop.auxiliary_files import copy_out, read_imported, read_names, writing
-from spanax.interop.configs import CONFIG, config_json, family_of
-from spanax.interop.family import Family, members
+from spanax.interop.configs import CONFIG, Family, config_json, family_of, members
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
