@@ -39,12 +39,12 @@ class ArrowRows:
     Attributes:
       path: the file.
       fields: the names of its columns.
-      batches: streams columns, a few rows at a time.
+      batches: streams a column, a few rows at a time.
     """
 
     path: Path
     fields: tuple[str, ...]
-    batches: Callable[[Sequence[str]], Iterator[Any]]
+    batches: Callable[[str], Iterator[Any]]
 
     def values(self, field: str) -> Iterator[Any]:
         if field not in self.fields:
@@ -53,7 +53,7 @@ class ArrowRows:
         number = 0
         num_bytes = 0
         with _arrow_errors(self.path):
-            for batch in self.batches([field]):
+            for batch in self.batches(field):
                 column = batch.column(field)
                 column.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
                 num_bytes += column.nbytes
@@ -67,7 +67,7 @@ class ArrowRows:
 def open_arrow(path: Path) -> ArrowRows:
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     with _arrow_errors(path):
-        return ArrowRows(path, tuple(_reader(path).schema.names), lambda columns: _batches(path))
+        return ArrowRows(path, tuple(_reader(path).schema.names), lambda column: _batches(path))
 
 
 def open_parquet(path: Path) -> ArrowRows:
@@ -77,8 +77,8 @@ def open_parquet(path: Path) -> ArrowRows:
     def open_() -> Any:
         return arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
 
-    def batches(columns: Sequence[str]) -> Iterator[Any]:
-        yield from open_().iter_batches(ROWS_AT_ONCE, columns=list(columns))
+    def batches(column: str) -> Iterator[Any]:
+        yield from open_().iter_batches(ROWS_AT_ONCE, columns=[column])
 
     with _arrow_errors(path):
         return ArrowRows(path, tuple(open_().schema_arrow.names), batches)
@@ -96,7 +96,7 @@ def open_csv(path: Path) -> ArrowRows:
     with _arrow_errors(path):
         inferred = list(open_().schema)
         schema = arrow.schema([each if _is_numeric(each) else each.with_type(arrow.string()) for each in inferred])
-        return ArrowRows(path, tuple(schema.names), lambda columns: open_(schema, columns))
+        return ArrowRows(path, tuple(schema.names), lambda column: open_(schema, [column]))
 
 
 @contextmanager
