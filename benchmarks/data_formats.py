@@ -45,13 +45,15 @@ def write(folder: Path) -> None:
     (folder / "a.csv").write_text("\n".join(["label,a,b,c,d,e,f,g,h", *numbers]) + "\n")
 
 
-def table_rows(path: Path) -> list[Any]:
-    """Random rows with Spanax; of a Parquet or CSV file, the conversion of the first use counts."""
-    from spanax.train.data.formats.table import open_table
+def spanax_rows(path: Path) -> list[Any]:
+    """Random rows with Spanax; the conversion of the first use counts."""
+    from spanax.train.data.batches import batches
 
-    part = open_table(path, cache_dir=path.parent / "cache").parts[0]
-    fields = ["a", "label"] if path.suffix == ".csv" else ["pixels", "label"]
-    return [part.rows(places.tolist(), fields) for places in PLACES]
+    leaves = ("a", "label") if path.suffix == ".csv" else ("pixels", "label")
+    shapes = {"a": ((), "int32"), "pixels": ((IMAGE_BYTES,), "uint8"), "label": ((), "int32")}
+    example = {leaf: np.zeros((BATCH_SIZE, *shapes[leaf][0]), shapes[leaf][1]) for leaf in leaves}
+    rows = batches(path, example, prefetch=0, cache_dir=path.parent / "cache")
+    return [next(rows) for _ in range(NUM_BATCHES)]
 
 
 def dataset_take(path: Path) -> list[Any]:
@@ -98,9 +100,9 @@ def spanax_order(path: Path) -> None:
     """A million places of a shuffled order with Spanax, 1,024 at a time."""
     from spanax.train.data.order import Order
 
-    order = Order(10**6, 1024)
+    order = Order(10**6)
     for index in range(10**6 // 1024):
-        order.examples(index, np.arange(1024))
+        order.examples_at(index * 1024 + np.arange(1024))
 
 
 def grain_order(path: Path) -> None:
@@ -112,8 +114,8 @@ def grain_order(path: Path) -> None:
 
 
 READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
-    "random rows": (table_rows, ("a.arrow", "a.parquet", "a.csv")),
-    "random rows, second start": (table_rows, ("a.parquet",)),
+    "random rows": (spanax_rows, ("a.arrow", "a.parquet", "a.csv")),
+    "random rows, second start": (spanax_rows, ("a.parquet",)),
     "random rows, pyarrow.dataset.take": (dataset_take, ("a.arrow", "a.parquet")),
     "first rows, grain ParquetIterDataset": (grain_parquet, ("a.parquet",)),
     "all rows": (table_values, ("a.arrow", "a.parquet", "a.jsonl", "a.csv")),

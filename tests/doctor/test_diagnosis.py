@@ -17,7 +17,7 @@ from spanax.errors import SpanaxError
 from spanax.show.doctor import is_well, verdicts_text
 from spanax.usage.examples import wants_colors
 
-NAMES = {"python", "packages", "plugins", "settings", "devices", "disk", "shared memory", "coordinator"}
+NAMES = {"packages", "plugins", "settings", "devices", "disk", "shared memory", "coordinator"}
 
 
 @pytest.fixture

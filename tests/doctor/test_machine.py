@@ -2,7 +2,6 @@
 
 import subprocess
 from collections.abc import Iterator
-from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,25 +20,22 @@ GOOD = {"spanax": "0.1.0.dev0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.
 
 def shelf(**changes: str | None) -> Installed:
     versions = {name.replace("_", "-"): version for name, version in (GOOD | changes).items() if version is not None}
-    metadata = Message()
-    metadata["Requires-Python"] = ">=3.11"
     return {
-        name: SimpleNamespace(version=version, requires=NEEDS.get(name), metadata=metadata)  # type: ignore[misc]
+        name: SimpleNamespace(version=version, requires=NEEDS.get(name))  # type: ignore[misc]
         for name, version in versions.items()
     }
 
 
 def test_this_environment_passes() -> None:
     installed = installed_packages()
-    result = [machine.python(installed), machine.packages(installed), machine.plugins(installed)]
-    assert [item.state for item in result] == ["ok"] * 3, result
-    assert "jax 0.1" in result[1].what
+    result = [machine.packages(installed), machine.plugins(installed)]
+    assert [item.state for item in result] == ["ok"] * 2, result
+    assert "jax 0.1" in result[0].what
 
 
 def test_matching_packages_pass() -> None:
     assert machine.packages(shelf()).state == machine.plugins(shelf()).state == "ok"
     assert machine.packages(shelf(jaxlib="0.10.2.dev3")).state == "ok"
-    assert machine.python(shelf(), "3.15.0rc1").state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -65,11 +61,6 @@ def test_a_spanax_that_is_not_installed() -> None:
     assert verdict.state == "warning" and verdict.fix == "pip install spanax"
 
 
-def test_an_old_python() -> None:
-    verdict = machine.python(shelf(), "3.10.14")
-    assert verdict.state == "problem" and "3.10.14" in verdict.what and ">=3.11" in verdict.where
-
-
 def test_a_plugin_of_another_jaxlib() -> None:
     good = machine.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", libtpu="0.0.51"))
     assert good.state == "ok" and "libtpu 0.0.51" in good.what
@@ -83,12 +74,6 @@ def test_a_plugin_of_another_jaxlib() -> None:
     [
         ({"NPROC": "2"}, "NPROC=2: simulated devices may deadlock"),
         ({"NPROC": "many"}, "NPROC=many"),
-        ({machine.FRACTION: "95"}, "is not a share of the memory"),
-        ({machine.FRACTION: "0.0"}, "is not a share of the memory"),
-        ({"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, "JAX rejects"),
-        ({"JAX_DEBUG_NANS": "True"}, "JAX_DEBUG_NANS is set"),
-        ({"JAX_DISABLE_JIT": "1"}, "nothing is compiled"),
-        ({"JAX_ENABLE_X64": "on"}, "twice the memory"),
         ({"https_proxy": "http" + "://proxy:3128"}, "a proxy is set"),
     ],
 )
@@ -98,9 +83,8 @@ def test_harmful_environment_settings_are_reported(environ: dict[str, str], what
 
 
 def test_harmless_environment_settings_pass() -> None:
-    environ = {"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy", machine.FRACTION: ".95"}
-    verdicts = machine.settings(environ, is_group=False)
-    assert [item.state for item in verdicts] == ["ok"] and "NPROC=32" in verdicts[0].what
+    (verdict,) = machine.settings({"NPROC": "32", "HTTPS_PROXY": "proxy"}, is_group=False)
+    assert verdict.state == "ok" and verdict.what == "NPROC=32"
     assert machine.settings({}, is_group=True)[0].what == "nothing is set"
 
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from spanax.interop.configs import config_json
-from spanax.interop.family import families
+from spanax.interop.configs import config_json, families
 from spanax.interop.hf_import import params_of
 from spanax.interop.mapping import arrays_of
 from spanax.interop.safetensors import Writer

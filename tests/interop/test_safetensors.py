@@ -30,30 +30,15 @@ def two(other: dict[str, Any]) -> bytes:
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "header too small"),
-    "half a length": (b"\x01\x02", "header too small"),
     "a header longer than the file": (file({"a": ONE}, length=1 << 62), "header too large"),
-    "a header of spaces": (file(b" " * (17 << 20)), "EOF while parsing"),
     "no JSON": (file(b"\x80\x04\x95pickle"), "not a safetensors file"),
-    "a list": (file([1]), "invalid type: sequence"),
-    "a name twice": (two({}).replace(b'"b"', b'"a"'), "invalid offset"),
     "nested without end": (file(b'{"a": ' + b"[" * 100_000), "recursion limit"),
-    "an unknown dtype": (file({"a": ONE | {"dtype": "F33"}}), "unknown variant `F33`"),
     "a dtype that NumPy does not have": (file({"a": ONE | {"dtype": "F4", "shape": [16]}}), "'a' is F4"),
-    "a dtype that is none": (file({"a": ONE | {"dtype": ["F32"]}}), "expected string"),
-    "no offsets": (file({"a": {"dtype": "F32", "shape": [2]}}), "missing field `data_offsets`"),
-    "a negative size": (file({"a": ONE | {"shape": [-2]}}), "integer `-2`, expected usize"),
-    "a size that is a truth value": (file({"a": ONE | {"shape": [True]}}), "expected usize"),
-    "a size that is a fraction": (file({"a": ONE | {"shape": [2.0]}}), "expected usize"),
-    "an absurd size": (file({"a": ONE | {"shape": [1 << 63]}}), "overflow"),
     "sizes that overflow": (file({"a": ONE | {"shape": [1 << 40, 1 << 40]}}), "overflow"),
-    "another number of bytes": (file({"a": ONE | {"shape": [3]}}), "invalid shape, data type, or offset"),
-    "offsets the wrong way round": (file({"a": ONE | {"data_offsets": [8, 0]}}), "invalid offset"),
-    "three offsets": (file({"a": ONE | {"data_offsets": [0, 4, 8]}}), "invalid length 3"),
     "beyond the end": (file({"a": ONE}, bytes(4)), "file not fully covered"),
-    "bytes that nobody names": (file({"a": ONE}, bytes(12)), "file not fully covered"),
     "one over the other": (two({"data_offsets": [4, 12]}), "invalid offset for tensor `b`"),
-    "a hole": (file({"b": ONE | {"data_offsets": [8, 16]}}, bytes(16)), "invalid offset for tensor `b`"),
 }
+"""The package finds all but one of them, and has tests of its own."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -28,8 +28,6 @@ def main() -> None:
     elif attempt == 0 and mode == "stuck":
         Pulse(folder, rank, attempt).beat("step", 3)
         time.sleep(300)
-    elif attempt == 0 and mode == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     elif attempt == 0:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
         time.sleep(300)

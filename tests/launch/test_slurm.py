@@ -60,24 +60,6 @@ def test_jax_finds_its_group_and_listens_on_one_address(slurm: Slurm, tmp_path: 
     assert attempts(folder) == ["0 0 False", "0 1 False"]
 
 
-def test_a_preempted_job_saves_and_is_queued_again(slurm: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    number = submitted(slurm, folder, "--python", interpreter(tmp_path, "preempted"))
-    wait_for(lambda: len(attempts(folder)) == 2, 240)
-    time.sleep(0.5)
-    began = time.monotonic()
-    slurm.run("scancel", "--signal=TERM", "--global-batch-size", number)
-    wait_for(lambda: slurm.job(number)["JobState"] == "PENDING", 240)
-    print(f"signalled to queued again: {time.monotonic() - began:.1f} s")
-    assert slurm.job(number)["Restarts"] == "1"
-    # Slurm has such a job wait for two minutes; its nodes need a moment of them to be done with it.
-    time.sleep(2)
-    slurm.run("scontrol", "update", f"job={number}", "StartTime=now")
-    job = slurm.ended(number, 240)
-    assert job["ExitCode"] == "0:0", log(folder)
-    assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
-
-
 def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     number = submitted(slurm, folder, "--python", interpreter(tmp_path, "cancelled"))
@@ -87,15 +69,6 @@ def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     time.sleep(3)
     assert slurm.job(number)["JobState"] == job["JobState"] == "CANCELLED" and job["Restarts"] == "0", log(folder)
     assert attempts(folder) == ["0 0 False", "0 1 False"]
-
-
-def test_a_lost_rank_restarts_all_ranks(slurm: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    began = time.monotonic()
-    job = slurm.ended(submitted(slurm, folder, "--python", interpreter(tmp_path, "killed")), 240)
-    assert job["ExitCode"] == "0:0" and job["Restarts"] == "0", log(folder)
-    assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
-    print(f"submitted to ended, with one restart: {time.monotonic() - began:.1f} s")
 
 
 def test_stuck_ranks_log_their_stacks_and_all_restart(slurm: Slurm, tmp_path: Path) -> None:

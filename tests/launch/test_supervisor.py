@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,55 +109,34 @@ def test_failures_that_would_repeat_are_not_restarted(tmp_path: Path, code: int)
     )
 
 
-@pytest.mark.parametrize("code", [3, 70])
-def test_failures_that_may_not_repeat_are_restarted(tmp_path: Path, code: int) -> None:
-    watched, _ = supervised(tmp_path, f"beat('step', 1 + attempt); sys.exit(0 if attempt else {code})")
-    assert watched.watch() == 0 and log_lines(tmp_path) == ["died", "restart", "end"]
+KILLS_ITSELF = "beat('step', 7); attempt < {} and os.kill(os.getpid(), signal.SIGKILL)"
+
+RESTARTS: dict[str, tuple[str, int, int, str]] = {
+    "code 3": ("beat('step', 1 + attempt); sys.exit(0 if attempt else 3)", 0, 1, ""),
+    "code 70": ("beat('step', 1 + attempt); sys.exit(0 if attempt else 70)", 0, 1, ""),
+    "other errors at one step": ("beat('step', 7); sys.exit(f'bad {attempt}')", 70, 2, "it ended 3 times at step 7"),
+    "one error at one step": ("beat('step', 7); sys.exit('a bug')", 70, 1, "it ended 2 times with the same error"),
+    "one error at other steps": ("beat('step', 7 + attempt); sys.exit('a bug' if attempt < 4 else 0)", 0, 4, ""),
+    "a few kills at one step": (KILLS_ITSELF.format(4), 0, 4, ""),
+    "ten kills at one step": (KILLS_ITSELF.format(99), 70, 9, "it ended 10 times at step 7"),
+    "progress": ("beat('step', attempt); sys.exit(1)", 70, 20, "it was restarted 20 times"),
+}
+"""What a process does, the last exit code, the number of restarts, and why there are no more."""
 
 
-@pytest.mark.parametrize(
-    ("words", "num_attempts", "reason"),
-    [
-        ("f'bad luck {attempt}'", 3, "it ended 3 times at step 7"),
-        ("'a bug'", 2, "it ended 2 times with the same error"),
-    ],
-)
-def test_a_crash_loop_at_one_step_stops(tmp_path: Path, words: str, num_attempts: int, reason: str) -> None:
-    watched, output = supervised(tmp_path, f"beat('step', 7); sys.exit({words})")
-    assert watched.watch() == 70
-    assert log_lines(tmp_path) == ["died", "restart"] * (num_attempts - 1) + ["died", "stopped"]
-    assert output[-2] == f"rank 0 exited with code 1. Not restarting: {reason}."
-    assert output[-1] in ("rank 0: bad luck 2", "rank 0: a bug")
-
-
-def test_the_same_error_at_another_step_is_restarted(tmp_path: Path) -> None:
-    watched, _ = supervised(tmp_path, "beat('step', 7 + attempt); sys.exit('a bug' if attempt < 4 else 0)")
-    assert watched.watch() == 0 and log_lines(tmp_path).count("restart") == 4
+@pytest.mark.parametrize("name", RESTARTS)
+def test_failures_that_may_not_repeat_are_restarted(name: str, tmp_path: Path) -> None:
+    script, code, num_restarts, reason = RESTARTS[name]
+    watched, output = supervised(tmp_path, script, limits=replace(QUICK, restarts=20, backoff_seconds=1e-4))
+    assert watched.watch() == code
+    assert log_lines(tmp_path) == ["died", "restart"] * num_restarts + (["died", "stopped"] if reason else ["end"])
+    assert not reason or any(line.endswith(f"Not restarting: {reason}.") for line in output[-2:])
 
 
 def test_a_process_that_ends_while_others_run_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spanax.launch.supervisor.ENDED_SECONDS", 0.3)
     watched, output = supervised(tmp_path, "beat('end', 7); rank and time.sleep(2)", num_hosts=2)
     assert watched.watch() == 0 and output == ["rank 0 exited with code 0, while rank 1 still runs."]
-
-
-def test_a_few_kills_at_one_step_are_not_a_crash_loop(tmp_path: Path) -> None:
-    code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
-    watched, output = supervised(tmp_path, code)
-    assert watched.watch() == 0 and len(output) == 4
-
-
-def test_ten_kills_at_one_step_are_a_crash_loop(tmp_path: Path) -> None:
-    limits = Limits(restarts=100, backoff_seconds=1e-4)
-    watched, output = supervised(tmp_path, "beat('step', 7); os.kill(os.getpid(), signal.SIGKILL)", limits=limits)
-    assert watched.watch() == 70 and log_lines(tmp_path) == ["died", "restart"] * 9 + ["died", "stopped"]
-    assert "Not restarting: it ended 10 times at step 7." in output[-1]
-
-
-def test_restarts_with_progress_are_not_a_crash_loop(tmp_path: Path) -> None:
-    watched, output = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
-    assert watched.watch() == 70
-    assert log_lines(tmp_path).count("restart") == QUICK.restarts and "it was restarted 4 times" in output[-1]
 
 
 def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Path) -> None:

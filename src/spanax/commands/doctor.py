@@ -60,7 +60,6 @@ def diagnose(command: DoctorCommand, environ: Mapping[str, str]) -> "list[Verdic
     hosts = Hosts.of(environ)
     installed = machine.installed_packages()
     return [
-        machine.python(installed),
         machine.packages(installed),
         machine.plugins(installed),
         *machine.settings(environ, is_group=bool(addresses) or hosts.num_hosts > 1),

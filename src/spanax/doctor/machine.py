@@ -3,16 +3,14 @@
 import fcntl
 import importlib.metadata
 import os
-import platform
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from spanax.units import bytes_text, whole_number
@@ -21,14 +19,6 @@ THREADS = 16
 """Minimum NPROC for 8 simulated devices: with fewer threads XLA's CPU collectives deadlock (jax 0.10.2)."""
 
 PLUGIN = re.compile(r"jax-.*-(plugin|pjrt)")
-
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-
-SLOW = {
-    "JAX_DISABLE_JIT": "nothing is compiled",
-    "JAX_DEBUG_NANS": "every step blocks, and is repeated if it has a NaN",
-    "JAX_ENABLE_X64": "values take twice the memory",
-}
 
 FOLDERS = {
     "run folder": (5 << 30, "--output-dir elsewhere"),
@@ -76,37 +66,26 @@ def installed_packages() -> Installed:
     return packages
 
 
-def python(installed: Installed, version: str = platform.python_version()) -> Verdict:
-    """Checks that this Python is supported."""
-    declared = installed["spanax"].metadata.get_all("Requires-Python") if "spanax" in installed else None
-    supported = declared[0] if declared else ""
-    if SpecifierSet(supported).contains(version, prereleases=True):
-        return Verdict("python", "ok", f"{version}, and {supported or 'any'} is supported")
-    return Verdict(
-        "python", "problem", f"{version} is not supported.", f"spanax needs Python {supported}", "another environment"
-    )
-
-
 def packages(installed: Installed) -> Verdict:
     """Checks that Spanax's requirements, and those of its direct requirements, have compatible versions."""
     if "spanax" not in installed:
         message = "spanax is not installed as a package, so versions cannot be checked."
         return Verdict("packages", "warning", message, fix="pip install spanax")
     direct = [canonicalize_name(requirement.name) for requirement in _requirements(installed, "spanax")]
-    wrong = []
-    missing = set()
+    wrong = {}
     for package in ("spanax", *direct):
         for requirement in _requirements(installed, package):
             version = _version(installed, requirement.name)
             if version is None or not requirement.specifier.contains(version, prereleases=True):
                 needed = f"{requirement.name}{requirement.specifier}"
-                wrong.append(f"{package} needs {needed}, but {version or 'none'} is installed")
-                missing.add(f"'{needed}'")
+                wrong[f"{package} needs {needed}, but {version or 'none'} is installed"] = f"'{needed}'"
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     summary = ", ".join(f"{name} {_version(installed, name)}" for name in names)
     if not wrong:
         return Verdict("packages", "ok", summary)
-    return Verdict("packages", "problem", f"{wrong[0]}.", "; ".join([*wrong[1:], summary]), _install(sorted(missing)))
+    first, *others = wrong
+    fix = f"pip install {' '.join(sorted({*wrong.values()}))}"
+    return Verdict("packages", "problem", f"{first}.", "; ".join([*others, summary]), fix)
 
 
 def plugins(installed: Installed) -> Verdict:
@@ -116,7 +95,7 @@ def plugins(installed: Installed) -> Verdict:
     wrong = [f"{name} {version}" for name, version in versions.items() if version != jaxlib]
     if wrong:
         message = f"{wrong[0]} is incompatible with jaxlib {jaxlib}."
-        fix = _install([f"{name}=={jaxlib}" for name in versions])
+        fix = f"pip install {' '.join(f'{name}=={jaxlib}' for name in versions)}"
         return Verdict("plugins", "problem", message, "; ".join(wrong[1:]), fix)
     summary = [f"{name} {version}" for name, version in versions.items()]
     if libtpu := _version(installed, "libtpu"):
@@ -125,31 +104,18 @@ def plugins(installed: Installed) -> Verdict:
 
 
 def settings(environ: Mapping[str, str], *, is_group: bool) -> list[Verdict]:
-    """Checks environment variables that make a run hang, abort or slow down."""
-    warnings: list[tuple[str, str, str]] = []
+    """Checks environment variables that make a run hang."""
+    warnings = []
     threads = environ.get("NPROC", "")
-    fraction = environ.get(FRACTION, "")
     if threads and (whole_number(threads) or 0) < THREADS:
-        warnings.append((f"NPROC={threads}: simulated devices may deadlock.", "", f"NPROC={THREADS}, or unset it"))
-    if fraction and not re.fullmatch(r"0?\.\d*[1-9]\d*|1(\.0*)?", fraction):
-        warnings.append((f"{FRACTION}={fraction} is not a share of the memory.", "", f"{FRACTION}=0.95"))
-    if flag := re.search(r"--xla_force_host_platform_device_count=\S+", environ.get("XLA_FLAGS", "")):
-        message = (
-            "XLA_FLAGS sets a number of devices, which JAX rejects together with its own setting; Spanax removes it."
-        )
-        warnings.append((message, flag[0], "remove it, and use --devices"))
-    for name, effect in SLOW.items():
-        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
-            warnings.append((f"{name} is set: {effect}.", "", f"unset {name}"))
+        message = f"NPROC={threads}: simulated devices may deadlock."
+        warnings.append(Verdict("settings", "warning", message, fix=f"NPROC={THREADS}, or unset it"))
     proxies = " ".join(sorted(name for name in environ if re.fullmatch("(https?|grpc)_proxy", name.lower())))
     if proxies and is_group:
         message = "a proxy is set, and the hosts of a run may try to connect through it."
-        warnings.append((message, proxies, f"unset {proxies}"))
-    if warnings:
-        return [Verdict("settings", "warning", *warning) for warning in warnings]
-    names = ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC", FRACTION)
-    summary = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
-    return [Verdict("settings", "ok", summary or "nothing is set")]
+        warnings.append(Verdict("settings", "warning", message, proxies, f"unset {proxies}"))
+    set_ = ", ".join(f"{name}={environ[name]}" for name in ("JAX_PLATFORMS", "XLA_FLAGS", "NPROC") if environ.get(name))
+    return warnings or [Verdict("settings", "ok", set_ or "nothing is set")]
 
 
 def disks(out: Path, environ: Mapping[str, str]) -> list[Verdict]:
@@ -207,7 +173,3 @@ def _requirements(installed: Installed, package: str) -> list[Requirement]:
 
 def _version(installed: Installed, name: str) -> str | None:
     return installed[canonicalize_name(name)].version if canonicalize_name(name) in installed else None
-
-
-def _install(packages: Sequence[str]) -> str:
-    return f"pip install {' '.join(packages)}"

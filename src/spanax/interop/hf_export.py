@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -19,8 +20,7 @@ from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import WorkloadError
 from spanax.interop.auxiliary_files import copy_out, read_imported, read_names, writing
-from spanax.interop.configs import CONFIG, config_json, family_of
-from spanax.interop.family import Family, members
+from spanax.interop.configs import CONFIG, Family, config_json, family_of, members
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
@@ -75,18 +75,6 @@ class _Origin:
     folder: Path | None = None
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor to write: its shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
 def export_weights(
     checkpoint: str | os.PathLike[str],
     kind: str,
@@ -133,7 +121,7 @@ def export_weights(
     arrays = arrays_of(family, params_of(family.model, config))
     stored = _stored(source, arrays)
     listed = _listed(family, stored, source, origin, dtype)
-    dtypes = tuple(sorted({tensor.dtype for tensor in listed.values()}))
+    dtypes = tuple(sorted({str(tensor.dtype) for tensor in listed.values()}))
     imported = None if origin.folder is None else read_imported(origin.folder)  # raises before gigabytes are written
     with writing(out):
         index = _imported_index(listed, origin.folder)
@@ -231,10 +219,10 @@ def _outputs(family: Family, origin: _Origin, name: str) -> tuple[str, ...]:
 
 def _listed(
     family: Family, stored: Mapping[str, list[Array]], source: weights.Source, origin: _Origin, dtype: str | None
-) -> dict[str, _Tensor]:
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the tensors to write by name."""
     return {
-        output: _Tensor(array.tensor_shape, dtype or source.saved[path].partition("[")[0])
+        output: jax.ShapeDtypeStruct(array.tensor_shape, dtype or source.saved[path].partition("[")[0])
         for path, arrays in stored.items()
         for array in arrays
         for name in array.names
@@ -242,7 +230,7 @@ def _listed(
     }
 
 
-def _imported_index(listed: Mapping[str, _Tensor], imported: Path | None) -> dict[str, str] | None:
+def _imported_index(listed: Mapping[str, jax.ShapeDtypeStruct], imported: Path | None) -> dict[str, str] | None:
     """Returns the imported index (tensor -> file), if there is one with the same tensors."""
     if imported is None or Folder.of(imported).kind(INDEX) is None:
         return None
@@ -250,21 +238,27 @@ def _imported_index(listed: Mapping[str, _Tensor], imported: Path | None) -> dic
     return index if index.keys() == listed.keys() else None
 
 
-def _files(listed: Mapping[str, _Tensor], index: dict[str, str] | None, file_bytes: int) -> dict[str, list[str]]:
+def _files(
+    listed: Mapping[str, jax.ShapeDtypeStruct], index: dict[str, str] | None, file_bytes: int
+) -> dict[str, list[str]]:
     """Assigns tensors to files: by the imported index, or up to `file_bytes` per file unless a tensor is larger."""
     if index is not None:
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
     parts: list[list[str]] = [[]]
     room = file_bytes
     for name, tensor in listed.items():
-        if parts[-1] and tensor.num_bytes > room:
+        if parts[-1] and _num_bytes(tensor) > room:
             parts.append([])
             room = file_bytes
         parts[-1].append(name)
-        room -= tensor.num_bytes
+        room -= _num_bytes(tensor)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": names for number, names in enumerate(parts, 1)}
+
+
+def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
+    return int(tensor.size * tensor.dtype.itemsize)
 
 
 def _tensors(source: weights.Source, path: str, arrays: list[Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -278,10 +272,10 @@ def _tensors(source: weights.Source, path: str, arrays: list[Array]) -> Iterator
             yield name, view.reshape(array.tensor_shape)
 
 
-def _write_index(listed: Mapping[str, _Tensor], files: Mapping[str, list[str]], out: Path) -> None:
+def _write_index(listed: Mapping[str, jax.ShapeDtypeStruct], files: Mapping[str, list[str]], out: Path) -> None:
     """Writes the index (tensor -> file)."""
-    num_params = sum(math.prod(tensor.shape) for tensor in listed.values())
-    num_bytes = sum(tensor.num_bytes for tensor in listed.values())
+    num_params = sum(tensor.size for tensor in listed.values())
+    num_bytes = sum(map(_num_bytes, listed.values()))
     file_by_name = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_parameters": num_params, "total_size": num_bytes}, "weight_map": file_by_name}
     (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

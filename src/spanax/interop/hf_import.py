@@ -16,8 +16,7 @@ import spanax
 from spanax.entries.local_path import local_path
 from spanax.errors import UnknownNameError, WeightsError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
-from spanax.interop.configs import CONFIG, read_config
-from spanax.interop.family import members
+from spanax.interop.configs import CONFIG, members, read_config
 from spanax.interop.mapping import Array, TensorMatch, arrays_of, match_tensors
 from spanax.interop.safetensors import Tensor, tensors
 from spanax.models.imported import MODELS, workload_of

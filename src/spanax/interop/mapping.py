@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spanax.errors import WeightsError
-from spanax.interop.family import Family
+from spanax.interop.configs import Family
 
 ALONG = "*"
 """The dim of an array along which several tensors are stacked."""
@@ -90,7 +90,7 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
       DataError: the model has a parameter that is not in the family.
 
     Example:
-      >>> from spanax.interop.family import families
+      >>> from spanax.interop.configs import families
       >>> arrays = arrays_of(families()["gpt2"], {"embed": (64, 8), "blocks.attention_norm.scale": (2, 8)})
       >>> [(array.path, array.shape, array.names) for array in arrays][2]
       ('blocks.1.attention_norm.scale', (8,), ('transformer.h.1.ln_1.weight',))

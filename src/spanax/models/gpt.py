@@ -45,9 +45,9 @@ INIT = nnx.initializers.normal(0.02)
 POSITIONS_INIT = nnx.initializers.normal(0.01)
 
 
-def residual_init(config: GPTConfig) -> nnx.Initializer:
+def residual_init(num_layers: int) -> nnx.Initializer:
     """Returns the initializer of a block's two residual projections, scaled so that variance does not grow in depth."""
-    return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
+    return nnx.initializers.normal(0.02 / (2 * num_layers) ** 0.5)
 
 
 def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         D = config.embed_dim
         heads = (config.num_heads, config.embed_dim // config.num_heads)
         self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=INIT, rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=residual_init(config), rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=residual_init(config.num_layers), rngs=rngs)
         self.drop = make_dropout(config, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs)
         self.mlp_norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
         self.up = nnx.Linear(D, F, kernel_init=INIT, rngs=rngs)
-        self.down = nnx.Linear(F, D, kernel_init=residual_init(config), rngs=rngs)
+        self.down = nnx.Linear(F, D, kernel_init=residual_init(config.num_layers), rngs=rngs)
         self.drop = make_dropout(config, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spanax.models import gpt
+from spanax.models.gpt import INIT, residual_init
 from spanax.stack.stack import Stack
 
 
@@ -87,12 +88,6 @@ SIZES = {
 }
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
-INIT = nnx.initializers.normal(0.02)
-
-
-def residual_init(num_layers: int) -> nnx.Initializer:
-    """Returns the initializer of a block's two residual projections, scaled so that variance does not grow in depth."""
-    return nnx.initializers.normal(0.02 / (2 * num_layers) ** 0.5)
 
 
 def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:

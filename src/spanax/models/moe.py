@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spanax.models.llama import INIT, Attention, Llama, LlamaConfig, make_norm, residual_init
+from spanax.models.gpt import INIT, residual_init
+from spanax.models.llama import Attention, Llama, LlamaConfig, make_norm
 
 BALANCE_WEIGHT = 0.01
 """The weight of the load-balancing loss. Source: Fedus et al., 2021, section 2.2; Mixtral's paper does not state

@@ -11,7 +11,7 @@ from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.train.config import TrainConfig
-from spanax.train.data.elements import flat
+from spanax.train.data.destination import flat
 from spanax.train.data.open_source import Reading, vocab_size
 from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.record.folder import saved_tokenizer

@@ -73,7 +73,7 @@ def test_each_part_has_an_order_and_a_share() -> None:
     assert Counter(x // 1000 for x in actual) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
         part_indices = [x % 1000 for x in actual if x // 1000 == part]
-        assert part_indices == Order(len(items), 1, 4 + part).examples_at(np.arange(len(part_indices))).tolist()
+        assert part_indices == Order(len(items), 4 + part).examples_at(np.arange(len(part_indices))).tolist()
 
 
 def test_the_first_part_that_ends_ends_all() -> None:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.processes.processes import join_group
-from spanax.train.data.destination import Destination
-from spanax.train.data.elements import Leaves, nested
+from spanax.train.data.destination import Destination, Leaves, nested
 from spanax.train.data.open_source import Reading, open_source
 from spanax.train.data.source import Passes, Remainder, Source
 

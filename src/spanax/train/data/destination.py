@@ -6,16 +6,42 @@ Shape suffix: R rows of the global batch that this process reads.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from spanax.batch_dims import ExampleDims, dims_by_name, num_examples
 from spanax.errors import ArgumentError, BatchError, DataError, PlanMismatchError
-from spanax.train.data.elements import BatchLeaf, ExampleLeaf, Leaves, described, flat
 
 if TYPE_CHECKING:
     import jax
+
+
+Leaves = dict[str, np.ndarray]
+"""The arrays of one batch, or of one example, by path."""
+
+
+class BatchLeaf(Protocol):
+    """An array of a global batch: a placement of a plan, or an array of an example batch."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ExampleLeaf:
+    """An array of an example batch, or of a smaller batch than the planned one, which has names of its dims."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,31 +130,20 @@ class Destination:
             raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
         values = flat(item)
         paths = {leaf.path for leaf in self.leaves}
+        for message, differing in (
+            ("the data has no leaf", paths - values.keys()),
+            ("the plan has no leaf", values.keys() - paths),
+        ):
+            if differing:
+                actual = described({path: np.asarray(value) for path, value in values.items()})
+                where = f"{name} has {actual}"
+                raise DataError(f"{message} '{min(differing)}'.", where=where, fix=f"the plan expects {self.planned}")
         in_batches = self.holds(item)
-
-        def refuse(message: str) -> DataError:
-            actual = described({path: np.asarray(value) for path, value in values.items()})
-            return DataError(message, where=f"{name} has {actual}", fix=f"the plan expects {self.planned}")
-
-        if missing := sorted(paths - values.keys()):
-            raise refuse(f"the data has no leaf '{missing[0]}'.")
-        if extra := sorted(values.keys() - paths):
-            raise refuse(f"the plan has no leaf '{extra[0]}'.")
         leaves = {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
-            array = np.asarray(values[leaf.path])
-            dtype = np.dtype(leaf.dtype)
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
             shapes = shapes if in_batches else [example_shape(leaf, dim)]
-            if array.shape not in shapes:
-                raise refuse(f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}.")
-            # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
-            narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
-            if array.dtype != dtype and not narrowed:
-                raise refuse(f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}.")
-            leaves[leaf.path] = array.astype(dtype)
-            if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[leaf.path], array):
-                raise refuse(f"'{leaf.path}' has values that do not fit {dtype}.")
+            leaves[leaf.path] = conform_array(leaf, shapes, values[leaf.path], name)
         return leaves
 
     def stacked(self, items: Sequence[Any], name: str) -> Leaves:
@@ -164,6 +179,29 @@ class Destination:
         start, stop, _ = index[dim].indices(leaf.shape[dim])
         first = int(np.searchsorted(self.rows_R, start))
         return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
+
+
+def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any, name: str) -> np.ndarray:
+    """Returns a copy of a value of the source `name` in the dtype of the plan.
+
+    Raises:
+      DataError: it has none of the shapes, another dtype, or values that do not fit the dtype.
+    """
+    array = np.asarray(value)
+    dtype = np.dtype(leaf.dtype)
+    # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
+    is_narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
+    message = ""
+    if array.shape not in shapes:
+        message = f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}."
+    elif array.dtype != dtype and not is_narrowed:
+        message = f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}."
+    elif is_narrowed and dtype.kind in "iu" and not np.array_equal(array.astype(dtype), array):
+        message = f"'{leaf.path}' has values that do not fit {dtype}."
+    if message:
+        where = f"{name} has {described({leaf.path: array})}"
+        raise DataError(message, where=where, fix=f"the plan expects {described({leaf.path: leaf})}")
+    return array.astype(dtype)
 
 
 def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
@@ -216,3 +254,42 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
         raise BatchError(f"'{missing[0]}' of the example batch has no sharding.", fix="a NamedSharding for each array")
     devices = next(iter(named.values())).mesh.local_devices
     return Destination(leaves, named, local_rows(leaves, named, devices))
+
+
+def described(leaves: Mapping[str, Any]) -> str:
+    """Returns the paths, dtypes and shapes of arrays or placements as text.
+
+    Example:
+      >>> described({"x": np.zeros((2, 3), np.int32)})
+      'x int32[2,3]'
+    """
+    sizes = {path: ",".join(map(str, leaf.shape)) for path, leaf in leaves.items()}
+    return ", ".join(f"{path} {leaf.dtype}[{sizes[path]}]" for path, leaf in leaves.items()) or "nothing"
+
+
+def flat(item: Any, path: str = "") -> dict[str, Any]:
+    """Returns the leaves of a batch by path, as in a program; tuples are flattened, lists are leaves.
+
+    Example:
+      >>> flat({"image": {"pixels": 1}, "pair": (2, 3)})
+      {'image.pixels': 1, 'pair.0': 2, 'pair.1': 3}
+    """
+    if not isinstance(item, Mapping | tuple):
+        return {path or "batch": item}
+    pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
+    inner = (flat(value, f"{path}.{key}" if path else str(key)) for key, value in pairs)
+    return {leaf: value for part in inner for leaf, value in part.items()}
+
+
+def nested(like: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
+    """Returns the leaves as a pytree with the structure of `like`; the inverse of `flat`.
+
+    Example:
+      >>> nested({"image": {"pixels": None}}, {"image.pixels": 1})
+      {'image': {'pixels': 1}}
+    """
+    if isinstance(like, Mapping):
+        return {key: nested(inner, leaves, f"{path}.{key}" if path else str(key)) for key, inner in like.items()}
+    if isinstance(like, tuple):
+        return tuple(nested(inner, leaves, f"{path}.{i}" if path else str(i)) for i, inner in enumerate(like))
+    return leaves[path or "batch"]

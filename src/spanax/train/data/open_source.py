@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import numpy as np
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
 from spanax.sealed import digest
-from spanax.train.data.destination import Destination
-from spanax.train.data.elements import Leaves
+from spanax.train.data.destination import BatchLeaf, Destination, Leaves, conform_array, example_shape
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.source import (
@@ -62,10 +62,14 @@ class Rows:
     Attributes:
       table: the table.
       fields: the field of each leaf.
+      cache_dir: the directory of the cache.
+      dataset: the `datasets.Dataset` that the table is of; its rows are read from it.
     """
 
     table: Table
     fields: Mapping[str, str]
+    cache_dir: str | os.PathLike[str] | None
+    dataset: Any = None
 
 
 def is_named(source: Any) -> bool:
@@ -121,8 +125,7 @@ def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
             return bin_tokens(Path(source), reading.split)
         if source == "python" or not is_table(source):
             return load_corpus(source)
-        table = open_table(source, split=reading.split, cache_dir=reading.cache_dir)
-        return _of_table(table, leaves, reading.field)
+        return _of_table(open_table(source, split=reading.split), leaves, reading)
     datasets = sys.modules.get("datasets")  # without an import, the source is not one of its datasets
     if datasets and isinstance(source, datasets.DatasetDict):
         if reading.split not in source:
@@ -133,7 +136,8 @@ def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
         message = f"a {type(source).__name__} has no split '{reading.split}'."
         raise UnknownNameError(message, fix="a DatasetDict, or another source for it")
     if datasets and isinstance(source, datasets.Dataset):
-        return _of_table(_dataset_table(source, reading.split), leaves, reading.field)
+        part = _of_table(_dataset_table(source, reading.split), leaves, reading)
+        return replace(part, dataset=source) if isinstance(part, Rows) else part
     return source
 
 
@@ -148,8 +152,9 @@ def _dataset_table(dataset: Any, split: str) -> Table:
     return Table("Dataset", (DatasetRows(dataset),), key, key, dataset.data.nbytes, split, holds_out=False)
 
 
-def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
+def _of_table(table: Table, leaves: Collection[str], reading: Reading) -> Column | Rows:
     """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens."""
+    field = reading.field
     if isinstance(field, str) and "=" in field:
         pairs = [pair.partition("=") for pair in field.split(",")]
         field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
@@ -161,7 +166,7 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         raise UnknownNameError(message, where=f"--field {unknown}=...", fix=nearest(unknown, leaves))
     if field or all(leaf in table.fields for leaf in leaves):
         fields = {leaf: leaf for leaf in leaves} | dict(field or {})
-        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
+        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()}, reading.cache_dir)
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
     if set(leaves) != WINDOWS:
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
@@ -242,17 +247,42 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
 
 def _row_examples(rows: Rows, destination: Destination, least: int) -> Examples:
     table = rows.table
-    fields = rows.fields
     name = f"{table.name} {table.split} {table.digest}"
-    check_enough(name, table.num_rows, least, destination.batch_size)
     destination.check_examples(name)
+    like = _nested_like([leaf.path for leaf in destination.leaves])
+    if rows.dataset is not None:
+        check_enough(name, len(rows.dataset), least, destination.batch_size)
+        read_dataset = partial(_read_dataset, rows, destination, name)
+        read_dataset(np.zeros(1, np.int64))  # raises before the first step if an example does not match
+        return Examples(name, like, len(rows.dataset), read_dataset)
+    dims = {leaf.path: dim or 0 for leaf, dim in zip(destination.leaves, destination.dims, strict=True)}
+    arrays = {leaf.path: _leaf_array(rows, leaf, dims[leaf.path], name) for leaf in destination.leaves}
+    num_rows = min(map(len, arrays.values()))
+    check_enough(name, num_rows, least, destination.batch_size)
 
     def read(indices_R: np.ndarray) -> Leaves:
-        table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))
-        return destination.stacked([{leaf: row[field] for leaf, field in fields.items()} for row in table_rows], name)
+        return {
+            path: np.ascontiguousarray(np.moveaxis(array[indices_R], 0, dims[path])) for path, array in arrays.items()
+        }
 
-    read(np.zeros(1, np.int64))  # raises before the first step if an example does not match
-    return Examples(name, _nested_like([leaf.path for leaf in destination.leaves]), table.num_rows, read)
+    return Examples(name, like, num_rows, read)
+
+
+def _leaf_array(rows: Rows, leaf: BatchLeaf, dim: int, name: str) -> np.ndarray:
+    """Returns a leaf of all rows of the split, of which the first dim has the rows."""
+    shape = example_shape(leaf, dim)
+    field = rows.fields[leaf.path]
+    values = rows.table.values(field)
+    items = ((is_held_out, conform_array(leaf, [shape], value, name)[None]) for is_held_out, value in values)
+    return rows.table.stored(f"{field} {leaf.path} {shape}", np.dtype(leaf.dtype), items, rows.cache_dir)
+
+
+def _read_dataset(rows: Rows, destination: Destination, name: str, indices_R: np.ndarray) -> Leaves:
+    """Reads rows of a `datasets.Dataset`, in NumPy types unless it has a format."""
+    dataset = rows.dataset if rows.dataset.format["type"] else rows.dataset.with_format("numpy")
+    columns = dataset[indices_R.tolist()]
+    examples = [{leaf: columns[field][i] for leaf, field in rows.fields.items()} for i in range(len(indices_R))]
+    return destination.stacked(examples, name)
 
 
 def _nested_like(paths: Sequence[str]) -> Any:

@@ -15,26 +15,20 @@ FEISTEL_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Order:
-    """The order of examples in the infinite sequence of global batches, computed without a table.
+    """The order of examples in an infinite sequence of epochs, computed without a table.
 
     Example:
-      >>> order = Order(num_examples=6, batch_size=4, seed=0)
-      >>> epoch = np.concatenate([order.examples(0, np.arange(4)), order.examples(1, np.arange(2))])
-      >>> np.sort(epoch).tolist()
+      >>> order = Order(num_examples=6, seed=0)
+      >>> np.sort(order.examples_at(np.arange(6))).tolist()
       [0, 1, 2, 3, 4, 5]
     """
 
     num_examples: int
-    batch_size: int
     seed: int = 0
     shuffle: bool = True
 
-    def examples(self, batch_index: int, rows_R: np.ndarray) -> np.ndarray:
-        """Returns the examples in rows of a batch, of shape [R]; each example occurs once per epoch."""
-        return self.examples_at(batch_index * self.batch_size + rows_R.astype(np.int64))
-
     def examples_at(self, places_R: np.ndarray) -> np.ndarray:
-        """Returns the examples at positions of the sequence, of shape [R]."""
+        """Returns the examples at positions of the sequence, of shape [R]; each occurs once per epoch."""
         epochs_R, places_R = np.divmod(places_R, self.num_examples)
         return _permuted(places_R, epochs_R, self.num_examples, self.seed) if self.shuffle else places_R
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from spanax.errors import ArgumentError, BatchError, ConflictError, DataError, TooFewExamplesError
 from spanax.sealed import digest
-from spanax.train.data.destination import Destination
-from spanax.train.data.elements import Leaves, flat, nested
+from spanax.train.data.destination import Destination, Leaves, flat, nested
 from spanax.train.data.mixture import picked, places_until
 from spanax.train.data.order import Order
 from spanax.train.data.text.tokens import Tokens
@@ -140,7 +139,7 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
     sizes = [part.num_examples for part, _ in parts]
     batch_size = destination.batch_size
     # Each part has its own seed: with a common seed, parts of equal size would have the same order.
-    orders = [Order(size, batch_size, passes.seed + number, passes.shuffle) for number, size in enumerate(sizes)]
+    orders = [Order(size, passes.seed + number, passes.shuffle) for number, size in enumerate(sizes)]
     num_full = 0
     num_rest = 0
     num_batches = None

@@ -1,14 +1,13 @@
 """Rows that are parsed one by one: JSON Lines, and ArrayRecord files, which Grain reads.
 
-pyarrow's reader of JSON Lines has no random access and names no row, and it infers types, so that texts like dates
-become timestamps (`benchmarks/data_formats.py` compares its speed).
+pyarrow's reader of JSON Lines names no row, and it infers types, so that texts like dates become timestamps
+(`benchmarks/data_formats.py` compares its speed).
 """
 
 import gzip
 import json
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -28,146 +27,76 @@ Parser = Callable[[bytes], dict[str, Any]]
 """Returns the fields of a record."""
 
 
-@dataclass(frozen=True)
-class Lines:
-    """The lines of a file that are not empty; a file compressed by gzip has no random access."""
-
-    path: Path
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def parser(self, first: bytes) -> Parser:
-        return _json_row
-
-    @cached_property
-    def _starts(self) -> Sequence[int]:
-        """The offset of every line, 8 bytes each; the first access reads all of the file."""
-        return array("q", (start for start, _ in self._with_starts()))
-
-    def read(self, indices: Sequence[int]) -> Iterator[bytes]:
-        """Yields the lines at the given indices."""
-        if self.path.name.lower().endswith(".gz"):
-            raise FileError(f"rows of '{self.path.name}' cannot be read at random.", fix=f"gunzip {self.path.name}")
-        with open(self.path, "rb") as file:
-            for index in indices:
-                file.seek(self._starts[index])
-                yield file.readline(MAX_LINE_BYTES)
-
-    def stream(self) -> Iterator[bytes]:
-        """Yields every line."""
-        return (line for _, line in self._with_starts())
-
-    def _with_starts(self) -> Iterator[tuple[int, bytes]]:
-        """Yields the offset of each line, and the line."""
-        number = 0
-        start = 0
-        is_compressed = self.path.name.lower().endswith(".gz")
-        try:
-            with gzip.open(self.path) if is_compressed else open(self.path, "rb") as file:
-                while line := file.readline(MAX_LINE_BYTES + 1):
-                    if is_compressed:
-                        check_expansion(self.path, start + len(line))
-                    if len(line) > MAX_LINE_BYTES:
-                        raise _bad(self.path, number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
-                    if not line.isspace():
-                        yield start, line
-                        number += 1
-                    start += len(line)
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise FileError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
+def lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file that are not empty; the file may be compressed by gzip."""
+    number = 0
+    num_bytes = 0
+    is_compressed = path.name.lower().endswith(".gz")
+    try:
+        with gzip.open(path) if is_compressed else open(path, "rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                num_bytes += len(line)
+                if is_compressed:
+                    check_expansion(path, num_bytes)
+                if len(line) > MAX_LINE_BYTES:
+                    raise _bad(path, number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
+                if not line.isspace():
+                    yield line
+                    number += 1
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"cannot read '{path}': {reason}.", fix="copy it again") from None
 
 
-@dataclass(frozen=True)
-class ArrayRecords:
-    """The records of an ArrayRecord file; the first determines whether all are JSON, `tf.train.Example`s or text."""
+def array_records(path: Path) -> Iterator[bytes]:
+    """Yields the records of an ArrayRecord file."""
+    from grain.sources import ArrayRecordDataSource
 
-    path: Path
-
-    @cached_property
-    def _source(self) -> Any:
-        from grain.sources import ArrayRecordDataSource
-
-        return ArrayRecordDataSource([str(self.path)])
-
-    def __len__(self) -> int:
-        try:
-            return len(self._source)
-        except Exception as error:  # the library raises the exceptions of its C++ code
-            raise _bad(self.path, 0, error) from None
-
-    def parser(self, first: bytes) -> Parser:
-        if first.lstrip()[:1] == b"{":
-            return _json_row
-        try:
-            return _example_row if _example_row(first) else _text_row
-        except ValueError:
-            return _text_row
-
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Returns the records at the given indices."""
-        try:
-            return list(self._source.__getitems__(list(indices)))
-        except Exception as error:  # the library raises the exceptions of its C++ code
-            raise _bad(self.path, indices[0], error) from None
-
-    def stream(self) -> Iterator[bytes]:
-        """Yields every record."""
-        size = len(self)
-        for first in range(0, size, RECORDS_AT_ONCE):
-            yield from self.read(range(first, min(first + RECORDS_AT_ONCE, size)))
+    first = 0
+    try:
+        source = ArrayRecordDataSource([str(path)])
+        size = len(source)
+        while first < size:
+            records = source.__getitems__(list(range(first, min(first + RECORDS_AT_ONCE, size))))
+            yield from records
+            first += len(records)
+    except Exception as error:  # the library raises the exceptions of its C++ code
+        raise _bad(path, first, error) from None
 
 
 @dataclass(frozen=True)
 class RecordRows:
     """The rows of a file of records.
 
+    Attributes:
+      path: the file.
+      records: yields its records.
+      parse: returns the fields of a record.
+
     Example:
       >>> import tempfile
       >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
       >>> _ = path.write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
-      >>> rows = RecordRows(Lines(path))
+      >>> rows = open_records(path, "jsonl")
       >>> rows.fields, list(rows.values("text"))
       (('text',), ['to be', 'or not'])
     """
 
-    records: Lines | ArrayRecords
+    path: Path
+    records: Callable[[Path], Iterator[bytes]]
+    parse: Parser
 
-    @property
-    def path(self) -> Path:
-        return self.records.path
-
-    @property
+    @cached_property
     def fields(self) -> tuple[str, ...]:
-        return tuple(self._row(0, self._first))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.records)
-
-    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        numbered = zip(indices, self.records.read(indices), strict=True)
-        parsed = ((index, self._row(index, record)) for index, record in numbered)
-        return [{field: self._value(index, row, field) for field in fields} for index, row in parsed]
+        return tuple(self._row(0, _first(self.path, self.records)))
 
     def values(self, field: str) -> Iterator[Any]:
-        for index, record in enumerate(self.records.stream()):
+        for index, record in enumerate(self.records(self.path)):
             yield self._value(index, self._row(index, record), field)
-
-    @cached_property
-    def _first(self) -> bytes:
-        for record in self.records.stream():
-            return record
-        raise DataError(f"'{self.path}' is empty.", fix="a file with rows in it")
-
-    @cached_property
-    def _parse(self) -> Parser:
-        return self.records.parser(self._first)
 
     def _row(self, index: int, record: bytes) -> dict[str, Any]:
         try:
-            return self._parse(record)
+            return self.parse(record)
         except (ValueError, RecursionError) as error:
             raise _bad(self.path, index, error) from None
 
@@ -179,6 +108,26 @@ class RecordRows:
             return np.asarray(value) if isinstance(value, list) else value
         except ValueError:
             raise _bad(self.path, index, f"the lists in '{field}' have different lengths") from None
+
+
+def open_records(path: Path, kind: str) -> RecordRows:
+    """Opens a file of kind `jsonl` or `array_record`, whose first record shows what all are."""
+    if kind == "jsonl":
+        return RecordRows(path, lines, _json_row)
+    first = _first(path, array_records)
+    parse = _json_row
+    if not first.lstrip().startswith(b"{"):
+        try:
+            parse = _example_row if _example_row(first) else _text_row
+        except ValueError:
+            parse = _text_row
+    return RecordRows(path, array_records, parse)
+
+
+def _first(path: Path, records: Callable[[Path], Iterator[bytes]]) -> bytes:
+    for record in records(path):
+        return record
+    raise DataError(f"'{path}' is empty.", fix="a file with rows in it")
 
 
 def _bad(path: Path, index: int, reason: object) -> DataError:

@@ -4,9 +4,9 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from spanax.errors import DataError, FileError, MissingFileError
 from spanax.sealed import digest
-from spanax.train.data.cache import cache_folder
-from spanax.train.data.split import HELD_OUT, check_inside, check_split
+from spanax.train.data.cache import cache_folder, exclusive, reserve, writing
+from spanax.train.data.split import HELD_OUT, SPLITS, check_inside, check_split
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 1024
@@ -23,6 +23,9 @@ SAMPLE_BYTES = 1024
 
 HASH_ALL_BYTES = 1 << 26
 """The total size up to which a digest hashes all of the content, which takes a tenth of a second."""
+
+HEADER_BYTES = 128
+"""The size of the header of a `.npy` file, which NumPy pads for any number of rows."""
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
@@ -39,12 +42,6 @@ class Part(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns fields of the rows at the given indices, as arrays, numbers and texts."""
 
     def values(self, field: str) -> Iterator[Any]:
         """Yields a field of every row in order, as texts or arrays, in bounded memory."""
@@ -68,8 +65,8 @@ class Table:
       >>> path = Path(tempfile.mkdtemp()) / "numbers.jsonl"
       >>> _ = path.write_text("".join(f'{{"x": {i}}}' + chr(10) for i in range(40)))
       >>> table = open_table(path, split="validation")
-      >>> table.num_rows, table.rows([0, 1], ["x"])
-      (2, [{'x': 1}, {'x': 21}])
+      >>> [value for is_held_out, value in table.values("x") if is_held_out]
+      [1, 21]
     """
 
     name: str
@@ -85,26 +82,6 @@ class Table:
         """The field names of the first part."""
         return self.parts[0].fields
 
-    @cached_property
-    def num_rows(self) -> int:
-        """The number of rows of the split."""
-        total = int(self._ends[-1])
-        held_out = (total + HELD_OUT - 2) // HELD_OUT if self.holds_out else 0
-        return held_out if self.holds_out and self.split == "validation" else total - held_out
-
-    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Returns fields of the rows of the split at the given indices."""
-        numbers = self._numbers(np.asarray(indices, np.int64))
-        files = np.searchsorted(self._ends, numbers, side="right")
-        result: list[dict[str, Any]] = [{}] * len(numbers)
-        for file in np.unique(files):
-            (positions,) = np.nonzero(files == file)
-            first = int(self._ends[file - 1]) if file else 0
-            part_rows = self.parts[file].rows((numbers[positions] - first).tolist(), fields)
-            for position, row in zip(positions, part_rows, strict=True):
-                result[position] = row
-        return result
-
     def values(self, field: str) -> Iterator[tuple[bool, Any]]:
         """Yields a field of all rows of both splits, as pairs (whether the row is held out, value)."""
         number = 0
@@ -113,18 +90,37 @@ class Table:
                 yield self.holds_out and number % HELD_OUT == 1, value
                 number += 1
 
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([part.num_rows for part in self.parts], dtype=np.int64)
+    def stored(
+        self,
+        key: str,
+        dtype: np.dtype,
+        items: Iterable[tuple[bool, np.ndarray]],
+        cache_dir: str | os.PathLike[str] | None,
+    ) -> np.ndarray:
+        """Returns the rows of an array of the split, memory-mapped from the cache.
 
-    def _numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Maps row indices of the split to those of the table, where row 1 of every twenty is held out."""
-        if not self.holds_out:
-            return indices
-        if self.split == "validation":
-            return indices * HELD_OUT + 1
-        groups, offsets = np.divmod(np.maximum(indices - 1, 0), HELD_OUT - 1)
-        return np.where(indices == 0, 0, groups * HELD_OUT + offsets + 2)
+        Args:
+          key: what the array is computed from, besides the content of the table.
+          dtype: the dtype of the array.
+          items: yields for both splits whether rows are held out, and the rows; read only if they are not in the cache.
+          cache_dir: the directory of the cache.
+
+        Raises:
+          WriteError: the array cannot be written to the cache.
+        """
+        prefix = f"rows-{digest(self.cache_key, key, str(dtype), str(self.holds_out))}"
+        splits = SPLITS if self.holds_out else (self.split,)
+        paths = [cache_folder(cache_dir) / f"{prefix}-{split}.npy" for split in splits]
+        path = paths[splits.index(self.split)]
+        array = read_array(path, dtype)
+        if array is None:
+            with exclusive(path.with_name(f"{prefix}.lock")):
+                array = read_array(path, dtype)
+                if array is None:
+                    _write(paths, dtype, items)
+                    array = read_array(path, dtype)
+        assert array is not None, path
+        return array
 
 
 def is_table(source: str | os.PathLike[str]) -> bool:
@@ -143,9 +139,7 @@ def kind_of(path: Path) -> str | None:
     return next((kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None)
 
 
-def open_table(
-    source: str | os.PathLike[str], *, split: str = "train", cache_dir: str | os.PathLike[str] | None = None
-) -> Table:
+def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table:
     """Opens one split of a file, of the files of a folder, or of the files that match a pattern.
 
     If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
@@ -160,7 +154,7 @@ def open_table(
     if len(kinds) > 1:
         raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
     key, cache_key = _digests(paths)
-    parts = tuple(_opened(path, kinds[0], cache_dir) for path in paths)
+    parts = tuple(_opened(path, kinds[0]) for path in paths)
     return Table(name, parts, key, cache_key, sum(map(_size_bytes, paths)), split, holds_out)
 
 
@@ -224,17 +218,45 @@ def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
-def _opened(path: Path, kind: str, cache_dir: str | os.PathLike[str] | None) -> Part:
+def _opened(path: Path, kind: str) -> Part:
     """Opens a file; imports only the library of its kind."""
     if kind in ("jsonl", "array_record"):
-        from spanax.train.data.formats.records import ArrayRecords, Lines, RecordRows
+        from spanax.train.data.formats.records import open_records
 
-        return RecordRows(Lines(path) if kind == "jsonl" else ArrayRecords(path))
+        return open_records(path, kind)
     from spanax.train.data.formats.arrow import open_arrow, open_csv, open_parquet
 
-    _, key = _digests([path])
-    open_ = {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind]
-    return open_(path, lambda columns: cache_folder(cache_dir) / f"rows-{digest(key, *columns)}.arrow")
+    return {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind](path)
+
+
+def _write(paths: Sequence[Path], dtype: np.dtype, items: Iterable[tuple[bool, np.ndarray]]) -> None:
+    """Writes the arrays of the splits in one pass."""
+    sizes = [0] * len(paths)
+    shape: tuple[int, ...] = ()
+    with ExitStack() as stack:
+        files = [stack.enter_context(writing(path)) for path in paths]
+        for file in files:
+            file.write(bytes(HEADER_BYTES))
+        for is_held_out, rows in items:
+            reserve(paths[0].parent, rows.nbytes)
+            files[is_held_out].write(rows.tobytes())
+            sizes[is_held_out] += len(rows)
+            shape = rows.shape[1:]
+        for file, size in zip(files, sizes, strict=True):
+            file.seek(0)
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size, *shape)}
+            np.lib.format.write_array_header_1_0(file, header)
+            assert file.tell() == HEADER_BYTES
+
+
+def read_array(path: Path, dtype: np.dtype) -> np.ndarray | None:
+    """Memory-maps an array of the cache; returns None if the file is missing or damaged."""
+    try:
+        # Only a plain array: np.load would also read an archive. (Arrays of objects cannot be mapped.)
+        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except (OSError, ValueError, EOFError):
+        return None
+    return array if array.dtype == dtype else None
 
 
 def _size_bytes(path: Path) -> int:

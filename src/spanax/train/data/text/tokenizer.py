@@ -173,20 +173,14 @@ def _bytes_json() -> str:
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers
 
-    engine = Engine(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[]))
+    # In byte-level BPE a printable byte stands for itself, and each of the others for the next character above 0xFF.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = (char for char in alphabet if ord(char) > 0xFF)
+    characters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(0x100)]
+    engine = Engine(models.BPE(vocab={char: byte for byte, char in enumerate(characters)}, merges=[]))
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
     return engine.to_str()
-
-
-def _byte_characters() -> list[str]:
-    """Returns the printable character that stands for each byte in byte-level BPE.
-
-    Source: `bytes_to_unicode` in encoder.py of GPT-2 (https://github.com/openai/gpt-2).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (chr(0x100 + number) for number in range(0x100))
-    return [chr(byte) if byte in printable else next(others) for byte in range(0x100)]
 
 
 def _trained(

@@ -8,20 +8,19 @@ Shapes: B examples in the global batch, R of them read by this process, T tokens
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from spanax.documents import read_json
 from spanax.errors import DataError, FileError
 from spanax.sealed import digest
-from spanax.train.data.cache import cache_folder, exclusive, keep, reserve, writing
-from spanax.train.data.formats.table import Table
-from spanax.train.data.split import HELD_OUT, SPLITS
+from spanax.train.data.cache import cache_folder, keep
+from spanax.train.data.formats.table import Table, read_array
+from spanax.train.data.split import HELD_OUT
 from spanax.train.data.text.corpus import Corpus
 from spanax.train.data.text.tokenizer import Tokenizer
 
@@ -67,7 +66,7 @@ def corpus_tokens(corpus: Corpus, tokenizer: Tokenizer, split: str, cache_dir: s
     """Returns the tokens of one split of a corpus; all but bytes are encoded once."""
     text = corpus.train if split == "train" else corpus.validation
     path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy" if tokenizer.name != "bytes" else None
-    ids = _cached_ids(path) if path else None
+    ids = read_array(path, tokenizer.dtype) if path else None
     if ids is None:
         encoded = ids = tokenizer.encode(text)
         if path:
@@ -119,16 +118,6 @@ def _bin_dtype(path: Path) -> np.dtype:
     return dtype
 
 
-def _cached_ids(path: Path) -> np.ndarray | None:
-    """Memory-maps the ids in a file of the cache; returns None if the file is missing or damaged."""
-    try:
-        # Only a plain array: np.load would also read an archive. (Arrays of objects cannot be mapped.)
-        ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
-    except (OSError, ValueError, EOFError):
-        return None
-    return ids if ids.ndim == 1 and ids.dtype in (np.uint8, np.uint16, np.uint32) else None
-
-
 @dataclass(frozen=True)
 class Column:
     """A field of a table, with a text or a list of token ids in each row.
@@ -178,36 +167,10 @@ class Column:
         table = self.table
         encoding = tokenizer.name if tokenizer else "ids"
         settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(table.holds_out))
-        prefix = f"ids-{digest(table.cache_key, *settings)}"
-        path = cache_folder(cache_dir) / f"{prefix}-{table.split}.npy"
-        ids = _cached_ids(path)
-        if ids is None:
-            with exclusive(path.with_name(f"{prefix}.lock")):
-                if (ids := _cached_ids(path)) is None:
-                    self._write(tokenizer, path, prefix)
-                    ids = _cached_ids(path)
-        assert ids is not None, path
+        items = self._encoded(tokenizer) if tokenizer else self._ids()
+        ids = table.stored(str(settings), tokenizer.dtype if tokenizer else np.dtype(np.uint32), items, cache_dir)
         name = f"{table.name}[{self.field}] {table.split} {encoding} {digest(table.digest, *settings)}"
         return Tokens(name, ids, tokenizer)
-
-    def _write(self, tokenizer: Tokenizer | None, path: Path, prefix: str) -> None:
-        """Writes the ids of both splits to the cache in one pass over the rows."""
-        parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
-        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.dtype
-        splits = SPLITS if self.table.holds_out else (self.table.split,)
-        sizes = [0] * len(splits)
-        with ExitStack() as stack:
-            paths = [path.with_name(f"{prefix}-{split}.npy") for split in splits]
-            files = [stack.enter_context(writing(each)) for each in paths]
-            for file in files:
-                _write_header(file, dtype, 0)
-            for is_held_out, ids in parts:
-                reserve(path.parent, ids.nbytes)
-                files[is_held_out].write(ids.tobytes())
-                sizes[is_held_out] += len(ids)
-            for file, size in zip(files, sizes, strict=True):
-                file.seek(0)
-                _write_header(file, dtype, size)
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
         group: list[tuple[bool, bytes]] = []
@@ -247,9 +210,3 @@ class Column:
 def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[tuple[bool, np.ndarray]]:
     encoded = tokenizer.encode_documents([text for _, text in group])
     yield from zip((is_held_out for is_held_out, _ in group), encoded, strict=True)
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
-    """Writes the header of a `.npy` file, which NumPy pads to a constant length for any size."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(file, header)
