@@ -27,7 +27,7 @@ class LintSubject:
     cluster: Cluster
     report: Report | None = None
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @cached_property
