@@ -35,8 +35,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.show.page.document import Block, Page, bars, document, lines, table, text
 from spanax.show.page.notebook import SHOWN
-from spanax.show.page.plan import plan_page, seconds_text
-from spanax.show.page.search import layouts_part, search_page
+from spanax.show.page.plan import layouts_part, plan_page, search_page, seconds_text
 from spanax.train.record.metric_curves import MAX_POINTS, Points, thinned
 from spanax.train.record.report import run_report
 from spanax.units import bytes_text

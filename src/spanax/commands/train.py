@@ -16,7 +16,7 @@ from spanax.errors import PREEMPTED
 from spanax.show.error_text import print_error
 from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
 from spanax.train.record.folder import read_config, recorded
-from spanax.usage.examples import described
+from spanax.usage import described
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -83,7 +83,7 @@ def answer(config: TrainConfig) -> Answer:
     with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream, resume=resume) as emit:
         last = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
-            from spanax.check.measure.profile_event import profile_event
+            from spanax.check.measure.run_record import profile_event
 
             emit(profile_event(Path(last["out"])))
     return Answer(exit_code=PREEMPTED if last["event"] == "preempted" else 0)

@@ -28,10 +28,9 @@ from spanax.processes.process_batches import global_batch
 from spanax.step.compile_notice import compile_notice
 from spanax.step.compiled_function import CompiledFunction
 from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
-from spanax.step.platform import platform_of
+from spanax.step.placement import place_argument, platform_of
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.sharded_init import placed
-from spanax.step.validate_batch import place_argument
 from spanax.trace.batch import AUTO
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program

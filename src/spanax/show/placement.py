@@ -22,7 +22,7 @@ from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.printable import printable
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
-from spanax.usage.examples import wants_colors
+from spanax.usage import wants_colors
 
 MAX_REPLICATED = 12
 """Number of replicated arrays that are listed."""

@@ -9,7 +9,7 @@ import jax
 
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback
 from spanax.step.sharded_function import sharded_function
 from spanax.trace.program import Program

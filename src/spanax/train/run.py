@@ -21,15 +21,12 @@ from spanax.step.compile_notice import compile_notice
 from spanax.step.donation import check_state, note_failure
 from spanax.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.step.guarded_step import GuardedStep, invalid_leaves
-from spanax.step.host_memory import to_device, to_host
 from spanax.step.multi_step import multi_step
 from spanax.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.step.pipeline.layer_padding import PaddedStep
-from spanax.step.placement import abstract_arrays
-from spanax.step.platform import platform_of
+from spanax.step.placement import abstract_arrays, platform_of, to_device, to_host, validate_batch
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.sharded_function import sharded_function
-from spanax.step.validate_batch import validate_batch
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import methods_outside_meshes

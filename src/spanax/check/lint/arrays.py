@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.placement import Placement

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.check.report import Report
 from spanax.units import bytes_text
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.candidate import Candidate
 from spanax.units import bytes_text
 

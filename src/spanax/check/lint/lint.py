@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spanax.check.finding import Finding, Severity, most_severe_first
-from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs, training
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.check.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import UnknownNameError, nearest
@@ -71,12 +70,12 @@ RULES: tuple[Rule[LintSubject], ...] = (
     Rule("SPX016", Severity.WARNING, compiled.unplanned_activation_transfers, "The excess communication takes time."),
     Rule("SPX017", Severity.WARNING, programs.float32_matmuls, "The matrix units are built for bfloat16."),
     Rule("SPX020", Severity.ERROR, mesh_axes.batch_and_weights_on_one_axis, "One of them is gathered at every use."),
-    Rule("SPX021", Severity.ERROR, training.no_gradient, "The run takes steps but trains nothing."),
-    Rule("SPX022", Severity.WARNING, training.partial_gradient,
+    Rule("SPX021", Severity.ERROR, programs.no_gradient, "The run takes steps but trains nothing."),
+    Rule("SPX022", Severity.WARNING, programs.partial_gradient,
          "Their optimizer state takes memory, and weight decay shrinks them."),
-    Rule("SPX023", Severity.WARNING, training.batch_ignored, "Training on more data has no effect."),
-    Rule("SPX024", Severity.WARNING, training.constant_random_key, "Dropout drops the same activations in every step."),
-    Rule("SPX025", Severity.INFO, training.unused_parameters,
+    Rule("SPX023", Severity.WARNING, programs.batch_ignored, "Training on more data has no effect."),
+    Rule("SPX024", Severity.WARNING, programs.constant_random_key, "Dropout drops the same activations in every step."),
+    Rule("SPX025", Severity.INFO, programs.unused_parameters,
          "Their optimizer state takes memory, and weight decay shrinks them."),
     Rule("SPX026", Severity.WARNING, programs.replicated_kernels, "Every device gathers its operands and computes it."),
 )  # fmt: skip

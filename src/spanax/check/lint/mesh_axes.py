@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.pipeline.bubble import bubble_over_ideal
 
 MAX_BUBBLE = 0.10

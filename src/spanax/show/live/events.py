@@ -14,7 +14,7 @@ from spanax.printable import printable
 from spanax.show.live.terminal import Numbers, Terminal
 from spanax.train.store.loaded import Loaded
 from spanax.units import bytes_text, count_text
-from spanax.usage.examples import resume_command
+from spanax.usage import resume_command
 
 SHOWN = {
     "step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds",

@@ -21,7 +21,7 @@ from spanax.plan.sharding.xla_workarounds import is_extended
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
 from spanax.step.attention.ring import per_device_attention
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback, with_deferred_errors
 from spanax.step.replay.cpu_matmuls import single_contraction
 from spanax.step.replay.partial_sums import (
