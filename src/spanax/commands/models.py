@@ -53,12 +53,12 @@ def _row(name: str) -> dict[str, Any]:
     workload = load(name)
     state = nnx.state(nnx.eval_shape(lambda: workload.build(nnx.Rngs(0))), nnx.Param)
     _, leaves, _ = abstract_batch(workload.batch)
-    data = workload.source if isinstance(workload.source, str) else "synthetic" if workload.source is not None else None
+    source = workload.source
     return {
         "name": name,
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
         "batch": {leaf.path: list(leaf.shape) for leaf in leaves},
-        "data": data,
+        "data": source if source is None or isinstance(source, str) else "synthetic",
     }
 
 

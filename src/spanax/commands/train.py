@@ -55,7 +55,11 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
     """Returns the recorded settings without layout, mesh and plan where the flags request another placement."""
     is_moved = any(value is not None for value in (config.layout, config.mesh, config.plan))
     is_resized = config.devices is not None and config.devices != settings.get("devices")
-    dropped: tuple[str, ...] = ("layout", "mesh", "plan") if is_moved else ("mesh", "plan") if is_resized else ()
+    dropped: tuple[str, ...] = ()
+    if is_moved:
+        dropped = ("layout", "mesh", "plan")
+    elif is_resized:
+        dropped = ("mesh", "plan")
     if config.plan is not None:
         dropped = (*dropped, *PLAN_SETTINGS)  # the new plan contains them
     return {key: value for key, value in settings.items() if key not in dropped}

@@ -151,7 +151,9 @@ def target_of(cluster: Cluster) -> Target:
 
 def platform_of(cluster: Cluster) -> str:
     """Returns JAX's platform of a cluster's chips: `tpu` or `cuda`, or `cpu` if their compiler is not supported."""
-    return "tpu" if cluster.chip.name in TPUS else "cuda" if cluster.chip.name in GPUS else "cpu"
+    if cluster.chip.name in TPUS:
+        return "tpu"
+    return "cuda" if cluster.chip.name in GPUS else "cpu"
 
 
 def simulated_target(num_devices: int) -> Target:

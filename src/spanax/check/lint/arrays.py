@@ -103,9 +103,10 @@ def ineffective_annotation(subject: LintSubject) -> Iterator[Message]:
         for axis in pinned:
             if subject.num_shards((axis,)) > 1 and dims and not any(axis in by for by in dims):
                 yield Message(
-                    name, f"'{name}' is pinned to '{axis}', but '{axis}' shards no dim of that name.",
+                    name,
+                    f"'{name}' is pinned to '{axis}', but '{axis}' shards no dim of that name.",
                     f"another mesh axis than '{axis}', or no pin",
-                )  # fmt: skip
+                )
     seq_axis = subject.plan.layout.sequence_axis
     if seq_axis is not None and subject.num_shards((seq_axis,)) > 1 and not subject.shards_sequence(seq_axis):
         yield Message(
@@ -116,8 +117,11 @@ def ineffective_annotation(subject: LintSubject) -> Iterator[Message]:
         )
     known = {*subject.plan.mesh.names, *(name for leaf in arrays for name in leaf.axes if name in STRENGTH)}
     for name, path in _unknown_names(subject).items():
-        yield Message(path, f"`{path}` is annotated with '{name}', which names neither a mesh axis nor a sharded dim.",
-                   f"one of {', '.join(sorted(map(str, known)))}")  # fmt: skip
+        yield Message(
+            path,
+            f"`{path}` is annotated with '{name}', which names neither a mesh axis nor a sharded dim.",
+            f"one of {', '.join(sorted(map(str, known)))}",
+        )
 
 
 def _unknown_names(subject: LintSubject) -> dict[str, str]:

@@ -33,8 +33,11 @@ def redundant_computation(subject: LintSubject) -> Iterator[Message]:
     ratio = report.compiled.flops / report.predicted.flops
     rewritten = [limit for name, limit in REWRITTEN.items() if name in subject.program.step.first_ops]
     if ratio > max([MAX_FLOPS_RATIO, *rewritten]):
-        yield Message("", f"each device runs {ratio:.2f} times its share of the FLOPs.",
-                   "a layout whose mesh axes shard the computation; see axes that shard nothing")  # fmt: skip
+        yield Message(
+            "",
+            f"each device runs {ratio:.2f} times its share of the FLOPs.",
+            "a layout whose mesh axes shard the computation; see axes that shard nothing",
+        )
 
 
 def replicated_by_xla(subject: LintSubject) -> Iterator[Message]:

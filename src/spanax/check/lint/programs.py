@@ -28,8 +28,11 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
     layers = max(numbers.items(), key=lambda item: len(item[1]), default=("", set[str]()))
     if len(layers[1]) >= MANY_LAYERS:
         path = layers[0].partition("*")[0].rstrip(".")
-        yield Message(path, f"`{path}` has {len(layers[1])} equal layers that are compiled one by one.",
-                   "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model")  # fmt: skip
+        yield Message(
+            path,
+            f"`{path}` has {len(layers[1])} equal layers that are compiled one by one.",
+            "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model",
+        )
 
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:

@@ -54,10 +54,15 @@ class LintSubject:
         """All candidates that fit on these devices, fastest first, without a pipeline and with the plan's remat."""
         try:
             searched = search(
-                self.program, self.cluster, remat=(self.candidate.remat,), top=100_000, pipeline=False,
-                attention="plain", assign=False,
+                self.program,
+                self.cluster,
+                remat=(self.candidate.remat,),
+                top=100_000,
+                pipeline=False,
+                attention="plain",
+                assign=False,
                 pins={name: to or None for name, to in self.plan.pins},
-            )  # fmt: skip
+            )
         except NoLayoutError:
             return ()  # No preset layout supports the mesh axes or pins of the user.
         return searched.candidates
