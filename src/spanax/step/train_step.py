@@ -46,7 +46,7 @@ class PlacedProgram:
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
     @cached_property
-    def arguments(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+    def abstract(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
         """The abstract state and batch."""
         state = abstract_arrays(self.program.leaves, self.plan.leaves, self.mesh)
         if self.rows is not None:

@@ -183,7 +183,7 @@ class Run:
                 if evaluation is not None and not is_users
                 else unplanned_evaluation(self.program, self.plan, self.mesh, step.rows, step.batch)
             )
-            self._evaluations[0] = self._compiling("evaluate", jitted, step.arguments)
+            self._evaluations[0] = self._compiling("evaluate", jitted, step.abstract)
         metrics = self._evaluations[0](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
@@ -342,5 +342,5 @@ class Run:
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
         """Returns the abstract arguments of the function that `_stepping` returns."""
-        state, batch = self._train.arguments
+        state, batch = self._train.abstract
         return state, [batch] * several or batch, *self._limits(max(1, several))

@@ -97,19 +97,17 @@ class BufferSpec:
         partition = self.partition
         num_rows = self.parts.num_rows
         residuals = [self.zeros(value, ticks.num_in_flight, num_rows, num_scanned=1) for value in self.residuals]
-        residuals += [self.zeros(value, ticks.num_in_flight) for value in partition.ridden]
-        weight_residuals = [self.zeros(value, ticks.num_split, num_rows) for value in self.between]
-        weight_residuals += [self.zeros(value, ticks.num_split) for value in self.returned]
         return Buffers(
+            forward=[self.zeros(value, ticks.num_received[0]) for value in partition.payload_forward],
             backward=[self.zeros(value, ticks.num_received[1]) for value in partition.payload_backward],
+            sends_forward=[self.zeros(value) for value in partition.payload_forward],
+            sends_backward=[self.zeros(value) for value in partition.payload_backward],
+            residuals=residuals + [self.zeros(value, ticks.num_in_flight) for value in partition.ridden],
+            weight_residuals=[self.zeros(value, ticks.num_split, num_rows) for value in self.between]
+            + [self.zeros(value, ticks.num_split) for value in self.returned],
+            results=[self.zeros(value, ticks.num_microbatches) for value, _ in partition.results],
             by_layer=by_layer,
             by_stage=by_stage,
-            forward=[self.zeros(value, ticks.num_received[0]) for value in partition.payload_forward],
-            residuals=residuals,
-            results=[self.zeros(value, ticks.num_microbatches) for value, _ in partition.results],
-            sends_backward=[self.zeros(value) for value in partition.payload_backward],
-            sends_forward=[self.zeros(value) for value in partition.payload_forward],
-            weight_residuals=weight_residuals,
         )
 
     def placed(self, buffers: Buffers) -> Buffers:
