@@ -16,7 +16,7 @@ from spanax import cli
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.train.config import MAX, MIN, TYPES, TrainConfig
-from spanax.usage.examples import EXAMPLES
+from spanax.usage import EXAMPLES
 
 TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
 

@@ -20,7 +20,7 @@ from spanax.plan import plan
 from spanax.train.config import TrainConfig
 from spanax.train.record.events import KINDS
 from spanax.train.store import manifest
-from spanax.usage.examples import EXAMPLES
+from spanax.usage import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -17,7 +17,7 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
-from spanax.usage.examples import EXAMPLES
+from spanax.usage import EXAMPLES
 from written import commands, read
 
 PYTHON = [sys.executable, "-m", "spanax"]

@@ -43,7 +43,7 @@ def public_names() -> set[str]:
     names = set(spanax.__all__)
     for name in spanax.__all__:
         value = getattr(spanax, name)
-        functions = [value] if inspect.isfunction(value) else []
+        functions = [inspect.unwrap(value)] if callable(value) else []
         if inspect.isclass(value):
             members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
             names |= members.keys() | {field.name for field in fields_of(value)}

@@ -3,13 +3,9 @@
 Write plain NNX. Spanax traces the train step, infers its logical axes, shards them over a mesh, and trains the model.
 """
 
-import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from spanax.displays import show_with
-from spanax.plan.sharding.constrained import constrain_with
 
 if TYPE_CHECKING:
     from spanax.check.check import check as check
@@ -100,34 +96,32 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = sorted(_HOME)
 
 
-class _Lazy(ModuleType):
-    """A module that imports public names on first use, so that `spanax --help` does not import JAX.
+class _FunctionPackage(ModuleType):
+    """A package that is also the public function of its name: `spanax.trace(...)`, `import spanax.trace.program`."""
 
-    The functions `trace`, `plan` and `check` have the names of subpackages. The import of a subpackage would replace
-    the function as an attribute of this module; this lookup always returns the function.
-    """
+    @property
+    def __wrapped__(self) -> Any:
+        name = self.__name__.removeprefix("spanax.")
+        return getattr(import_module(f"spanax.{_HOME[name]}"), name)
 
-    def __getattribute__(self, name: str) -> Any:
-        home = _HOME.get(name)
-        return getattr(import_module(f"spanax.{home}"), name) if home else super().__getattribute__(name)
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__wrapped__.__doc__
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
-
-
-def _notebook(value: Any) -> str:
-    from spanax.show.page.notebook import notebook
-
-    return notebook(value)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
 
 
-def _constrained(*args: Any, **options: Any) -> Any:
-    from spanax.jit.constrain import constrain
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use, so that `spanax --help` does not import JAX."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'spanax' has no attribute '{name}'")
+    return getattr(import_module(f"spanax.{_HOME[name]}"), name)
 
-    return constrain(*args, **options)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
-# Both import what they call on first use.
-show_with(_notebook)
-constrain_with(_constrained)
-sys.modules[__name__].__class__ = _Lazy
+for _package in ("check", "jit", "plan", "stack", "trace"):
+    import_module(f"spanax.{_package}").__class__ = _FunctionPackage

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Union
 import tyro
 
 from spanax.commands import (
-    axes,
     check,
     checkpoint,
     compare,
@@ -21,9 +20,9 @@ from spanax.commands import (
     probe,
     report,
     train,
-)  # fmt: skip
+    weights,
+)
 from spanax.commands.answer import HELP, Answer
-from spanax.commands.weights import export_rules, export_weights, import_weights
 from spanax.compat import color_help
 from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
@@ -31,7 +30,7 @@ from spanax.frames import user_frames
 from spanax.show.error_text import print_error
 from spanax.train.compilation_cache import drop_untrusted_folder
 from spanax.train.config import TrainConfig
-from spanax.usage.examples import described, wants_colors
+from spanax.usage import described, wants_colors
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,16 @@ COMMANDS: dict[str, Verb] = {
     "plan": Verb(plan.PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
     "models": Verb(models.ModelsCommand, models.answer),
-    "axes": Verb(axes.AxesCommand, axes.answer),
+    "axes": Verb(models.AxesCommand, models.axes_answer),
     "probe": Verb(probe.ProbeCommand, probe.answer),
     "compare": Verb(compare.CompareCommand, compare.answer),
     "inspect": Verb(inspect.InspectCommand, inspect.answer),
     "checkpoint": Verb(checkpoint.CheckpointCommand, checkpoint.answer),
     "report": Verb(report.ReportCommand, report.answer),
     "doctor": Verb(doctor.DoctorCommand, doctor.answer),
-    "import": Verb(import_weights.ImportCommand, import_weights.answer),
-    "export": Verb(export_weights.ExportCommand, export_weights.answer),
-    "export-rules": Verb(export_rules.ExportRulesCommand, export_rules.answer),
+    "import": Verb(weights.ImportCommand, weights.import_answer),
+    "export": Verb(weights.ExportCommand, weights.export_answer),
+    "export-rules": Verb(weights.ExportRulesCommand, weights.rules_answer),
     "launch": Verb(launch.LaunchFlags, launch.answer, launch.parse, launch.SUMMARY),
 }
 

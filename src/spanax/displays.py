@@ -1,22 +1,16 @@
-"""A registry of notebook displays, which `spanax.show` fills, so that values do not depend on it."""
+"""Displays values in a notebook."""
 
-from collections.abc import Callable
 from typing import Any
 
-_shown: list[Callable[[Any], str]] = []
 
-
-def show_with(render: Callable[[Any], str]) -> None:
-    """Registers the function that renders a value as HTML."""
-    _shown[:] = [render]
-
-
-def display(value: Any) -> str | None:
-    """Renders a value as HTML for a notebook; None if no function is registered, so that the notebook shows the text.
+def display(value: Any) -> str:
+    """Returns a value as HTML for a notebook.
 
     Example:
       >>> import spanax
       >>> display(spanax.MeshShape.of("data=4,model=2")).startswith("<div")
       True
     """
-    return _shown[0](value) if _shown else None
+    from spanax.show.page.notebook import notebook
+
+    return notebook(value)

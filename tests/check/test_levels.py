@@ -16,12 +16,12 @@ import programs
 import spanax
 from sampling import sampled
 from spanax.check import check as checking
+from spanax.check.check import predictions
 from spanax.check.compilers import report_cache, target
 from spanax.check.compilers.abstract_mesh import is_available
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import install_command, simulated_target, target_of
-from spanax.check.predictions import predictions
 from spanax.check.report import Report
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of

@@ -10,7 +10,7 @@ import pytest
 
 import spanax
 from spanax import cli
-from spanax.check.measure.profile_event import profile_event
+from spanax.check.measure.run_record import profile_event
 from spanax.check.profile import DEVICE_PLANE, Timeline, _operation, _summary, _Trace, step_profile
 from spanax.errors import DataError, SpanaxError
 from spanax.train.config import TrainConfig, profiled_steps

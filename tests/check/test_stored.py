@@ -13,12 +13,12 @@ import pytest
 import hlo_programs
 import spanax
 import stored
+from spanax.check.check import predictions
 from spanax.check.compilers.target import platform_of
 from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.messages import parse_hlo
 from spanax.check.hlo.module import Module, read_module, read_text
-from spanax.check.predictions import predictions
 from spanax.plan.cost.memory.tiles import padded_bytes
 
 LAYERS, MATRIX = 3, 256 * 1024

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from spanax import cli
-from spanax.commands.doctor import DoctorCommand, diagnose
+from spanax.commands.doctor import DoctorCommand, diagnose, is_well, verdicts_text
 from spanax.doctor import jax_probe
 from spanax.doctor.machine import Verdict
 from spanax.errors import SpanaxError
-from spanax.show.doctor import is_well, verdicts_text
-from spanax.usage.examples import wants_colors
+from spanax.usage import wants_colors
 
 NAMES = {"packages", "plugins", "settings", "devices", "disk", "shared memory", "coordinator"}
 

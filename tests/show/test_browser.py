@@ -16,7 +16,7 @@ from spanax.hardware.cluster import cluster
 from spanax.plan.advice.summary import summarize
 from spanax.plan.search import search
 from spanax.show.page.document import document
-from spanax.show.page.search import search_page
+from spanax.show.page.plan import search_page
 from spanax.train.record.report import run_report
 
 pytest.importorskip("axe_playwright_python", reason='no axe-core: pip install "spanax[browser]"')

@@ -16,7 +16,7 @@ from spanax.errors import DataError, SpanaxError
 from spanax.hardware.flags import FLAGS, checked, default_flags, flags_of, for_platform
 from spanax.hardware.options import OPTIONS
 from spanax.plan.plan import Plan
-from spanax.step.compiler_options import check_accepted
+from spanax.step.placement import check_accepted
 from spanax.train.run import Run
 
 MIXED_FLAGS = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")

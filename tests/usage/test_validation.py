@@ -7,7 +7,7 @@ import pytest
 from spanax.commands.plan import PlanCommand
 from spanax.errors import RangeError
 from spanax.train.config import MAX, MIN, TrainConfig, check
-from spanax.usage.validation import check_positive
+from spanax.usage import check_positive
 
 ZERO = {"seed", "eval_every"}
 """Settings whose default is 0."""

@@ -155,4 +155,6 @@ def _saved_specs(folder: Folder) -> dict[str, Spec]:
 
 
 def _axes(by: Any) -> tuple[str, ...]:
-    return () if by is None else (by,) if isinstance(by, str) else tuple(by)
+    if isinstance(by, str):
+        return (by,)
+    return () if by is None else tuple(by)

@@ -36,7 +36,7 @@ class Certificate:
     findings: tuple[Finding, ...] = ()
     plan: Plan | None = None
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     def to_json(self) -> str:

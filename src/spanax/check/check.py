@@ -13,19 +13,17 @@ from spanax.check.compilers.abstract_mesh import abstract_collectives, is_availa
 from spanax.check.compilers.compile import TIMEOUT_SECONDS, Compiled, compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import Target, install_command, platform_of, simulated_target, target_of
-from spanax.check.hlo.array_matching import with_arrays
-from spanax.check.hlo.collectives import collectives, totals
+from spanax.check.hlo.collectives import collectives, totals, with_arrays
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import HOST_MEMORY, Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
-from spanax.check.predictions import figures
 from spanax.check.report import Figures, Report
 from spanax.errors import DeviceCountError, NotInstalledError, RangeError, UnknownNameError, UnsupportedError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
 from spanax.plan.cost.memory.tiles import padded_bytes
-from spanax.plan.evaluate import evaluate
+from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.place import check_made_for
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
@@ -277,3 +275,21 @@ def _paths(shapes: str, plan: Plan) -> tuple[str, ...]:
 def _shape_text(leaf: Placement) -> str:
     short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32"}
     return f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
+
+
+def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
+    """Returns the predicted state, peak memory, FLOPs and collectives per device and step, without layout padding.
+
+    With `adds_first`, all-reduces whose results are added to each other count as one, as in the final programs of
+    compilers that combine them (`Cluster.adds_first`).
+
+    Raises:
+      SpanaxError: the plan was made for another program, or cannot be run.
+    """
+    return figures(evaluate(program, plan, cluster, adds_first=adds_first))
+
+
+def figures(cost: Evaluation) -> Figures:
+    """Returns the figures of an evaluated plan."""
+    plan = cost.plan
+    return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives, plan.host_bytes)

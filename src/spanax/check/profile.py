@@ -100,9 +100,13 @@ class StepProfile:
             summary = parsed(_Summary, data)
             seconds = {name.replace(" ", "_"): value for name, value in summary.seconds.items()}
             profile = StepProfile(
-                summary.steps, summary.devices, summary.step_seconds, by_axis=summary.communication,
-                operations=summary.operations, **seconds,
-            )  # fmt: skip
+                summary.steps,
+                summary.devices,
+                summary.step_seconds,
+                by_axis=summary.communication,
+                operations=summary.operations,
+                **seconds,
+            )
         except (SchemaError, TypeError) as error:  # TypeError for an unknown part of the step
             raise FileError("this is not a profile summary.", where=str(error)) from None
         if not 0 < profile.step_seconds < math.inf:

@@ -105,7 +105,7 @@ class Report:
     seconds: float = 0.0
     is_kept: bool = False
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @property

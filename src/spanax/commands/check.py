@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, first_line
 from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
-from spanax.usage.validation import require
+from spanax.usage import require
 
 if TYPE_CHECKING:
     from spanax.check.finding import Finding

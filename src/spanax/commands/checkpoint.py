@@ -1,6 +1,7 @@
 """`spanax checkpoint`: lists and verifies the checkpoints of a run, without JAX."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -8,9 +9,12 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import MissingFileError
+from spanax.printable import printable
+from spanax.units import bytes_text
 
 if TYPE_CHECKING:
     from spanax.entries.folder import Folder
+    from spanax.train.store.view import SavedStep
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,6 @@ def answer(command: CheckpointCommand) -> Answer:
 
 def show(directory: Path) -> Answer:
     """Returns the saved steps, newest last, each with its first problem."""
-    from spanax.show.checkpoints import steps_json, steps_text
     from spanax.train.store import view
 
     root = _root(directory)
@@ -49,7 +52,6 @@ def show(directory: Path) -> Answer:
 
 def verify(directory: Path) -> Answer:
     """Compares every file of every step with its checksum; the problems name the file and the difference."""
-    from spanax.show.checkpoints import verified_text
     from spanax.train.store import view
 
     root = _root(directory)
@@ -74,3 +76,33 @@ def _root(directory: Path) -> "Folder":
     if root.kind() is not Kind.FOLDER:
         raise MissingFileError(f"there is no folder '{directory}'.", fix="a run folder, or its checkpoints folder")
     return root
+
+
+def steps_text(root: "Folder", steps: "Sequence[SavedStep]") -> str:
+    """Returns one line per saved step, with its size, state and first problem."""
+    lines = []
+    for step in steps:
+        state = ": ".join([step.state, *step.problems[:1]])
+        line = f"step {step.step}  {bytes_text(step.bytes)}  {step.num_leaves} arrays  {step.when}  {state}"
+        lines.append(printable(line))
+    return "\n".join(lines) or f"no checkpoint in '{printable(root)}'"
+
+
+def steps_json(root: "Folder", steps: "Sequence[SavedStep]") -> dict[str, Any]:
+    """Returns the object of `spanax checkpoint show --json`."""
+    return {"directory": str(root), "steps": [asdict(step) for step in steps]}
+
+
+def verified_text(root: "Folder", listed: Mapping[str, Sequence[Any]]) -> str:
+    """Returns the problems, or that every file matches its checksum.
+
+    Args:
+      root: the folder of checkpoints.
+      listed: the lists of `spanax checkpoint verify --json`.
+    """
+    if listed["problems"]:
+        return "\n".join(map(printable, listed["problems"]))
+    saving, unfinished = (", ".join(map(str, listed[key])) for key in ("saving", "unfinished"))
+    suffix = f"; step {saving} is being saved" if saving else ""
+    suffix += f"; step {unfinished} is unfinished" if unfinished else ""
+    return f"{len(listed['steps'])} steps in '{printable(root)}', every file matches its checksum{suffix}"

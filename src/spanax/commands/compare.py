@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.train.flags import Load, Precision, SizeFlags, Sizes
-from spanax.usage.validation import check_positive
+from spanax.usage import check_positive
 
 if TYPE_CHECKING:
     from spanax.show.live.terminal import ShowProgress

@@ -2,16 +2,19 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spanax.commands.answer import Answer
-from spanax.usage.examples import wants_colors
+from spanax.printable import printable
+from spanax.usage import wants_colors
 
 if TYPE_CHECKING:
     from spanax.doctor.machine import Verdict
+
+_COLOURS = {"ok": 32, "warning": 33, "problem": 31}
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,6 @@ def answer(command: DoctorCommand) -> Answer:
     Raises:
       SpanaxError: an address is invalid.
     """
-    from spanax.show.doctor import is_well, verdicts_json, verdicts_text
-
     verdicts = diagnose(command, os.environ)
     text = verdicts_text(verdicts, in_colours=wants_colors(sys.stdout))
     return Answer(text, verdicts_json(verdicts), exit_code=0 if is_well(verdicts) else 1, is_styled=True)
@@ -69,3 +70,32 @@ def diagnose(command: DoctorCommand, environ: Mapping[str, str]) -> "list[Verdic
         *map(network.reach, addresses),
         network.group(hosts, command.timeout),
     ]
+
+
+def verdicts_json(verdicts: "Sequence[Verdict]") -> dict[str, Any]:
+    """Returns the object of `spanax doctor --json`."""
+    return {"is_well": is_well(verdicts), "findings": [asdict(verdict) for verdict in verdicts]}
+
+
+def is_well(verdicts: "Sequence[Verdict]") -> bool:
+    """Whether no verdict is a problem."""
+    return all(verdict.state != "problem" for verdict in verdicts)
+
+
+def verdicts_text(verdicts: "Sequence[Verdict]", *, in_colours: bool = False) -> str:
+    """Returns one line per verdict; below those that are not ok, where and how to fix them."""
+    lines = []
+    for verdict in verdicts:
+        state = f"{verdict.state:7}"
+        if in_colours:
+            state = f"\x1b[{_COLOURS[verdict.state]}m{state}\x1b[0m"
+        lines.append(f"{state}  {verdict.name:13}  {printable(verdict.what)}")
+        hints = {"where": verdict.where, "fix": verdict.fix} if verdict.state != "ok" else {}
+        lines += [f"{'':24}{key}: {printable(text)}" for key, text in hints.items() if text]
+    problems, warnings = (sum(verdict.state == state for verdict in verdicts) for state in ("problem", "warning"))
+    lines.append(f"{_count_text(problems, 'problem')}, {_count_text(warnings, 'warning')} in {len(verdicts)} findings")
+    return "\n".join(lines)
+
+
+def _count_text(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"

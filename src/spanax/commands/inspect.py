@@ -57,7 +57,7 @@ def answer(command: InspectCommand) -> Answer:
         placement_json,
         placement_text,
         shards_json,
-    )  # fmt: skip
+    )
     from spanax.show.schedules import ticks_json, ticks_text
 
     placement = array_placement(command.path)

@@ -9,7 +9,7 @@ import tyro
 from spanax.commands.answer import HELP, Answer
 from spanax.errors import UnknownNameError, nearest
 from spanax.launch import local, slurm, workers
-from spanax.usage.examples import described
+from spanax.usage import described
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),

@@ -1,13 +1,16 @@
-"""`spanax models`: lists the named workloads."""
+"""`spanax models` and `spanax axes`: lists the named workloads, and the axes of one."""
 
 import math
+import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
+from spanax.train.flags import BatchSizeFlags, BatchSizes
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,42 @@ def _row(name: str) -> dict[str, Any]:
     workload = load(name)
     state = nnx.state(nnx.eval_shape(lambda: workload.build(nnx.Rngs(0))), nnx.Param)
     _, leaves, _ = abstract_batch(workload.batch)
-    data = workload.source if isinstance(workload.source, str) else "synthetic" if workload.source is not None else None
+    source = workload.source
     return {
         "name": name,
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)),
         "batch": {leaf.path: list(leaf.shape) for leaf in leaves},
-        "data": data,
+        "data": source if source is None or isinstance(source, str) else "synthetic",
     }
 
 
 def _shapes(batch: dict[str, list[int]]) -> str:
     return ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in batch.items())
+
+
+@dataclass(frozen=True)
+class AxesCommand:
+    """Print the named axes of a workload: sizes, maximum numbers of shards, and arrays.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      json: print one JSON object, with every array.
+      traceback: show the full traceback of an error.
+    """
+
+    workload: Positional[str]
+    sizes: BatchSizeFlags = BatchSizes()
+    json: bool = False
+    traceback: bool = False
+
+
+def axes_answer(command: AxesCommand) -> Answer:
+    """Returns the axes of the traced workload."""
+    from spanax.models.workloads import load
+    from spanax.show.axes import axes_json, axes_text
+
+    began = time.perf_counter()
+    workload = command.sizes.load(partial(load, command.workload))
+    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+    seconds = time.perf_counter() - began
+    return Answer(axes_text(program), {"workload": command.workload, **axes_json(program), "trace_seconds": seconds})

@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
 from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
-from spanax.usage.validation import check_positive, flag, require
+from spanax.usage import check_positive, flag, require
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
@@ -278,7 +278,7 @@ def _write(command: PlanCommand, summary: "Summary", plan: "Plan", machine: "Clu
 
 def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: PlanCommand) -> str:
     from spanax.show.page.document import write
-    from spanax.show.page.search import search_page
+    from spanax.show.page.plan import search_page
 
     return write(search_page(summary, plan, command.workload), path)
 

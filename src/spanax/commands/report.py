@@ -46,9 +46,9 @@ def answer(command: ReportCommand) -> Answer:
     from spanax.show.check import report_text
 
     value = read(command.run)
-    text = str(value) if isinstance(value, Plan) else "\n".join(
-        [report_text(value.report), "", *map(str, value.findings)]
-    )  # fmt: skip
+    text = (
+        str(value) if isinstance(value, Plan) else "\n".join([report_text(value.report), "", *map(str, value.findings)])
+    )
     return Answer("\n".join([*_written(value, command.out), text]), value.to_json())
 
 

@@ -16,7 +16,7 @@ from spanax.errors import PREEMPTED
 from spanax.show.error_text import print_error
 from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
 from spanax.train.record.folder import read_config, recorded
-from spanax.usage.examples import described
+from spanax.usage import described
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -55,7 +55,11 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
     """Returns the recorded settings without layout, mesh and plan where the flags request another placement."""
     is_moved = any(value is not None for value in (config.layout, config.mesh, config.plan))
     is_resized = config.devices is not None and config.devices != settings.get("devices")
-    dropped: tuple[str, ...] = ("layout", "mesh", "plan") if is_moved else ("mesh", "plan") if is_resized else ()
+    dropped: tuple[str, ...] = ()
+    if is_moved:
+        dropped = ("layout", "mesh", "plan")
+    elif is_resized:
+        dropped = ("mesh", "plan")
     if config.plan is not None:
         dropped = (*dropped, *PLAN_SETTINGS)  # the new plan contains them
     return {key: value for key, value in settings.items() if key not in dropped}
@@ -83,7 +87,7 @@ def answer(config: TrainConfig) -> Answer:
     with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream, resume=resume) as emit:
         last = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
-            from spanax.check.measure.profile_event import profile_event
+            from spanax.check.measure.run_record import profile_event
 
             emit(profile_event(Path(last["out"])))
     return Answer(exit_code=PREEMPTED if last["event"] == "preempted" else 0)

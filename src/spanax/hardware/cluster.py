@@ -36,7 +36,7 @@ class Cluster:
     num_slices: int = 1
     file: str = ""
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     def __str__(self) -> str:

@@ -138,7 +138,7 @@ class MeshShape:
         sizes = tuple(size for _, size in self.axes)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     def __repr__(self) -> str:

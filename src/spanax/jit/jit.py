@@ -201,7 +201,9 @@ def _static(
 
 def _listed(name: str, values: Any, kind: type, fix: str) -> list[Any]:
     """Returns the values of an argument that is one value or several of a type."""
-    listed = [values] if isinstance(values, kind) else [*values] if isinstance(values, Iterable) else None
+    if isinstance(values, kind):
+        return [values]
+    listed = [*values] if isinstance(values, Iterable) else None
     if listed is None or not all(isinstance(value, kind) for value in listed):
         raise ArgumentError.of(name, values, fix)
     return listed

@@ -1,5 +1,6 @@
 """The mesh and layout that functions of the same objects share."""
 
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from spanax.compat import is_of_python
 from spanax.errors import (
     IdleAxisError,
     IndivisibleError,
@@ -20,7 +22,6 @@ from spanax.errors import (
 )
 from spanax.hardware.cluster import Cluster, cluster_of, local
 from spanax.hardware.mesh import MeshShape
-from spanax.jit.turns import Turns
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import decided, requested_layout
 from spanax.plan.layout import Layout
@@ -36,6 +37,35 @@ from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_explicit, is_typed, sharding_on, user_mesh
 from spanax.trace.variables import Leaf
 from spanax.trace.variant import Variant
+
+
+class Turns:
+    """A lock that one thread at a time has, and may take again, as when one function is called while another is traced.
+
+    A callback of a running program gets an error instead of the lock: its program waits for it, and so may the devices.
+
+    Example:
+      >>> turns = Turns()
+      >>> with turns, turns:
+      ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        # XLA runs callbacks in threads of its own.
+        if not self._lock.acquire(blocking=is_of_python()):
+            raise ObjectsError(
+                "a callback of a running function calls a function of spanax.jit on the same devices.",
+                fix="return its arguments from the running function, and call it afterwards",
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Turns":
+        return Turns()
 
 
 @dataclass(frozen=True)

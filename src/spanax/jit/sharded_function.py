@@ -28,10 +28,9 @@ from spanax.processes.process_batches import global_batch
 from spanax.step.compile_notice import compile_notice
 from spanax.step.compiled_function import CompiledFunction
 from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
-from spanax.step.platform import platform_of
+from spanax.step.placement import place_argument, platform_of
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.sharded_init import placed
-from spanax.step.validate_batch import place_argument
 from spanax.trace.batch import AUTO
 from spanax.trace.function import trace_function
 from spanax.trace.program import Program
@@ -245,9 +244,13 @@ class ShardedFunction:
                 fix="spanax.init(make_objects, like=train_step) to create sharded objects",
             )
         program = trace_function(
-            function, owners(objects.nodes, object_names), shapes, array_names, self.losses.variant,
+            function,
+            owners(objects.nodes, object_names),
+            shapes,
+            array_names,
+            self.losses.variant,
             form.example_dims(self.batch_axes, self._parameters, shapes),
-        )  # fmt: skip
+        )
         placement = self.placement
         plan = placement.plan_for(program, self.losses, objects.arrays(), arrays, is_like=self.is_like)
         assert placement.mesh is not None
@@ -367,7 +370,9 @@ def owners(nodes: Sequence[Any], names: Sequence[str]) -> list[Owner]:
     is_used = {"": False, OPTIMIZER: False}
     for node, name in zip(nodes, names, strict=True):
         is_optimizer = isinstance(node, nnx.Optimizer)
-        usual = OPTIMIZER if is_optimizer else "" if isinstance(node, nnx.Module) else name
+        usual = "" if isinstance(node, nnx.Module) else name
+        if is_optimizer:
+            usual = OPTIMIZER
         prefixes.append(name if is_used.get(usual, False) else usual)
         is_used[usual] = True
     kinds = [isinstance(node, nnx.Optimizer) and not isinstance(node, nnx.ModelAndOptimizer) for node in nodes]

@@ -89,7 +89,7 @@ class Candidate:
             repeats_most=bool(costs.repeats_most[index]),
         )
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @property
@@ -190,7 +190,7 @@ class Search:
     partial_remat: Reason | None = None
     dtype_reason: Reason | None = None
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @property

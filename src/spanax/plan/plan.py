@@ -263,7 +263,7 @@ class Plan:
                 lines.append(f"{path}: {_spec_text(a)} -> {_spec_text(b)}")
         return lines
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     def __str__(self) -> str:

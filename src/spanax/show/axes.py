@@ -33,10 +33,16 @@ def axes_text(program: Program) -> str:
     """Returns the axes as a table, with the coverage and unknown primitives below it."""
     columns = ("axis", "sizes", "ways", "classes", "arrays", "for example")
     rows = [
-        (axis.name, ", ".join(map(str, axis.sizes)), f"{axis.ways}", f"{axis.num_classes}", f"{len(axis.leaves)}",
-         axis.leaves[0])
+        (
+            axis.name,
+            ", ".join(map(str, axis.sizes)),
+            f"{axis.ways}",
+            f"{axis.num_classes}",
+            f"{len(axis.leaves)}",
+            axis.leaves[0],
+        )
         for axis in program.axes
-    ]  # fmt: skip
+    ]
     axes = program.step.axes
     notes = [f"{100 * axes.coverage:.0f} % of the matmul and convolution FLOPs is sharded with the batch"]
     for name, count in axes.unknown.items():

@@ -75,9 +75,17 @@ def _step_cells(step: CalibratedStep) -> tuple[str, ...]:
     errors = (f"{100 * (value / step.measured - 1):+.1f} %" for value in (step.before, step.after))
     first, second = errors
     return (
-        step.source, step.layout, str(step.num_steps), f"{step.measured:.4g}", _percent(step.noise),
-        f"{step.before:.4g}", first, f"{step.after:.4g}", second, _percent(step.uncertainty),
-    )  # fmt: skip
+        step.source,
+        step.layout,
+        str(step.num_steps),
+        f"{step.measured:.4g}",
+        _percent(step.noise),
+        f"{step.before:.4g}",
+        first,
+        f"{step.after:.4g}",
+        second,
+        _percent(step.uncertainty),
+    )
 
 
 def _best_text(candidate: Candidate) -> str:

@@ -22,7 +22,7 @@ from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.printable import printable
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
-from spanax.usage.examples import wants_colors
+from spanax.usage import wants_colors
 
 MAX_REPLICATED = 12
 """Number of replicated arrays that are listed."""
@@ -48,10 +48,17 @@ def placement_text(placement: ArrayPlacement) -> str:
     rows = []
     for leaf in distinct_arrays(placement):
         parts = shards(leaf, mesh)
-        rows.append((
-            leaf.path, dims_text(leaf), spec_text(leaf.spec), str(len(parts)), str(copies(leaf, mesh)),
-            bytes_text(leaf.local_bytes), devices_text(parts[0].devices),
-        ))  # fmt: skip
+        rows.append(
+            (
+                leaf.path,
+                dims_text(leaf),
+                spec_text(leaf.spec),
+                str(len(parts)),
+                str(copies(leaf, mesh)),
+                bytes_text(leaf.local_bytes),
+                devices_text(parts[0].devices),
+            )
+        )
     return "\n".join([*lines, "", table_text(heads, rows)])
 
 
@@ -181,7 +188,9 @@ def grid(leaf: Placement, mesh: MeshShape) -> Grid:
     sharded = [dim for dim, axes in enumerate(leaf.spec) if mesh.ways(axes) > 1]
     # A single sharded dim is drawn across if it is the last one, as NumPy prints arrays.
     is_last = bool(sharded) and sharded[0] == len(leaf.shape) - 1
-    columns = sharded[1] if len(sharded) > 1 else sharded[0] if is_last else None
+    columns = sharded[0] if is_last else None
+    if len(sharded) > 1:
+        columns = sharded[1]
     rows = sharded[0] if sharded and sharded[0] != columns else None
     left_out = tuple(dim for dim in sharded if dim not in (rows, columns))
     table: dict[int, dict[int, Shard]] = {}
@@ -218,9 +227,13 @@ def _console(stream: TextIO, drawings: Sequence[Table | str]) -> Console:
     """Returns a console that is wide enough for drawings: a truncated grid is useless."""
     colors = "auto" if wants_colors(stream) else None
     console = Console(
-        file=stream, record=True, highlight=False, markup=False, emoji=False,
+        file=stream,
+        record=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
         color_system=colors,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     console.width = max(console.width, *(console.measure(drawing).maximum for drawing in drawings))
     return console
 
@@ -238,9 +251,10 @@ def _drawn(leaf: Placement, mesh: MeshShape) -> tuple[str, Table]:
 
 def described(leaf: Placement, mesh: MeshShape, drawing: Grid) -> str:
     """Returns dims, mesh axes, bytes per device and copies of an array."""
+    directions = {drawing.rows: " down", drawing.columns: " across"}
     dims = []
     for dim, (name, size, axes) in enumerate(zip(leaf.axes, leaf.shape, leaf.spec, strict=True)):
-        direction = " down" if dim == drawing.rows else " across" if dim == drawing.columns else ""
+        direction = directions.get(dim, "")
         dims.append(f"{name or '?'}:{size}" + (f" / {'+'.join(axes)} {mesh.ways(axes)}{direction}" if axes else ""))
     times = copies(leaf, mesh)
     replication = f"{times} copies of each shard" if times > 1 else "one copy of each shard"

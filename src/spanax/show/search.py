@@ -239,6 +239,7 @@ def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list
         f"  {leaf.local_bytes} bytes per device{memory}; {leaf.reason or 'sharded as it is used'}",
     ]
     sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
-    return lines + ([f"  {kind} over {axes}: {bytes_text(size)} per step" for kind, axes, size in sizes] or [
-        "  no collectives move it"
-    ])  # fmt: skip
+    return lines + (
+        [f"  {kind} over {axes}: {bytes_text(size)} per step" for kind, axes, size in sizes]
+        or ["  no collectives move it"]
+    )

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError, StackError, first_line, nearest
+from spanax.stack.block_equality import operation_counts
 from spanax.stack.layer_loop import Token, read_tokens, refusal
-from spanax.stack.operation_counts import operation_counts
 from spanax.stack.stack import Stack
 
 Model = TypeVar("Model", bound=nnx.Module)

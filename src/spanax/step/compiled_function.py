@@ -8,39 +8,26 @@ from typing import Any
 import jax
 
 from spanax.hardware.flags import for_platform
-from spanax.plan.plan import Plan
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback
-from spanax.step.sharded_function import sharded_function
-from spanax.trace.program import Program
+from spanax.step.train_step import PlacedProgram
 from spanax.trace.user_mesh import sharding_on
 
 
 @dataclass(frozen=True, eq=False)
-class CompiledFunction:
-    """A traced function of a state and a batch, replayed on the mesh of a plan.
+class CompiledFunction(PlacedProgram):
+    """A traced function of a state and a batch, replayed on the mesh of a plan without a pipeline.
 
     Attributes:
-      program: the traced function.
-      plan: its plan; without a pipeline.
-      mesh: the devices.
       donate: whether the buffers of the leaves that the function updates are reused.
       user_mesh: the user's Explicit mesh of the same devices, if any. Between calls, arrays are on it where possible:
         under `jax.set_mesh`, JAX accepts arrays on no other mesh.
       options: the user's options of the compiler, which take precedence over the plan's.
     """
 
-    program: Program
-    plan: Plan
-    mesh: jax.sharding.Mesh
     donate: bool
     user_mesh: jax.sharding.Mesh | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def state(self) -> list[jax.sharding.NamedSharding]:
-        """The sharding of every leaf of the state."""
-        return [placement.sharding(self.mesh) for placement in self.plan.leaves]
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
@@ -73,23 +60,10 @@ class CompiledFunction:
         """The sharding of every leaf of the state between calls."""
         return tuple(sharding_on(sharding, self.user_mesh) for sharding in self.state)
 
-    @cached_property
-    def batch(self) -> list[jax.sharding.NamedSharding]:
-        """The sharding of every leaf of the batch."""
-        return [placement.sharding(self.mesh) for placement in self.plan.batch]
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether the mesh has several devices on CPUs, whose collectives require that calls do not overlap."""
-        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
-
     def outputs(self, inputs: Sequence[Any], *, defers_errors: bool = False) -> list[Any]:
         """Returns the new state and the results, under the plan's constraints, given state and batch."""
-        program = self.program
-        replay = sharded_function(
-            program, self.plan, self.mesh, None, program.step, None, is_step=True, inputs_only=False
-        )
-        return replace(replay, defers_errors=defers_errors).body(replay.graph.body, inputs)
+        replay = replace(self.replay(self.program.step, is_step=True), defers_errors=defers_errors)
+        return replay.body(replay.graph.body, inputs)
 
     @cached_property
     def jitted(self) -> Any:

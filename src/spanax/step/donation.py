@@ -63,7 +63,8 @@ def check_state(leaves: Sequence[Leaf], arrays: Sequence[Any], first: int = 0) -
     Raises:
       SpanaxError: an array was donated to a step that failed, or computed by one.
     """
-    for index in range(len(arrays)) if _FAILURES else (first,) if arrays else ():
+    checked = range(first, min(first + 1, len(arrays)))
+    for index in range(len(arrays)) if _FAILURES else checked:
         check_alive(leaves[index].path, arrays[index])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from spanax.plan.sharding.placement import Placement
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.trace.analysis.sharding_keys import only_moves
 from spanax.trace.jaxpr.graph import Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, run

@@ -71,7 +71,7 @@ class Program:
         axes = ", ".join(f"{axis.name} {'/'.join(map(str, axis.sizes))}" for axis in self.axes)
         return f"Program({count_text(count)} parameters, axes: {axes})"
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @property

@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
-from spanax.step.host_memory import to_device
 from spanax.step.pipeline.layer_order import LayerOrder
+from spanax.step.placement import to_device
 from spanax.trace.program import Program
 from spanax.train.data.destination import with_rows
 

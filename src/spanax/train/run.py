@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,24 +13,16 @@ import numpy as np
 from flax import nnx
 
 from spanax.errors import LossError
-from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
 from spanax.processes.process_batches import global_batch
 from spanax.step.compile_notice import compile_notice
 from spanax.step.donation import check_state, note_failure
 from spanax.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
-from spanax.step.guarded_step import GuardedStep, invalid_leaves
-from spanax.step.host_memory import to_device, to_host
-from spanax.step.multi_step import multi_step
-from spanax.step.pipeline.layer_order import LayerOrder, layer_order
-from spanax.step.pipeline.layer_padding import PaddedStep
-from spanax.step.placement import abstract_arrays
-from spanax.step.platform import platform_of
+from spanax.step.guarded_step import invalid_leaves
+from spanax.step.placement import platform_of, to_device, validate_batch
 from spanax.step.replay.callbacks import raise_deferred
-from spanax.step.sharded_function import sharded_function
-from spanax.step.validate_batch import validate_batch
-from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.step.train_step import EvalStep, TrainStep
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import methods_outside_meshes
 from spanax.train.data.batches import Batches
@@ -84,7 +76,8 @@ class Run:
     loaded: Loaded | None = field(default=None, repr=False)
     warn: Callable[[str], None] = field(default=warn_user, repr=False)
     _first_step: FirstStep = field(default_factory=FirstStep, repr=False)
-    _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
+    _steps: dict[int, Any] = field(default_factory=dict, repr=False)
+    _evaluations: dict[int, Any] = field(default_factory=dict, repr=False)
     _returned: deque[tuple[int, Any, dict[str, Any]]] = field(default_factory=deque, repr=False)
     _num_last: int = field(default=1, repr=False)
 
@@ -131,16 +124,18 @@ class Run:
 
     def unsound(self) -> list[str]:
         """Returns the paths of non-finite parameters and of other leaves that contain a NaN."""
-        if "invalid leaves" not in self._compiled:
-            replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            shardings = [array.sharding for array in self.state]
-
-            def function(state: Sequence[Any]) -> Any:
-                return invalid_leaves(self.program, self._rows, to_device(state, shardings))
-
-            self._compiled["invalid leaves"] = jax.jit(function, out_shardings=replicated)
-        are_invalid = np.asarray(self._compiled["invalid leaves"](self.state))
+        are_invalid = np.asarray(self._find_invalid(self.state))
         return [leaf.path for leaf, is_invalid in zip(self.program.leaves, are_invalid, strict=True) if is_invalid]
+
+    @cached_property
+    def _find_invalid(self) -> Any:
+        replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        shardings = [array.sharding for array in self.state]
+
+        def function(state: Sequence[Any]) -> Any:
+            return invalid_leaves(self.program, self._train.rows, to_device(state, shardings))
+
+        return jax.jit(function, out_shardings=replicated)
 
     def go_back(self, begin: Callable[[], "Run"]) -> None:
         """Replaces the state, the step and the history with those of the run that `begin` returns.
@@ -173,22 +168,23 @@ class Run:
                 "this program has no evaluation: it was traced from a train_step.",
                 fix="trace it with loss=... or evaluate=..., or evaluate run.model() yourself",
             )
+        step = self._evaluation
         if count := num_fewer(self.program, batch):
-            name = f"evaluation of {count}"
-            if name not in self._compiled:
-                self._compiled[name] = smaller_evaluation(self.program, self.plan, self.mesh, self._rows, count)
-            named: dict[str, Any] = self._compiled[name](self.state, batch)
+            if count not in self._evaluations:
+                smaller = smaller_evaluation(self.program, self.plan, self.mesh, step.rows, count)
+                self._evaluations[count] = smaller
+            named: dict[str, Any] = self._evaluations[count](self.state, batch)
             self._settle(jax.tree.leaves(named))
             return named
         leaves = self._validated(batch)
-        if "evaluation" not in self._compiled:
+        if 0 not in self._evaluations:
             jitted = (
-                self._jitted(evaluation, is_step=False)
+                step.jitted(evaluation)
                 if evaluation is not None and not is_users
-                else unplanned_evaluation(self.program, self.plan, self.mesh, self._rows, self._batch_shardings)
+                else unplanned_evaluation(self.program, self.plan, self.mesh, step.rows, step.batch)
             )
-            self._compiled["evaluation"] = self._compiling("evaluate", jitted, self._arguments()[:2])
-        metrics = self._compiled["evaluation"](self.state, leaves)
+            self._evaluations[0] = self._compiling("evaluate", jitted, step.abstract)
+        metrics = self._evaluations[0](self.state, leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
 
@@ -200,15 +196,14 @@ class Run:
             the platform of the mesh.
           inputs_only: constrain only the shardings of inputs and outputs; for analysis, not for training.
         """
-        keep_unused = platform is not None
-        jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
-        traced = jitted.trace(*self._arguments())
+        step = replace(self._train, inputs_only=True) if inputs_only else self._train
+        traced = step.jitted(keep_unused=platform is not None).trace(*self._arguments())
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
         """Compiles the step that `step` will call, and returns the compiled program."""
         with compile_notice("the step", self.plan):
-            self._compiled["step"] = compiled = self.lower().compile()
+            self._steps[0] = compiled = self.lower().compile()
         return compiled
 
     def prepare(self, num_steps: int = 1) -> None:
@@ -258,28 +253,20 @@ class Run:
     def _validated(self, batch: Any) -> list[Any]:
         """Returns the leaves of a batch, as the compiled functions accept them; the state must not be lost."""
         check_state(self.program.leaves, self.state)
-        leaves = validate_batch(self.program, self._batch_shardings, batch)
-        return global_batch(leaves, self._batch_shardings, [leaf.path for leaf in self.program.batch])
+        leaves = validate_batch(self.program, self._train.batch, batch)
+        return global_batch(leaves, self._train.batch, [leaf.path for leaf in self.program.batch])
 
     def _in_order(self) -> list[Any]:
         """Returns the state with stacked layers in model order; a pipeline may store them in another order."""
         check_state(self.program.leaves, self.state)
-        return self.state if self._rows is None else self._rows.to_layers(self.state)
-
-    @cached_property
-    def _rows(self) -> LayerOrder | None:
-        return layer_order(self.program, self.plan)
-
-    @cached_property
-    def _guarded(self) -> GuardedStep | None:
-        return GuardedStep.of(self.guard, self.program, self._rows)
+        return self.state if self._train.rows is None else self._train.rows.to_layers(self.state)
 
     def _limits(self, num_steps: int = 1) -> tuple[np.ndarray, ...]:
         """Returns the limits on the metrics of the next steps, for a step that checks them on the devices."""
         # The metrics of the previous call may not be ready: LATE steps, if each call is one step.
         self._note(self.num_steps + 1 - max(LATE, self._num_last + 1))
         guard = self.guard
-        guarded = self._guarded
+        guarded = self._train.guarded
         if guard is None or guarded is None:
             return ()
         if max(num_steps, self._num_last) > 1:
@@ -292,7 +279,7 @@ class Run:
         first = self.num_steps + 1
         num_steps = several or 1
         limits = self._limits(num_steps)
-        with nullcontext() if self._compiled else compile_notice("the step", self.plan):
+        with nullcontext() if self._steps else compile_notice("the step", self.plan):
             self.state, metrics = self._stepping(several)(self.state, leaves, *limits)
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         try:
@@ -322,7 +309,7 @@ class Run:
     @property
     def is_simulated(self) -> bool:
         """Whether the mesh has several devices on CPUs; each step then blocks until it is computed."""
-        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
+        return self._train.is_simulated
 
     def _settle(self, metrics: list[Any]) -> None:
         # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up: `CPU_COLLECTIVES`.
@@ -331,19 +318,23 @@ class Run:
             raise_deferred()
 
     @cached_property
-    def _batch_shardings(self) -> list[jax.sharding.NamedSharding]:
-        return [placement.sharding(self.mesh) for placement in self.plan.batch]
+    def _train(self) -> TrainStep:
+        return TrainStep(self.program, self.plan, self.mesh, self.guard)
+
+    @cached_property
+    def _evaluation(self) -> EvalStep:
+        return EvalStep(self.program, self.plan, self.mesh)
 
     def _stepping(self, several: int = 0) -> Any:
         """Returns the jitted function for one step, or for `several` steps on a list of batches.
 
         In a group of processes it is compiled here, after a barrier.
         """
-        name = f"{several} steps" if several else "step"
-        if name not in self._compiled:
-            jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = self._compiling(name, jitted, self._arguments(several))
-        return self._compiled[name]
+        if several not in self._steps:
+            jitted = self._train.jitted_loop(several) if several else self._train.jitted()
+            name = f"{several} steps" if several else "step"
+            self._steps[several] = self._compiling(name, jitted, self._arguments(several))
+        return self._steps[several]
 
     def _compiling(self, name: str, jitted: Any, arguments: Sequence[Any]) -> Any:
         with compile_notice(f"`{name}`", self.plan):
@@ -351,65 +342,5 @@ class Run:
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
         """Returns the abstract arguments of the function that `_stepping` returns."""
-        state = abstract_arrays(self.program.leaves, self.plan.leaves, self.mesh)
-        if self._rows is not None:
-            pairs = zip(state, self._rows.shapes, strict=True)
-            state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
-        batch: list[Any] = abstract_arrays(self.program.batch, self.plan.batch, self.mesh)
+        state, batch = self._train.abstract
         return state, [batch] * several or batch, *self._limits(max(1, several))
-
-    def _jitted(
-        self,
-        traced: StepAnalysis,
-        *,
-        is_step: bool,
-        keep_unused: bool = False,
-        inputs_only: bool = False,
-        several_steps: int = 0,
-    ) -> Any:
-        num_leaves = len(self.program.leaves)
-        rows = self._rows
-        padded = (
-            PaddedStep(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
-        )
-        replay = sharded_function(
-            self.program, self.plan, self.mesh, rows, traced, padded, is_step=is_step, inputs_only=inputs_only
-        )
-        replay = replace(replay, defers_errors=self.is_simulated)
-        function = partial(replay.body, replay.graph.body)
-        dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
-        guarded = self._guarded if is_step else None
-
-        places = [placement.sharding(self.mesh) for placement in self.plan.leaves]
-
-        def step(state: Sequence[Any], batch: Sequence[Any], *limits: Any) -> tuple[list[Any], list[Any]]:
-            before = to_device(state, places)
-            outputs = function([*before, *batch])
-            if rows is not None:
-                results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
-                outputs[num_leaves:] = [rows.to_layers_along(array, dim_of(value)) for array, value in results]
-            after = outputs[:num_leaves]
-            metrics = outputs[num_leaves:]
-            if guarded is not None:
-                after, metrics = guarded.finish(before, after, metrics, *limits)
-            return to_host(after, places), metrics
-
-        def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            before = to_device(state, places)
-            return function([*(before if rows is None else rows.to_layers(before)), *batch])
-
-        batch = self._batch_shardings
-        replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        metrics = [replicated] * (traced.num_results + bool(guarded))
-        if not is_step:
-            return jax.jit(evaluate, in_shardings=(places, batch), out_shardings=metrics)
-        platform = platform_of(self.mesh)
-        # Output shardings are explicit: otherwise XLA reshards a replicated bias after the first step and recompiles.
-        return jax.jit(
-            multi_step(step, places, batch) if several_steps else step,
-            in_shardings=(places, [batch] * several_steps or batch, *([replicated] if guarded else [])),
-            out_shardings=(places, metrics),
-            donate_argnums=0,
-            keep_unused=keep_unused,
-            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
-        )

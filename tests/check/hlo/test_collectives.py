@@ -9,9 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo_programs as text
 from spanax.check.hlo.collectives import Collective, collectives, totals
-from spanax.check.hlo.module import Module, read_module, read_text
+from spanax.check.hlo.module import OURS, Module, read_module, read_text, user_line
 from spanax.check.hlo.replica_groups import axes_of, groups_of
-from spanax.check.hlo.source_lines import OURS, user_line
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
 
@@ -158,7 +157,7 @@ def test_lines_of_libraries_are_ignored() -> None:
     assert user_line([(flax, 1), (mine, 2), ("/home/me/train.py", 3)]) == f"{mine}:2"
     assert user_line([(flax, 1), (str(OURS / "trace" / "step.py"), 2)]) == f"{flax}:1"
     assert user_line([(str(OURS / "models" / "gpt.py"), 4), (mine, 2)]).endswith("gpt.py:4")
-    assert user_line([(str(OURS / "run" / "replay.py"), 9), (mine, 2)]) == ""
+    assert user_line([(str(OURS / "step" / "replay.py"), 9), (mine, 2)]) == ""
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f", b"\x1b\x1b"])

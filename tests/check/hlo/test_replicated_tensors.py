@@ -11,15 +11,14 @@ import programs
 import spanax
 import stored
 from sampling import sampled
+from spanax.check.check import predictions
 from spanax.check.finding import Finding
-from spanax.check.hlo.array_matching import with_arrays
-from spanax.check.hlo.collectives import Collective, collectives, totals
+from spanax.check.hlo.collectives import Collective, collectives, totals, with_arrays
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import read_module
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor, replicated_tensors
 from spanax.check.lint.lint import lint
 from spanax.check.lint.subject import LintSubject
-from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
 
 MACHINE = spanax.cluster("cpu:8")

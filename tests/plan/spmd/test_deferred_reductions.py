@@ -13,7 +13,7 @@ from flax import nnx
 import spanax
 import zoo
 from sampling import sampled
-from spanax.check.predictions import predictions
+from spanax.check.check import predictions
 from spanax.plan.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram

@@ -282,40 +282,6 @@ def test_memory_per_device_falls_with_the_size_of_the_ring() -> None:
     assert 40 * eight < temporary_bytes(16384, 8, "context")
 
 
-def chunked_loss(params: dict[str, Any], tokens: Given, width: int = 8, size: int = 512) -> Any:
-    """The loss of `long_program`, written for one device: a few queries at a time."""
-    x = params["embed.embedding"][tokens["x"][0]]
-    q, k, v = jnp.split(x @ params["qkv.kernel"] + params["qkv.bias"], 3, -1)
-    at = jnp.arange(x.shape[0])
-
-    @jax.checkpoint
-    def rows(pair: Any) -> Any:
-        some, here = pair
-        scores = jnp.where(here[:, None] >= at, some @ k.T / width**0.5, -jnp.inf)
-        return jax.nn.softmax(scores) @ v
-
-    attended = jax.lax.map(rows, (q.reshape(-1, size, width), at.reshape(-1, size))).reshape(x.shape)
-    logits = (x + attended) @ params["head.kernel"] + params["head.bias"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens["y"][0]).mean()
-
-
-@pytest.mark.slow
-def test_a_sequence_of_32k_tokens() -> None:
-    random = np.random.default_rng(0)
-    tokens = {key: random.integers(0, 8, (1, 32768)).astype("int32") for key in "xy"}
-    built = long_program(32768)
-    run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:8"), layout="ring", mesh="context=8"))
-    params = {path: jnp.asarray(np.asarray(array)) for path, array in run.params().items()}
-    loss, gradients = jax.jit(jax.value_and_grad(chunked_loss))(params, tokens)
-    expected = {"loss": np.asarray(loss)} | {
-        PREFIX + path: np.asarray(gradient) for path, gradient in gradients.items()
-    }
-    result = {"loss": np.asarray(run.step(tokens)["loss"])}
-    result |= {path: np.asarray(array) for path, array in run.arrays().items() if path.startswith(PREFIX)}
-    off = differences(result, expected)
-    assert max(off.values()) < TOLERANCE, off
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
 def test_the_priced_communication_of_a_ring_is_the_compiled(name: str, mesh: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from spanax.check.hlo.collectives import Collective
+from spanax.check.hlo.module import user_line
 from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
-from spanax.check.hlo.source_lines import user_line
 from spanax.compat import ir_context, pass_manager
 from spanax.hardware.mesh import MeshShape
 

@@ -157,9 +157,14 @@ def _assigned_bytes(dumped: Path) -> dict[str, int]:
     num_bytes = {"arguments": 0, "temporaries": 0, "other": 0}
     for size, description in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
         if "thread-local" not in description and " color " not in description:
-            kind = "arguments" if " parameter " in description else "temporaries" if "temp" in description else "other"
-            num_bytes[kind] += int(size)
+            num_bytes[_purpose(description)] += int(size)
     return num_bytes | {"assigned": sum(num_bytes.values())}
+
+
+def _purpose(description: str) -> str:
+    if " parameter " in description:
+        return "arguments"
+    return "temporaries" if "temp" in description else "other"
 
 
 def _buffers(report: Path | None) -> tuple[Buffer, ...]:

@@ -1,14 +1,98 @@
 """Compiler targets for clusters: platform, topology and compiler options, without the hardware."""
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
-from spanax.check.compilers.gpu_target import GPUS, target_text
 from spanax.errors import UnsupportedError
+from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.slices import shape_text
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The resources of a GPU, per device and per multiprocessor."""
+
+    label: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    lanes: int
+    peak_fp32_flops: float
+    l2_bytes: int
+    shared_bytes: int
+
+    @property
+    def clock_ghz(self) -> float:
+        """The boost clock, derived from the peak: each lane runs one fused multiply-add per cycle."""
+        return self.peak_fp32_flops / (self.num_multiprocessors * self.lanes * 2) / 1e9
+
+
+A100 = Gpu("NVIDIA A100-SXM4", (8, 0), 108, 64, 19.5e12, 40 * MIB, 164 * KIB)
+H100 = Gpu("NVIDIA H100", (9, 0), 132, 128, 67e12, 50 * MIB, 228 * KIB)
+H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 67e12, 50 * MIB, 228 * KIB)
+B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 75e12, 126 * MIB, 228 * KIB)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {"a100-80gb": A100, "a100-40gb": A100, "h100": H100, "h200": H200, "b200": B200}
+)
+"""The chips of the catalog that have a description."""
+
+RESERVED_SHARED_BYTES = 1 * KIB
+"""Shared memory per block that is reserved for the system. Source: CUDA C++ Programming Guide."""
+
+
+def target_text(chip: Chip) -> str:
+    """Returns the description of a chip as a GpuTargetConfigProto in text format.
+
+    Example:
+      >>> from spanax.hardware.chips import chip_named
+      >>> print(target_text(chip_named("h100")).splitlines()[1])
+        name: "NVIDIA H100"
+    """
+    gpu = GPUS[chip.name]
+    major, minor = gpu.capability
+    fields = {
+        "name": f'"{gpu.label}"',
+        "device_vendor": '"NVIDIA Corporation"',
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * KIB,
+        "shared_memory_per_core": gpu.shared_bytes,
+        "shared_memory_per_block_optin": gpu.shared_bytes - RESERVED_SHARED_BYTES,
+        "threads_per_core_limit": 2048,
+        "core_count": gpu.num_multiprocessors,
+        "fpus_per_core": gpu.lanes,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "device_address_bits": 64,
+        "memory_bandwidth": int(chip.memory_bytes_per_second or 0),
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": round(gpu.clock_ghz, 3),
+        "device_memory_size": chip.memory_bytes,
+        "registers_per_core_limit": 64 * KIB,
+        "registers_per_block_limit": 64 * KIB,
+        "cuda_compute_capability": f"{{ major: {major} minor: {minor} }}",
+        "runtime_version": '"12.8.0"',
+        "driver_version": '"12.8.0"',
+        "compile_time_toolkit_version": '"12.8.0"',
+        "dnn_version": '"9.8.0"',
+    }
+    lines = [f"  {name}: {value}" for name, value in fields.items()]
+    parts = ["gpu_device_info {", *lines, "}", 'platform_name: "CUDA"']
+    parts += ["dnn_version_info { major: 9 minor: 8 patch: 0 }", "runtime_version { major: 12 minor: 8 patch: 0 }"]
+    return "\n".join([*parts, f'device_description_str: "{gpu.label}"']) + "\n"
+
 
 TPUS = {"v3": "v3", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7": "tpu7x"}
 """Chips of the catalog -> their names in libtpu."""
@@ -67,7 +151,9 @@ def target_of(cluster: Cluster) -> Target:
 
 def platform_of(cluster: Cluster) -> str:
     """Returns JAX's platform of a cluster's chips: `tpu` or `cuda`, or `cpu` if their compiler is not supported."""
-    return "tpu" if cluster.chip.name in TPUS else "cuda" if cluster.chip.name in GPUS else "cpu"
+    if cluster.chip.name in TPUS:
+        return "tpu"
+    return "cuda" if cluster.chip.name in GPUS else "cpu"
 
 
 def simulated_target(num_devices: int) -> Target:

@@ -6,17 +6,17 @@ loops of permutes around a matmul are reported as the collectives that they impl
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module
-from spanax.check.hlo.permute_chains import permute_chains
-from spanax.check.hlo.reduce_scatter import reduce_scatters
+from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module, user_line
+from spanax.check.hlo.reduce_scatter import permute_chains, reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
-from spanax.check.hlo.source_lines import user_line
 from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.placement import Placement
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
@@ -296,3 +296,38 @@ def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
         joined = set(pair).union(*(group_of.get(device, ()) for device in pair))
         group_of |= dict.fromkeys(joined, joined)
     return tuple({id(group): tuple(sorted(group)) for group in group_of.values()}.values())
+
+
+def with_arrays(moves: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
+    """Returns the collectives with the paths of the parameters that they gather or whose gradients they reduce.
+
+    A result matches a parameter if it has the same dims in any order, except for the stacked layer dim; a
+    reduce-scatter matches the dims of the local shard.
+    """
+    params = [leaf for leaf in plan.leaves if leaf.kind == "param"]
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    by_local_shape: dict[tuple[int, ...], list[str]] = {}
+    for leaf in params:
+        by_shape.setdefault(_key(leaf, leaf.shape), []).append(leaf.path)
+        by_local_shape.setdefault(_key(leaf, leaf.local_shape), []).append(leaf.path)
+    return tuple(_with(move, by_local_shape if move.kind == "reduce-scatter" else by_shape) for move in moves)
+
+
+def _with(move: Collective, paths: dict[tuple[int, ...], list[str]]) -> Collective:
+    if move.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
+        return move
+    shapes = re.findall(r"\[([\d,]*)\]", move.shapes)
+    matches = {path: None for shape in shapes for path in paths.get(_sizes(shape), ())}
+    return replace(move, tensors=tuple(matches))
+
+
+def _key(leaf: Placement, shape: Sequence[int]) -> tuple[int, ...]:
+    return _without_ones(size for axis, size in zip(leaf.axes, shape, strict=True) if axis != "layers")
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    return _without_ones(int(size) for size in filter(None, shape.split(",")))
+
+
+def _without_ones(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in sizes if size != 1))

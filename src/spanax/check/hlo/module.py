@@ -1,13 +1,16 @@
 """Parses a serialized HLO module into instructions, computations, shapes and source lines, without importing XLA."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
 from spanax.compat import hlo_proto
+from spanax.frames import OURS, is_library
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
@@ -207,3 +210,21 @@ def integers(instruction: Instruction) -> tuple[int, ...] | None:
             return tuple(map(int, elements))
     is_integer = instruction.shape.dtype[:1] in ("s", "u", "p")
     return (0,) * math.prod(instruction.shape.dims) if is_integer else None
+
+
+def user_line(lines: Sequence[tuple[str, int]]) -> str:
+    """Returns the innermost `file:line` of the user's code, or else of a library; empty if there is none.
+
+    Frames outside of the replayed step belong to its caller, not to the model, and are ignored.
+
+    Example:
+      >>> user_line([("/x/site-packages/flax/nnx/nn/linear.py", 3), ("/home/me/model.py", 12)])
+      '/home/me/model.py:12'
+      >>> user_line([(str(OURS / "step" / "replay.py"), 3), ("/home/me/train.py", 12)])
+      ''
+    """
+    traced = list(itertools.takewhile(lambda line: not Path(line[0]).is_relative_to(OURS / "step"), lines))
+    user_lines = [line for line in traced if not is_library(line[0])]
+    for file, line in user_lines or traced:
+        return f"{file}:{line}"
+    return ""

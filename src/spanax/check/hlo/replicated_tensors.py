@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spanax.check.hlo.module import TYPES, Module
-from spanax.check.hlo.source_lines import user_line
+from spanax.check.hlo.module import TYPES, Module, user_line
 
 WARNING = re.compile(
     r"\[SPMD\] Involuntary full rematerialization\. The compiler cannot go from sharding (?P<before>\{.*?\}) "

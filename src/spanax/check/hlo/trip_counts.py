@@ -81,7 +81,7 @@ class Values:
             return self._parameters[index] if index < len(self._parameters) else None
         if opcode == "constant":
             constant = integers(instruction) if not instruction.shape.parts else None
-            return constant if constant is None or instruction.shape.dims else constant[0] if constant else None
+            return constant if instruction.shape.dims else next(iter(constant or ()), None)
         if opcode == "partition-id":
             return self._partition
         if opcode == "tuple":

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.placement import Placement
@@ -104,9 +103,10 @@ def ineffective_annotation(subject: LintSubject) -> Iterator[Message]:
         for axis in pinned:
             if subject.num_shards((axis,)) > 1 and dims and not any(axis in by for by in dims):
                 yield Message(
-                    name, f"'{name}' is pinned to '{axis}', but '{axis}' shards no dim of that name.",
+                    name,
+                    f"'{name}' is pinned to '{axis}', but '{axis}' shards no dim of that name.",
                     f"another mesh axis than '{axis}', or no pin",
-                )  # fmt: skip
+                )
     seq_axis = subject.plan.layout.sequence_axis
     if seq_axis is not None and subject.num_shards((seq_axis,)) > 1 and not subject.shards_sequence(seq_axis):
         yield Message(
@@ -117,8 +117,11 @@ def ineffective_annotation(subject: LintSubject) -> Iterator[Message]:
         )
     known = {*subject.plan.mesh.names, *(name for leaf in arrays for name in leaf.axes if name in STRENGTH)}
     for name, path in _unknown_names(subject).items():
-        yield Message(path, f"`{path}` is annotated with '{name}', which names neither a mesh axis nor a sharded dim.",
-                   f"one of {', '.join(sorted(map(str, known)))}")  # fmt: skip
+        yield Message(
+            path,
+            f"`{path}` is annotated with '{name}', which names neither a mesh axis nor a sharded dim.",
+            f"one of {', '.join(sorted(map(str, known)))}",
+        )
 
 
 def _unknown_names(subject: LintSubject) -> dict[str, str]:

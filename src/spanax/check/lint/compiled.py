@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.check.report import Report
 from spanax.units import bytes_text
 
@@ -34,8 +33,11 @@ def redundant_computation(subject: LintSubject) -> Iterator[Message]:
     ratio = report.compiled.flops / report.predicted.flops
     rewritten = [limit for name, limit in REWRITTEN.items() if name in subject.program.step.first_ops]
     if ratio > max([MAX_FLOPS_RATIO, *rewritten]):
-        yield Message("", f"each device runs {ratio:.2f} times its share of the FLOPs.",
-                   "a layout whose mesh axes shard the computation; see axes that shard nothing")  # fmt: skip
+        yield Message(
+            "",
+            f"each device runs {ratio:.2f} times its share of the FLOPs.",
+            "a layout whose mesh axes shard the computation; see axes that shard nothing",
+        )
 
 
 def replicated_by_xla(subject: LintSubject) -> Iterator[Message]:

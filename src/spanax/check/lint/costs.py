@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.candidate import Candidate
 from spanax.units import bytes_text
 
@@ -68,10 +67,12 @@ def optimizer_memory(subject: LintSubject) -> Iterator[Message]:
     state = subject.plan.state_bytes()
     if limit is not None and params <= limit / 2 and state > limit and state > 2 * params:
         yield Message(
-            "", f"the parameters take {bytes_text(params)} per device, but {bytes_text(state)} with the optimizer "
-            f"state; the limit is {bytes_text(limit)}.", "a sharded optimizer state (zero1), or a smaller optimizer",
+            "",
+            f"the parameters take {bytes_text(params)} per device, but {bytes_text(state)} with the optimizer "
+            f"state; the limit is {bytes_text(limit)}.",
+            "a sharded optimizer state (zero1), or a smaller optimizer",
             state,
-        )  # fmt: skip
+        )
 
 
 def _faster(subject: LintSubject, candidates: list[Candidate]) -> Iterator[Message]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spanax.check.finding import Finding, Severity, most_severe_first
-from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs, training
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.check.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import UnknownNameError, nearest
@@ -54,8 +53,12 @@ RULES: tuple[Rule[LintSubject], ...] = (
     Rule("SPX001", Severity.WARNING, arrays.large_replicated_array, "Every device stores and updates a full copy."),
     Rule("SPX002", Severity.ERROR, mesh_axes.idle_mesh_axis, "The additional devices do not make the step faster."),
     Rule("SPX003", Severity.WARNING, compiled.redundant_computation, "Devices repeat the work of other devices."),
-    Rule("SPX004", Severity.WARNING, arrays.optimizer_less_sharded,
-         "The optimizer state is the larger part of the state, so sharding only the parameters saves little."),
+    Rule(
+        "SPX004",
+        Severity.WARNING,
+        arrays.optimizer_less_sharded,
+        "The optimizer state is the larger part of the state, so sharding only the parameters saves little.",
+    ),
     Rule("SPX005", Severity.WARNING, arrays.ineffective_annotation, "The program does not run as annotated."),
     Rule("SPX006", Severity.WARNING, arrays.indivisible_dim, "Arrays with this dim are replicated along the axis."),
     Rule("SPX007", Severity.WARNING, mesh_axes.few_microbatches, "Stages idle while the pipeline fills and drains."),
@@ -65,21 +68,33 @@ RULES: tuple[Rule[LintSubject], ...] = (
     Rule("SPX011", Severity.INFO, costs.pipeline_not_needed, "The pipeline bubble costs more than sharding the state."),
     Rule("SPX012", Severity.WARNING, compiled.replicated_by_xla, "Every device receives and stores a full copy."),
     Rule("SPX013", Severity.INFO, programs.unrolled_layers, "Compile time grows with the number of layers."),
-    Rule("SPX014", Severity.WARNING, costs.insufficient_memory,
-         "The run may fail with an out-of-memory error, in its first step or hours later."),
+    Rule(
+        "SPX014",
+        Severity.WARNING,
+        costs.insufficient_memory,
+        "The run may fail with an out-of-memory error, in its first step or hours later.",
+    ),
     Rule("SPX015", Severity.WARNING, costs.optimizer_memory, "Adam stores two moments per parameter."),
     Rule("SPX016", Severity.WARNING, compiled.unplanned_activation_transfers, "The excess communication takes time."),
     Rule("SPX017", Severity.WARNING, programs.float32_matmuls, "The matrix units are built for bfloat16."),
     Rule("SPX020", Severity.ERROR, mesh_axes.batch_and_weights_on_one_axis, "One of them is gathered at every use."),
-    Rule("SPX021", Severity.ERROR, training.no_gradient, "The run takes steps but trains nothing."),
-    Rule("SPX022", Severity.WARNING, training.partial_gradient,
-         "Their optimizer state takes memory, and weight decay shrinks them."),
-    Rule("SPX023", Severity.WARNING, training.batch_ignored, "Training on more data has no effect."),
-    Rule("SPX024", Severity.WARNING, training.constant_random_key, "Dropout drops the same activations in every step."),
-    Rule("SPX025", Severity.INFO, training.unused_parameters,
-         "Their optimizer state takes memory, and weight decay shrinks them."),
+    Rule("SPX021", Severity.ERROR, programs.no_gradient, "The run takes steps but trains nothing."),
+    Rule(
+        "SPX022",
+        Severity.WARNING,
+        programs.partial_gradient,
+        "Their optimizer state takes memory, and weight decay shrinks them.",
+    ),
+    Rule("SPX023", Severity.WARNING, programs.batch_ignored, "Training on more data has no effect."),
+    Rule("SPX024", Severity.WARNING, programs.constant_random_key, "Dropout drops the same activations in every step."),
+    Rule(
+        "SPX025",
+        Severity.INFO,
+        programs.unused_parameters,
+        "Their optimizer state takes memory, and weight decay shrinks them.",
+    ),
     Rule("SPX026", Severity.WARNING, programs.replicated_kernels, "Every device gathers its operands and computes it."),
-)  # fmt: skip
+)
 """The rules on a plan, sorted by code."""
 
 PROFILE_RULES: tuple[Rule[StepProfile], ...] = (

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.pipeline.bubble import bubble_over_ideal
 
 MAX_BUBBLE = 0.10
@@ -22,8 +21,11 @@ def idle_mesh_axis(subject: LintSubject) -> Iterator[Message]:
     sharded = {axis for leaf in arrays for by in leaf.spec for axis in by}
     for axis, size in subject.plan.mesh.axes:
         if size > 1 and axis not in sharded and axis != subject.plan.layout.sequence_axis:
-            yield Message(axis, f"mesh axis '{axis}' ({size}) shards nothing: {size} devices repeat the same work.",
-                       f"{axis}=1 and a larger other axis, or a layout that uses '{axis}'")  # fmt: skip
+            yield Message(
+                axis,
+                f"mesh axis '{axis}' ({size}) shards nothing: {size} devices repeat the same work.",
+                f"{axis}=1 and a larger other axis, or a layout that uses '{axis}'",
+            )
 
 
 def batch_and_weights_on_one_axis(subject: LintSubject) -> Iterator[Message]:

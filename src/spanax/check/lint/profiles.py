@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
+from spanax.check.lint.subject import Message
 from spanax.check.profile import StepProfile
 
 MAX_HOST_SHARE = 0.20

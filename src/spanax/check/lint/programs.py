@@ -1,16 +1,16 @@
-"""Lint rules on the program itself: unrolled layers, kernels that run replicated, and matmuls in float32."""
+"""Lint rules on the program: unrolled layers, replicated kernels, matmuls in float32, and the training signal."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Message
-from spanax.check.lint.subject import LintSubject
+from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.defaults import NARROWER, SAME_DTYPE
 from spanax.plan.place import resolver_of
 from spanax.plan.sharding.resolve import Constraints, axes_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.training_signal import Flaw
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 
 MANY_LAYERS = 8
@@ -28,8 +28,11 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
     layers = max(numbers.items(), key=lambda item: len(item[1]), default=("", set[str]()))
     if len(layers[1]) >= MANY_LAYERS:
         path = layers[0].partition("*")[0].rstrip(".")
-        yield Message(path, f"`{path}` has {len(layers[1])} equal layers that are compiled one by one.",
-                   "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model")  # fmt: skip
+        yield Message(
+            path,
+            f"`{path}` has {len(layers[1])} equal layers that are compiled one by one.",
+            "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model",
+        )
 
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
@@ -77,3 +80,34 @@ def float32_matmuls(subject: LintSubject) -> Iterator[Message]:
             + f"; {subject.cluster.chip.name} is {speedup:.0f} times as fast in bfloat16.",
             SAME_DTYPE if requested in NARROWER else "compute_dtype=bfloat16; parameters stay in their own dtype",
         )
+
+
+def no_gradient(subject: LintSubject) -> Iterator[Message]:
+    """Every gradient is zero: the loss is constant, or computed from comparisons or integers."""
+    yield from _messages(subject, Flaw.NO_GRADIENT)
+
+
+def partial_gradient(subject: LintSubject) -> Iterator[Message]:
+    """The loss uses parameters whose gradient is zero, because of a stop_gradient, an argmax, or an integer cast."""
+    yield from _messages(subject, Flaw.NO_GRADIENT_IN_PART)
+
+
+def batch_ignored(subject: LintSubject) -> Iterator[Message]:
+    """The loss, or the update of the parameters, does not depend on the batch."""
+    yield from _messages(subject, Flaw.NO_BATCH)
+
+
+def constant_random_key(subject: LintSubject) -> Iterator[Message]:
+    """Random numbers for the examples come from a constant key, such as an nnx.Rngs(0) created in the loss."""
+    yield from _messages(subject, Flaw.SAME_NUMBERS)
+
+
+def unused_parameters(subject: LintSubject) -> Iterator[Message]:
+    """The optimizer updates parameters that the loss does not use."""
+    yield from _messages(subject, Flaw.UNUSED)
+
+
+def _messages(subject: LintSubject, flaw: Flaw) -> Iterator[Message]:
+    for problem in subject.flaws:
+        if problem.flaw is flaw:
+            yield Message(problem.path, problem.message, problem.fix.rstrip("."))

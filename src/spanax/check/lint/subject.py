@@ -1,4 +1,4 @@
-"""The subject of lint rules: a plan with its program and devices, and cached results that several rules need."""
+"""The subject of lint rules, a plan with its program and devices, and the messages that the rules yield."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ class LintSubject:
     cluster: Cluster
     report: Report | None = None
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @cached_property
@@ -54,10 +54,15 @@ class LintSubject:
         """All candidates that fit on these devices, fastest first, without a pipeline and with the plan's remat."""
         try:
             searched = search(
-                self.program, self.cluster, remat=(self.candidate.remat,), top=100_000, pipeline=False,
-                attention="plain", assign=False,
+                self.program,
+                self.cluster,
+                remat=(self.candidate.remat,),
+                top=100_000,
+                pipeline=False,
+                attention="plain",
+                assign=False,
                 pins={name: to or None for name, to in self.plan.pins},
-            )  # fmt: skip
+            )
         except NoLayoutError:
             return ()  # No preset layout supports the mesh axes or pins of the user.
         return searched.candidates
@@ -96,3 +101,22 @@ class LintSubject:
         """Returns whether groups along a mesh axis span nodes; consecutive devices vary along the last axis first."""
         names = self.plan.mesh.names
         return self.plan.mesh.ways(names[names.index(axis) :]) > self.cluster.devices_per_node
+
+
+@dataclass(frozen=True)
+class Message:
+    """A problem that a rule reports, without the code and severity of the rule.
+
+    Attributes:
+      path: the array or mesh axis; empty for the plan as a whole.
+      message: one sentence with the values.
+      fix: the nearest change that resolves it, or empty.
+      num_bytes: the bytes per device concerned, or 0.
+      is_error: whether the problem is an error although its rule is only a warning.
+    """
+
+    path: str
+    message: str
+    fix: str = ""
+    num_bytes: int = 0
+    is_error: bool = False

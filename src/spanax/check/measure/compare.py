@@ -137,9 +137,14 @@ def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str
 
 
 def layouts(
-    program: Program, machine: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False,
+    program: Program,
+    machine: Cluster,
+    *,
+    mesh: MeshShape | None = None,
+    top: int | None = None,
+    every: bool = False,
     remat: str | None = None,
-) -> Search:  # fmt: skip
+) -> Search:
     """Returns the layouts to compare with their predicted costs, cheapest first, with one stage and one microbatch.
 
     These are the `CHEAPEST` and the cheapest of each single strategy (`data`, `fsdp`, `tensor`, ...); `rejected` counts
@@ -161,9 +166,16 @@ def layouts(
     planned = next(iter(planner_search.programs.values()))
     remat = remat or (planned.remat if planner_search.best is None else planner_search.best.remat)
     searched_layouts = search(
-        planned, machine, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY, attention="plain",
+        planned,
+        machine,
+        remat=(remat,),
+        pipeline=False,
+        mesh=mesh,
+        microbatches=1,
+        top=EVERY,
+        attention="plain",
         assign=False,
-    )  # fmt: skip
+    )
     if not searched_layouts.candidates:
         raise NoLayoutError(
             f"no layout of this workload can run on {machine}" + (f" as {mesh}." if mesh else "."),

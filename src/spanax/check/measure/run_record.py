@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spanax.check.finding import Finding
-from spanax.check.lint.lint import lint_profile
-from spanax.check.profile import StepProfile, read_profile
+from spanax.check.hlo.collectives import collectives
+from spanax.check.lint.lint import lint_profile, source_text, without_allowed
+from spanax.check.profile import StepProfile, read_profile, step_profile
 from spanax.entries.folder import Folder
-from spanax.entries.names import PROFILE
+from spanax.entries.names import PROFILE, PROGRAM
 from spanax.errors import DataError, EntryError, first_line
 from spanax.plan.plan import Plan
+from spanax.train.record.folder import recorded
 from spanax.train.record.metric_curves import MetricCurves, metric_curves
 from spanax.train.record.report import RunReport
 
@@ -58,3 +60,20 @@ def _read_or_note(read: Callable[[Path], Read], folder: Path, notes: list[str]) 
     except DataError as error:
         notes.append(first_line(error))
         return None
+
+
+def profile_event(run: Path) -> dict[str, Any]:
+    """Returns the `profile` event: step time by category, communication by mesh axis, and findings of lint rules.
+
+    Raises:
+      DataError: the folder contains no trace.
+    """
+    folder = Folder.of(run)
+    plan = Plan.of_run(run)
+    axes_by_name = None
+    if folder.kind(PROGRAM) is not None:
+        axes_by_name = {each.name: each.axes for each in collectives(folder.read(PROGRAM), plan.mesh)}
+    summary = step_profile(run, axes=axes_by_name)
+    source = source_text(str(recorded(run).get("workload", "")))
+    findings = [finding.to_json() for finding in without_allowed(lint_profile(summary), source, plan.allow)]
+    return {"event": "profile", **summary.to_json(), "out": str(run / PROFILE), "findings": findings}

@@ -140,9 +140,11 @@ def _peak_bytes(program: Program) -> int:
 
 
 def _plan_on(program: Program, plan: Plan, mesh: MeshShape) -> Plan:
-    return plan if mesh == plan.mesh and program.fingerprint == plan.fingerprint else same_layout(
-        program, replace(plan, mesh=mesh)
-    )  # fmt: skip
+    return (
+        plan
+        if mesh == plan.mesh and program.fingerprint == plan.fingerprint
+        else same_layout(program, replace(plan, mesh=mesh))
+    )
 
 
 def _sizes(program: Program) -> dict[str, int]:

@@ -190,7 +190,7 @@ class Ticks:
             for name in ("residual", "forward", "backward", "split")
         }
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     def __str__(self) -> str:

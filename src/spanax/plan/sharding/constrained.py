@@ -1,17 +1,10 @@
-"""`Plan.constrain`, which calls a registered function, so that plans do not depend on what runs them."""
+"""`Plan.constrain`."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-
-_registered: list[Callable[..., Any]] = []
-
-
-def constrain_with(constrain: Callable[..., Any]) -> None:
-    """Registers the function that adds the sharding constraints of a plan to a function."""
-    _registered[:] = [constrain]
 
 
 def constrain(
@@ -44,6 +37,6 @@ def constrain(
       >>> tuple(nnx.jit(plan.constrain(predict))(model, x).sharding.spec)[:1]
       ('fsdp',)
     """
-    (add_constraints,) = _registered
-    constrained: Callable[..., Any] = add_constraints(function, self, mesh=mesh, devices=devices)
-    return constrained
+    from spanax.jit.constrain import constrain
+
+    return constrain(function, self, mesh=mesh, devices=devices)

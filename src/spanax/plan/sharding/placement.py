@@ -44,7 +44,7 @@ class Placement:
     reason: str
     memory_kind: str = DEVICE
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @property

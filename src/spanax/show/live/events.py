@@ -14,11 +14,17 @@ from spanax.printable import printable
 from spanax.show.live.terminal import Numbers, Terminal
 from spanax.train.store.loaded import Loaded
 from spanax.units import bytes_text, count_text
-from spanax.usage.examples import resume_command
+from spanax.usage import resume_command
 
 SHOWN = {
-    "step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds",
-}  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "step_seconds",
+    "tokens_per_second",
+    "examples_per_second",
+    "data_wait_seconds",
+}
 """Numbers of a step that a line formats separately or omits."""
 
 RESUME = "to resume"
@@ -65,13 +71,19 @@ def line(event: Event, resume: str = RESUME) -> str:
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
         source = f" from {event['init']}" if "init" in event else ""
-        return "\n".join([
-            f"{event['workload']}: {count_text(event['parameters'])} parameters{source}, layout {event['layout']} "
-            f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state per device, "
-            f"into {event['out']}",
-            *([f"listening without authentication on {', '.join(event['listens'])}"] if event.get("listens") else []),
-            *(_data_line(share) for share in event.get("data", ())),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"{event['workload']}: {count_text(event['parameters'])} parameters{source}, layout {event['layout']} "
+                f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state per device, "
+                f"into {event['out']}",
+                *(
+                    [f"listening without authentication on {', '.join(event['listens'])}"]
+                    if event.get("listens")
+                    else []
+                ),
+                *(_data_line(share) for share in event.get("data", ())),
+            ]
+        )
     if kind == "init":
         lists: dict[str, Any] = {name: tuple(event[name]) for name in ("loaded", "missing", "mismatched", "unexpected")}
         return str(Loaded(event["source"], **lists))

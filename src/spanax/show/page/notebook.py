@@ -17,8 +17,7 @@ from spanax.plan.sharding.placement import Placement
 from spanax.show.axes import axes_text
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Block, Fact, Page, frame, table, text
-from spanax.show.page.plan import cost_blocks, plan_page
-from spanax.show.page.search import layouts_part
+from spanax.show.page.plan import cost_blocks, layouts_part, plan_page
 from spanax.show.placement import dims_text, spec_text
 from spanax.show.schedules import ticks_text
 from spanax.trace.analysis.step_analysis import StepAnalysis

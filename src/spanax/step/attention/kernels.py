@@ -66,9 +66,15 @@ def _splash(kernel: Kernel, q_shape: tuple[int, ...], num_keys: int, interpret: 
     mask = splash_attention_mask.MultiHeadMask([mask_type((queries, num_keys))] * rows)
     q_block, k_block = (next(block for block in BLOCKS if size % block == 0) for size in (queries, num_keys))
     sizes = splash_attention_kernel.BlockSizes(
-        block_q=q_block, block_kv=k_block, block_kv_compute=k_block, block_q_dkv=q_block, block_kv_dkv=k_block,
-        block_kv_dkv_compute=k_block, block_q_dq=q_block, block_kv_dq=k_block,
-    )  # fmt: skip
+        block_q=q_block,
+        block_kv=k_block,
+        block_kv_compute=k_block,
+        block_q_dkv=q_block,
+        block_kv_dkv=k_block,
+        block_kv_dkv_compute=k_block,
+        block_q_dq=q_block,
+        block_kv_dq=k_block,
+    )
     return splash_attention_kernel.make_splash_mqa_single_device(
         mask, block_sizes=sizes, save_residuals=True, interpret=interpret
     )
@@ -135,10 +141,15 @@ def _kwargs(kernel: Kernel) -> dict[str, Any]:
     cudnn = cudnn_attention()
     masks = cudnn.MaskType
     return {
-        "scale": kernel.scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": masks.CAUSAL if kernel.is_causal else masks.NO_MASK, "layout": cudnn.AttentionLayout.BNTH.value,
-        "sliding_window_length": None, **({"score_mod": None, "score_mod_args": ()} if _has_score_mod() else {}),
-    }  # fmt: skip
+        "scale": kernel.scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": masks.CAUSAL if kernel.is_causal else masks.NO_MASK,
+        "layout": cudnn.AttentionLayout.BNTH.value,
+        "sliding_window_length": None,
+        **({"score_mod": None, "score_mod_args": ()} if _has_score_mod() else {}),
+    }
 
 
 # ---- lowering rules

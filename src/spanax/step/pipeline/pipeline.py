@@ -20,7 +20,7 @@ from spanax.plan.plan import Schedule
 from spanax.step.pipeline.layer_order import LayerOrder
 from spanax.step.pipeline.layer_padding import PaddedStep
 from spanax.step.pipeline.stage import Stage, Values, converted
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op

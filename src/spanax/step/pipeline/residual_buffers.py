@@ -1,10 +1,11 @@
 """Allocates the buffers that a pipeline stage carries from tick to tick, and constrains their sharding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,14 +15,33 @@ from spanax.step.replay.replay import Replay
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.split_backward import SplitBackward
 
-Buffers = dict[str, Any]
-"""The carry of a stage:
 
-`forward`, `backward`: slots for received activations and gradients; `sends_forward`, `sends_backward`: values sent
-after this tick; `residuals`: slots for residuals of the backward pass of a microbatch; `weight_residuals`: slots for
-residuals of the weight gradients alone; `by_layer`, `by_stage`: sums and states, by index in the carry of the loop;
-`results`: one entry for each microbatch.
-"""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Buffers:
+    """The carry of a stage from tick to tick.
+
+    Attributes:
+      backward: slots for received gradients.
+      by_layer: sums and states of layers, by index in the carry of the loop.
+      by_stage: other sums and states.
+      forward: slots for received activations.
+      residuals: slots for residuals of the backward pass of a microbatch.
+      results: one entry for each microbatch.
+      sends_backward: gradients to send after this tick.
+      sends_forward: activations to send after this tick.
+      weight_residuals: slots for residuals of the weight gradients alone.
+    """
+
+    backward: list[Any]
+    by_layer: dict[int, Any]
+    by_stage: dict[int, Any]
+    forward: list[Any]
+    residuals: list[Any]
+    results: list[Any]
+    sends_backward: list[Any]
+    sends_forward: list[Any]
+    weight_residuals: list[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +91,24 @@ class BufferSpec:
         aval = self.replay.graph.avals[value]
         return jnp.zeros((*leading, *aval.shape[num_scanned:]), aval.dtype)
 
-    def blank(self) -> Buffers:
-        """Returns all buffers except sums and states, before the first tick."""
+    def blank(self, by_layer: dict[int, Any], by_stage: dict[int, Any]) -> Buffers:
+        """Returns the buffers before the first tick, given the initial sums and states."""
         ticks = self.ticks
+        partition = self.partition
         num_rows = self.parts.num_rows
         residuals = [self.zeros(value, ticks.num_in_flight, num_rows, num_scanned=1) for value in self.residuals]
-        return {
-            "forward": [self.zeros(value, ticks.num_received[0]) for value in self.partition.payload_forward],
-            "backward": [self.zeros(value, ticks.num_received[1]) for value in self.partition.payload_backward],
-            "sends_forward": [self.zeros(value) for value in self.partition.payload_forward],
-            "sends_backward": [self.zeros(value) for value in self.partition.payload_backward],
-            "residuals": residuals + [self.zeros(value, ticks.num_in_flight) for value in self.partition.ridden],
-            "weight_residuals": [self.zeros(value, ticks.num_split, num_rows) for value in self.between]
+        return Buffers(
+            forward=[self.zeros(value, ticks.num_received[0]) for value in partition.payload_forward],
+            backward=[self.zeros(value, ticks.num_received[1]) for value in partition.payload_backward],
+            sends_forward=[self.zeros(value) for value in partition.payload_forward],
+            sends_backward=[self.zeros(value) for value in partition.payload_backward],
+            residuals=residuals + [self.zeros(value, ticks.num_in_flight) for value in partition.ridden],
+            weight_residuals=[self.zeros(value, ticks.num_split, num_rows) for value in self.between]
             + [self.zeros(value, ticks.num_split) for value in self.returned],
-            "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.partition.results],
-        }
+            results=[self.zeros(value, ticks.num_microbatches) for value, _ in partition.results],
+            by_layer=by_layer,
+            by_stage=by_stage,
+        )
 
     def placed(self, buffers: Buffers) -> Buffers:
         """Constrains all buffers to the sharding of their values over the other mesh axes.
@@ -112,24 +135,27 @@ class BufferSpec:
 
         layers = [
             constrained(array, constraints[layer_outputs[value]], (None, None)) if value in layer_outputs else array
-            for array, value in zip(buffers["residuals"], self.residuals, strict=False)
+            for array, value in zip(buffers.residuals, self.residuals, strict=False)
         ]
-        return buffers | {
-            "forward": constrain_all(buffers["forward"], forward_values, 1),
-            "backward": constrain_all(buffers["backward"], backward_values, 1),
-            "sends_forward": constrain_all(buffers["sends_forward"], forward_values, 0),
-            "sends_backward": constrain_all(buffers["sends_backward"], backward_values, 0),
-            "residuals": layers + constrain_all(buffers["residuals"][num_layers:], partition.ridden, 1),
-            "weight_residuals": constrain_all(buffers["weight_residuals"][:num_between], self.between, 2)
-            + constrain_all(buffers["weight_residuals"][num_between:], self.returned, 1),
-            **{
-                name: {
-                    index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
-                    for index, array in buffers[name].items()
-                }
-                for name in ("by_layer", "by_stage")
-            },
-        }
+
+        def constrain_carries(arrays: dict[int, Any]) -> dict[int, Any]:
+            return {
+                index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
+                for index, array in arrays.items()
+            }
+
+        return replace(
+            buffers,
+            forward=constrain_all(buffers.forward, forward_values, 1),
+            backward=constrain_all(buffers.backward, backward_values, 1),
+            sends_forward=constrain_all(buffers.sends_forward, forward_values, 0),
+            sends_backward=constrain_all(buffers.sends_backward, backward_values, 0),
+            residuals=layers + constrain_all(buffers.residuals[num_layers:], partition.ridden, 1),
+            weight_residuals=constrain_all(buffers.weight_residuals[:num_between], self.between, 2)
+            + constrain_all(buffers.weight_residuals[num_between:], self.returned, 1),
+            by_layer=constrain_carries(buffers.by_layer),
+            by_stage=constrain_carries(buffers.by_stage),
+        )
 
 
 def read_slot(array: Any, index: Any) -> Any:

@@ -1,7 +1,7 @@
 """Runs one stage of a pipeline: the tasks of its ticks, and the transfers between stages."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -69,16 +69,16 @@ class Stage:
         initial = [
             {index: self._partial(index, array) for index, array in group.items()} for group in (by_layer, started)
         ]
-        buffers = self.spec.blank() | {"by_layer": initial[0], "by_stage": initial[1]}
+        buffers = self.spec.blank(*initial)
         kinds = table[:, :, COLUMNS.index("kind")]
         active_kinds = jnp.stack([(kinds == kind).any(1) for kind in range(len(KINDS))], 1)
         buffers, _ = lax.scan(self._tick, self.spec.placed(buffers), (table, active_kinds))
         by_layer, by_stage = (
-            {index: self._reduced(index, array) for index, array in buffers[key].items()}
-            for key in ("by_layer", "by_stage")
+            {index: self._reduced(index, array) for index, array in carries.items()}
+            for carries in (buffers.by_layer, buffers.by_stage)
         )
         by_stage = broadcast_carries(self.partition, by_stage, num_stages, self.index)
-        return by_layer, by_stage, broadcast_results(self.partition, buffers["results"], num_stages, self.index)
+        return by_layer, by_stage, broadcast_results(self.partition, buffers.results, num_stages, self.index)
 
     def _partial(self, index: int, array: Any) -> Any:
         """Returns the initial value of a carry, as a partial sum if its reduction is deferred."""
@@ -104,17 +104,25 @@ class Stage:
 
             with jax.named_scope(share_name(num_tasks, num_ticks)):
                 buffers = lax.cond(active_kinds[kind] if self.lockstep else active, run, placed, buffers)
-        for kind, name, step in ((0, "forward", 1), (1, "backward", -1)):
-            ring = [(stage, (stage + step) % self.ticks.num_stages) for stage in range(self.ticks.num_stages)]
 
-            def send(buffers: Buffers, name: str = name, ring: list[tuple[int, int]] = ring) -> Buffers:
-                slot = columns[f"arrives_{name}"]
-                received = [lax.ppermute(array, AXIS, ring) for array in buffers[f"sends_{name}"]]
-                return placed(buffers | {name: write_slots(buffers[name], slot, received, slot >= 0)})
+        def send_forward(buffers: Buffers) -> Buffers:
+            arrives = columns["arrives_forward"]
+            return placed(replace(buffers, forward=self._sent(buffers.forward, buffers.sends_forward, arrives, 1)))
 
+        def send_backward(buffers: Buffers) -> Buffers:
+            arrives = columns["arrives_backward"]
+            return placed(replace(buffers, backward=self._sent(buffers.backward, buffers.sends_backward, arrives, -1)))
+
+        for kind, send in enumerate((send_forward, send_backward)):
             with jax.named_scope(share_name(self.ticks.num_taken(KINDS[kind]), num_ticks)):
                 buffers = lax.cond(active_kinds[kind], send, placed, buffers)
         return buffers, None
+
+    def _sent(self, slots: Sequence[Any], arrays: Sequence[Any], slot: Any, step: int) -> list[Any]:
+        """Returns the slots with what arrives from the stage `step` stages before this one."""
+        ring = [(stage, (stage + step) % self.ticks.num_stages) for stage in range(self.ticks.num_stages)]
+        received = [lax.ppermute(array, AXIS, ring) for array in arrays]
+        return write_slots(slots, slot, received, slot >= 0)
 
     def _forward(self, buffers: Buffers, task: Task) -> Buffers:
         """Runs one microbatch through the layers of one chunk.
@@ -125,30 +133,30 @@ class Stage:
         loop = self.partition.forward
         part = self._part(task)
         micro = self._micro(task)
-        states = {state.before: buffers["by_stage"][state.index] for state in partition.states}
+        states = {state.before: buffers.by_stage[state.index] for state in partition.states}
 
         def front() -> tuple[Any, Any, Any]:
             values = self.invariants | micro | states
             self.replay.ops(partition.front_ops, values)
             carried_values = self.replay.read(values, [*loop.carried, *partition.ridden])
             by_stage = self._accumulated(
-                buffers["by_stage"], values, "front", partition.states[: partition.num_front_states]
+                buffers.by_stage, values, "front", partition.states[: partition.num_front_states]
             )
             zeros = [self.spec.zeros(value) for value in partition.collected]
-            return carried_values + zeros, by_stage, self._recorded(buffers["results"], values, "front", task)
+            return carried_values + zeros, by_stage, self._recorded(buffers.results, values, "front", task)
 
         def receive() -> tuple[Any, Any, Any]:
             return (
-                [read_slot(array, task["received"]) for array in buffers["forward"]],
-                buffers["by_stage"],
-                buffers["results"],
+                [read_slot(array, task["received"]) for array in buffers.forward],
+                buffers.by_stage,
+                buffers.results,
             )
 
         payload, by_stage, results = self._choose(part == 0, front, receive)
         ridden = dict(zip(partition.ridden, payload[loop.num_carried :], strict=False))
         values = self.invariants | micro | ridden
         self.replay.ops(partition.forward_ops, values)
-        before = {state.before: self._chunk(buffers["by_layer"][state.index], task) for state in partition.layer_states}
+        before = {state.before: self._chunk(buffers.by_layer[state.index], task) for state in partition.layer_states}
         carried, stacked = self._layers(loop, payload[: loop.num_carried], values, self._chunks(task) | before, part)
         layer_outputs = dict(zip(loop.stacked, stacked, strict=True))
         num_sent = loop.num_carried + len(partition.ridden)
@@ -157,34 +165,35 @@ class Stage:
             for array, value in zip(payload[num_sent:], partition.collected, strict=True)
         ]
         by_layer = {
-            state.index: self._put_chunk(buffers["by_layer"][state.index], task, layer_outputs[state.after])
+            state.index: self._put_chunk(buffers.by_layer[state.index], task, layer_outputs[state.after])
             for state in partition.layer_states
         }
         residuals = [(layer_outputs | before)[value] for value in self.spec.residuals] + [*ridden.values()]
-        buffers = buffers | {
-            "by_layer": buffers["by_layer"] | by_layer,
-            "residuals": write_slots(buffers["residuals"], task["residual"], residuals, self._is_active(task)),
-            "sends_forward": [*carried, *payload[loop.num_carried : num_sent], *collected],
-        }
+        buffers = replace(
+            buffers,
+            by_layer=buffers.by_layer | by_layer,
+            residuals=write_slots(buffers.residuals, task["residual"], residuals, self._is_active(task)),
+            sends_forward=[*carried, *payload[loop.num_carried : num_sent], *collected],
+        )
 
         def head() -> tuple[Any, Any, Any]:
             values = self.invariants | micro | states | ridden
             values |= dict(zip((*loop.results, *partition.collected), (*carried, *collected), strict=True))
             self.replay.ops(partition.head_ops, values)
             seeds = self.replay.read(values, partition.payload_backward)
-            gradients = write_slots(buffers["backward"], task["seeds"], seeds, self._is_active(task))
+            gradients = write_slots(buffers.backward, task["seeds"], seeds, self._is_active(task))
             new_by_stage = self._accumulated(by_stage, values, "head", partition.states[partition.num_front_states :])
             return gradients, new_by_stage, self._recorded(results, values, "head", task)
 
         is_last = part == self.ticks.num_parts - 1
-        gradients, by_stage, results = self._choose(is_last, head, lambda: (buffers["backward"], by_stage, results))
-        return self._if_active(task, buffers | {"backward": gradients}, by_stage, results)
+        gradients, by_stage, results = self._choose(is_last, head, lambda: (buffers.backward, by_stage, results))
+        return self._if_active(task, replace(buffers, backward=gradients), by_stage, results)
 
     def _backward(self, buffers: Buffers, task: Task) -> Buffers:
         """Runs the gradient of one microbatch through the layers of one chunk; the first chunk also runs the end."""
         partition = self.partition
         loop = self.partition.backward
-        payload = [read_slot(array, task["received"]) for array in buffers["backward"]]
+        payload = [read_slot(array, task["received"]) for array in buffers.backward]
         residuals, ridden = self._residuals(buffers, task)
         returned = dict(zip(partition.returned, payload[loop.num_carried :], strict=True))
         inputs = self.invariants | self._micro(task) | ridden | returned
@@ -193,24 +202,21 @@ class Stage:
         part = self._part(task)
         chunks = self._chunks(task) | residuals
         carried, stacked = self._layers(loop, payload[: loop.num_carried], values, chunks, part, self.split)
-        buffers = buffers | {"sends_backward": [*carried, *returned.values()]}
+        buffers = replace(buffers, sends_backward=[*carried, *returned.values()])
         if self.split is None:
-            buffers = buffers | {"by_layer": self._with_gradients(buffers["by_layer"], task, stacked)}
+            buffers = replace(buffers, by_layer=self._with_gradients(buffers.by_layer, task, stacked))
         else:
             weight_residuals = [*stacked, *returned.values()]
-            buffers = buffers | {
-                "weight_residuals": write_slots(
-                    buffers["weight_residuals"], task["split"], weight_residuals, self._is_active(task)
-                )
-            }
+            split = write_slots(buffers.weight_residuals, task["split"], weight_residuals, self._is_active(task))
+            buffers = replace(buffers, weight_residuals=split)
 
         def end() -> tuple[Any, Any]:
             values = inputs | dict(zip(loop.results, carried, strict=True))
             self.replay.ops(partition.end_ops, values)
-            by_stage = self._accumulated(buffers["by_stage"], values, "end", ())
-            return by_stage, self._recorded(buffers["results"], values, "end", task)
+            by_stage = self._accumulated(buffers.by_stage, values, "end", ())
+            return by_stage, self._recorded(buffers.results, values, "end", task)
 
-        by_stage, results = self._choose(part == 0, end, lambda: (buffers["by_stage"], buffers["results"]))
+        by_stage, results = self._choose(part == 0, end, lambda: (buffers.by_stage, buffers.results))
         return self._if_active(task, buffers, by_stage, results)
 
     def _weights(self, buffers: Buffers, task: Task) -> Buffers:
@@ -218,7 +224,7 @@ class Stage:
         assert self.split is not None, "only schedules with separate weight gradients have such tasks"
         loop = self.partition.backward
         split = self.split
-        arrays = [read_slot(array, task["split"]) for array in buffers["weight_residuals"]]
+        arrays = [read_slot(array, task["split"]) for array in buffers.weight_residuals]
         between = arrays[: len(split.between)]
         returned = dict(zip(self.partition.returned, arrays[len(split.between) :], strict=True))
         residuals, ridden = self._residuals(buffers, task)
@@ -236,7 +242,7 @@ class Stage:
             return [], self.replay.read(layer_values, outputs)
 
         _, stacked = self._scanned(layer, [], [*scanned, *between], outputs, self._part(task), reverse=False)
-        return buffers | {"by_layer": self._with_gradients(buffers["by_layer"], task, stacked)}
+        return replace(buffers, by_layer=self._with_gradients(buffers.by_layer, task, stacked))
 
     def _layers(
         self,
@@ -319,7 +325,7 @@ class Stage:
 
     def _residuals(self, buffers: Buffers, task: Task) -> tuple[Values, Values]:
         """Returns the residuals of a microbatch: those of the layers, and the values sent with the activations."""
-        arrays = [read_slot(array, task["residual"]) for array in buffers["residuals"]]
+        arrays = [read_slot(array, task["residual"]) for array in buffers.residuals]
         residuals = self.spec.residuals
         return dict(zip(residuals, arrays, strict=False)), dict(
             zip(self.partition.ridden, arrays[len(residuals) :], strict=True)
@@ -389,9 +395,9 @@ class Stage:
     def _if_active(self, task: Task, buffers: Buffers, by_stage: Values, results: list[Any]) -> Buffers:
         """Returns the buffers; sums, states and results are updated only if the task belongs to this stage."""
         if self.lockstep:
-            old = buffers["by_stage"], buffers["results"]
+            old = buffers.by_stage, buffers.results
             by_stage, results = jax.tree.map(lambda a, b: jnp.where(task["active"], a, b), (by_stage, results), old)
-        return buffers | {"by_stage": by_stage, "results": results}
+        return replace(buffers, by_stage=by_stage, results=results)
 
 
 def converted(part: Part, array: Any) -> Any:

@@ -21,7 +21,7 @@ from spanax.plan.sharding.xla_workarounds import is_extended
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
 from spanax.step.attention.ring import per_device_attention
-from spanax.step.platform import platform_of
+from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback, with_deferred_errors
 from spanax.step.replay.cpu_matmuls import single_contraction
 from spanax.step.replay.partial_sums import (
@@ -113,33 +113,32 @@ class Replay:
             return self.instead[op](ins)
         if op.bodies:
             return self._with_bodies(op, ins)
-        use = self.uses.get(op)
-        deferred = self.unreduced.of(op.outputs[0]) if op.outputs else ()
-        lookup = (
-            match_sharded_lookup(self.graph, op, self.constraints, self.manual)
-            if self.manual and not deferred
-            else None
-        )
+        lookup = self._sharded_lookup(op, ins)
         if lookup is not None:
-            return sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
-        if use is not None:
-            for targets in filter(None, (use.first, use.inputs)):
-                leading = map(self.unreduced.of, op.inputs)
-                ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
-            if use.is_isolated:
-                ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
-        if op.name in DROPPED:
-            outs = list(ins[:1])
-        elif self.defers_errors and is_callback(op):
-            outs = with_deferred_errors(self.graph, op, ins)
-        elif deferred:
-            outs = evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
-        elif use is not None and use.is_local and self.mesh.size > 1:
-            around = None if op.params.get("kernel") else use.attention
-            part = None if around is None else per_device_attention(op, around, self.mesh, self.manual)
-            outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
-        else:
-            outs = self._product(op, ins, use) or op.bind(ins)
+            return lookup
+        use = self.uses.get(op)
+        ins = ins if use is None else self._as_used(op, ins, use)
+        computed = (strategy(self, op, ins, use) for strategy in STRATEGIES)
+        outs = next(outs for outs in computed if outs is not None)
+        return self._as_planned(op, outs, use)
+
+    def _sharded_lookup(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
+        """Computes a lookup in a sharded table inside of a stage, where the compiler cannot; None for others."""
+        if not self.manual or (op.outputs and self.unreduced.of(op.outputs[0])):
+            return None
+        lookup = match_sharded_lookup(self.graph, op, self.constraints, self.manual)
+        return None if lookup is None else sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
+
+    def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding) -> Sequence[Any]:
+        """Returns operands in the shardings that an operation needs."""
+        for targets in filter(None, (use.first, use.inputs)):
+            leading = map(self.unreduced.of, op.inputs)
+            ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
+        return [lax.optimization_barrier(ins[0]), *ins[1:]] if use.is_isolated else ins
+
+    def _as_planned(self, op: Op, outs: Sequence[Any], use: OperandSharding | None) -> list[Any]:
+        """Returns results under the constraints of their values, unless they have them already."""
+        deferred = self.unreduced.of(op.outputs[0]) if op.outputs else ()
         if use is not None:
             outs = [self.constrained(array, target, deferred) for array, target in zip(outs, use.outputs, strict=True)]
         # The compiler propagates the sharding of an operand with the result's shape through elementwise operations. A
@@ -158,17 +157,6 @@ class Replay:
             known = known or (previous is not None and (target is None or previous.spec == target.spec))
             results.append(out if known else self.constrained(out, target, deferred))
         return results
-
-    def _product(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-        """Returns the results of a matmul in the form that is fast on CPUs; None for other operations and platforms."""
-        if op.name != "dot_general" or platform_of(self.mesh) != "cpu":
-            return None
-        known: Sequence[Constraint | None]
-        if self.mesh.size == 1:
-            known = [Constraint(((),) * array.ndim) for array in ins]
-        else:
-            known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
-        return single_contraction(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """Evaluates a loop, a branch or a remat with constraints in its bodies."""
@@ -221,15 +209,31 @@ class Replay:
         return (*(self.mesh.shape[axis] for axis in self.unreduced.of(value)), *self.graph.shape(value))
 
 
-def _shard_by_shard(
-    op: Op,
-    use: OperandSharding,
-    mesh: Mesh,
-    ins: Sequence[Any],
-    manual: frozenset[str],
-    instead: Callable[..., Any] | None = None,
-) -> list[Any]:
-    """Evaluates an operation, or `instead`, on each shard in `shard_map`, so the compiler does not partition it."""
+Strategy = Callable[[Replay, Op, Sequence[Any], OperandSharding | None], list[Any] | None]
+"""Computes an operation without bodies; None if it does not apply."""
+
+
+def _dropped(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    return list(ins[:1]) if op.name in DROPPED else None
+
+
+def _deferred_callback(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    return with_deferred_errors(replay.graph, op, ins) if replay.defers_errors and is_callback(op) else None
+
+
+def _partial_sums(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    if not op.outputs or not replay.unreduced.of(op.outputs[0]):
+        return None
+    return evaluate_partial_sums(replay.graph, op, ins, replay.unreduced, replay.mesh, replay.manual)
+
+
+def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    """Computes an operation on each shard in `shard_map`, so that the compiler does not partition it."""
+    mesh = replay.mesh
+    manual = replay.manual
+    if use is None or not use.is_local or mesh.size == 1:
+        return None
+    attention = None if op.params.get("kernel") else use.attention
     specs = [
         tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
@@ -240,18 +244,47 @@ def _shard_by_shard(
         outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
+    function = part if attention is None else per_device_attention(op, attention, mesh, manual)
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
     automatic = set(mesh.axis_names) - manual
     if not automatic:
-        return list((instead or part)(*ins))
+        return list(function(*ins))
     context: dict[str, Any] = {"axis_names": automatic} if manual else {"mesh": mesh}
-    return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
+    return list(jax.shard_map(function, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
+
+
+def _single_contraction(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    """Computes a matmul in the form that is fast on CPUs."""
+    if op.name != "dot_general" or platform_of(replay.mesh) != "cpu":
+        return None
+    known: Sequence[Constraint | None]
+    if replay.mesh.size == 1:
+        known = [Constraint(((),) * array.ndim) for array in ins]
+    else:
+        known = [replay.constraints[value] for value in op.inputs] if use is None else use.inputs
+    return single_contraction(op, ins, known, replay.manual)
+
+
+def _as_traced(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+    return op.bind(ins)
+
+
+STRATEGIES: tuple[Strategy, ...] = (
+    _dropped,
+    _deferred_callback,
+    _partial_sums,
+    _shard_by_shard,
+    _single_contraction,
+    _as_traced,
+)
+"""How an operation is computed: by the first strategy that applies."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
     """Raises ConstraintError if a spec has another rank than a shape or does not divide it, which JAX would ignore."""
-    axes = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by if isinstance(by, tuple) else (by,) for by in spec]
+    sharded = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by for by in spec]
+    axes = [by if isinstance(by, tuple) else (by,) for by in sharded]
     num_shards = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
     if len(num_shards) != len(shape) or any(size % parts for size, parts in zip(shape, num_shards, strict=True)):
         raise ConstraintError(f"sharding constraint {spec} does not fit shape {shape} on mesh {dict(mesh.shape)}.")
@@ -267,5 +300,5 @@ def _partition_spec(
 ) -> PartitionSpec:
     unsharded = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
     spec = [tuple(axis for axis in axes if axis not in manual) for axes in constraint.spec]
-    by_dim = (unsharded if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+    by_dim = [axes[0] if len(axes) == 1 else axes or unsharded for axes in spec]
     return PartitionSpec(*leading, *by_dim)

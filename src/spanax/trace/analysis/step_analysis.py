@@ -37,7 +37,7 @@ class StepAnalysis:
 
     traced: Traced
 
-    def _repr_html_(self) -> str | None:
+    def _repr_html_(self) -> str:
         return display(self)
 
     @cached_property

@@ -12,7 +12,7 @@ from spanax.entries.names import CHECKPOINTS
 from spanax.errors import DeviceCountError, TooFewExamplesError, WorkloadError, first_line
 from spanax.plan.pipeline.stages import check_requested_schedule
 from spanax.plan.plan import Plan
-from spanax.step.compiler_options import flagged
+from spanax.step.placement import flagged
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.train.config import TrainConfig, profiled_steps

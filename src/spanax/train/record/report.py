@@ -12,7 +12,7 @@ from spanax.train.record import heartbeat
 from spanax.train.record.folder import recorded
 from spanax.train.record.time_account import TimeAccount, account
 from spanax.train.store import view
-from spanax.usage.examples import resume_command
+from spanax.usage import resume_command
 
 MAX_NOTES = 8
 """Number of unknown event kinds and of damaged heartbeats in a report."""

@@ -1,0 +1,180 @@
+"""The train step of a program and its evaluation, compiled under the plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spanax.hardware.flags import for_platform
+from spanax.plan.plan import Plan
+from spanax.step.guard import Guard
+from spanax.step.guarded_step import GuardedStep
+from spanax.step.pipeline.layer_order import LayerOrder, layer_order
+from spanax.step.pipeline.layer_padding import PaddedStep
+from spanax.step.placement import abstract_arrays, platform_of, to_device, to_host
+from spanax.step.replay.replay import Replay
+from spanax.step.sharded_function import sharded_function
+from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedProgram:
+    """A program on the mesh of its plan."""
+
+    program: Program
+    plan: Plan
+    mesh: jax.sharding.Mesh
+
+    @cached_property
+    def rows(self) -> LayerOrder | None:
+        """The row order of stacked arrays, if it differs from the order of the layers."""
+        return layer_order(self.program, self.plan)
+
+    @cached_property
+    def state(self) -> list[NamedSharding]:
+        """The sharding of every leaf of the state."""
+        return [placement.sharding(self.mesh) for placement in self.plan.leaves]
+
+    @cached_property
+    def batch(self) -> list[NamedSharding]:
+        """The sharding of every leaf of the batch."""
+        return [placement.sharding(self.mesh) for placement in self.plan.batch]
+
+    @cached_property
+    def abstract(self) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+        """The abstract state and batch."""
+        state = abstract_arrays(self.program.leaves, self.plan.leaves, self.mesh)
+        if self.rows is not None:
+            pairs = zip(state, self.rows.shapes, strict=True)
+            state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
+        return state, abstract_arrays(self.program.batch, self.plan.batch, self.mesh)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the mesh has several devices on CPUs."""
+        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
+
+    def replay(
+        self, traced: StepAnalysis, padded: PaddedStep | None = None, *, is_step: bool, inputs_only: bool = False
+    ) -> Replay:
+        """Returns the replay of the step or of the evaluation."""
+        replay = sharded_function(
+            self.program, self.plan, self.mesh, self.rows, traced, padded, is_step=is_step, inputs_only=inputs_only
+        )
+        return replace(replay, defers_errors=self.is_simulated)
+
+    def _replicated(self, count: int) -> list[NamedSharding]:
+        return [NamedSharding(self.mesh, PartitionSpec())] * count
+
+
+@dataclass(frozen=True, eq=False)
+class EvalStep(PlacedProgram):
+    """The evaluation of a program."""
+
+    def jitted(self, traced: StepAnalysis) -> Any:
+        """Returns the jitted function from state and batch to the metrics of an evaluation."""
+        replay = self.replay(traced, is_step=False)
+
+        def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            before = to_device(state, self.state)
+            if self.rows is not None:
+                before = self.rows.to_layers(before)
+            return replay.body(replay.graph.body, [*before, *batch])
+
+        metrics = self._replicated(traced.num_results)
+        return jax.jit(evaluate, in_shardings=(self.state, self.batch), out_shardings=metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep(PlacedProgram):
+    """The train step of a program.
+
+    Attributes:
+      guard: decides which steps are bad.
+      inputs_only: constrain only the shardings of inputs and outputs; for analysis, not for training.
+    """
+
+    guard: Guard | None = None
+    inputs_only: bool = False
+
+    @cached_property
+    def guarded(self) -> GuardedStep | None:
+        """The checks of the guard that run on the devices."""
+        return GuardedStep.of(self.guard, self.program, self.rows)
+
+    def jitted(self, *, keep_unused: bool = False) -> Any:
+        """Returns the jitted function from state, batch and limits to the next state and the metrics."""
+        return self._jitted(self.step, self.batch, keep_unused)
+
+    def jitted_loop(self, num_steps: int) -> Any:
+        """Returns the same for a list of batches, one for each step; it stacks metrics to shape [steps, ...].
+
+        For models whose step takes less time than its dispatch from the host.
+        """
+
+        def take(initial: Sequence[Any], batches: Sequence[Sequence[Any]], *limits: Any) -> tuple[list[Any], list[Any]]:
+            def body(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                after, metrics = self.step(state, batch, *limits)
+                # Otherwise XLA may carry the state under other shardings and reshard it at the end of every call.
+                return list(map(_constrained, after, self.state)), metrics
+
+            stacked = [
+                _constrained(jnp.stack(arrays), NamedSharding(self.mesh, PartitionSpec(None, *sharding.spec)))
+                for *arrays, sharding in zip(*batches, self.batch, strict=True)
+            ]
+            return jax.lax.scan(body, list(initial), stacked)
+
+        return self._jitted(take, [self.batch] * num_steps)
+
+    def _jitted(self, function: Any, batch: Any, keep_unused: bool = False) -> Any:
+        is_guarded = self.guarded is not None
+        platform = platform_of(self.mesh)
+        # Output shardings are explicit: otherwise XLA reshards a replicated bias after the first step and recompiles.
+        return jax.jit(
+            function,
+            in_shardings=(self.state, batch, *self._replicated(is_guarded)),
+            out_shardings=(self.state, self._replicated(self.program.step.num_results + is_guarded)),
+            donate_argnums=0,
+            keep_unused=keep_unused,
+            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
+        )
+
+    @cached_property
+    def _padded(self) -> PaddedStep | None:
+        rows = self.rows
+        if rows is None or not rows.is_padded:
+            return None
+        return PaddedStep(self.program.step, self.program.resized(rows.shapes), rows)
+
+    @cached_property
+    def _replay(self) -> Replay:
+        return self.replay(self.program.step, self._padded, is_step=True, inputs_only=self.inputs_only)
+
+    def step(self, state: Sequence[Any], batch: Sequence[Any], *limits: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the next state and the metrics of traced arrays; `jit_step` is the name of the compiled program."""
+        num_leaves = len(self.program.leaves)
+        before = to_device(state, self.state)
+        outputs = self._replay.body(self._replay.graph.body, [*before, *batch])
+        after = outputs[:num_leaves]
+        metrics = outputs[num_leaves:]
+        if self.rows is not None:
+            values = self.program.step.graph.body.outputs[num_leaves:]
+            dims = [self._layer_dim(value) for value in values]
+            metrics = list(map(self.rows.to_layers_along, metrics, dims))
+        if self.guarded is not None:
+            after, metrics = self.guarded.finish(before, after, metrics, *limits)
+        return to_host(after, self.state), metrics
+
+    def _layer_dim(self, value: int) -> int | None:
+        if self._padded is not None:
+            return self._padded.dim(value)
+        return None if self.rows is None else self.rows.dim(self.program.step, value)
+
+
+def _constrained(array: Any, sharding: NamedSharding) -> Any:
+    return array if sharding.mesh.size == 1 else jax.lax.with_sharding_constraint(array, sharding)
