@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spanax.trace import bigram
-from spanax.trace.bigram import bigram_loss
+from spanax.trace.workload import bigram_loss
 
 
 def written_out(train: list[int], validation: list[int], vocab_size: int, smoothing: float) -> float:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from programs import array, small_gpt, step_of
-from spanax.trace.analysis.leaf_aliases import reachable
+from spanax.trace.analysis.liveness import reachable
 from spanax.trace.jaxpr.marks import GRADIENT
 
 

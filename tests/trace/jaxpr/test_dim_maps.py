@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import spanax
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.scanned_dims import scanned_dims
+from spanax.trace.axes.example_dims import scanned_dims
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import from_jaxpr

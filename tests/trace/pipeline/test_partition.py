@@ -11,8 +11,8 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
+from spanax.trace.jaxpr.loops import split_backward
 from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
-from spanax.trace.pipeline.split_backward import split_backward
 from spanax.trace.program import Program
 
 CONFIG = gpt.GPTConfig(32, seq_len=8, num_layers=4, num_heads=2, embed_dim=16, dropout=0.1)

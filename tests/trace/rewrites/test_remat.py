@@ -24,6 +24,7 @@ from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.jaxpr.remat_policies import POLICIES
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
+from spanax.trace.variant import Variant
 
 L, T, D = zoo.GPT_SCAN.num_layers, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim
 B, F = 16, 4 * D
@@ -133,7 +134,10 @@ def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
     program = scanned(False)
     same = program.with_remat("none")
     assert same.remat == "none" and same.step is program.step and same.with_remat(None) is program
-    assert same.with_microbatches(2).remat == "none" and scanned(True).with_remat("none").step is not scanned(True).step
+    assert (
+        same.variant(Variant(remat="none", microbatches=2)).remat == "none"
+        and scanned(True).with_remat("none").step is not scanned(True).step
+    )
 
 
 def test_none_removes_the_remat_of_the_model() -> None:
@@ -319,9 +323,9 @@ def test_a_program_knows_its_policy_and_takes_another() -> None:
     assert program.with_remat("full") is full  # traced once
     assert full.with_remat("dots") is program.with_remat("dots") and full.with_remat(None) is program
     assert program.with_remat("full").variables is program.variables
-    assert program.with_microbatches(1) is program and full.with_context(full.context) is full
+    assert program.variant(program.form) is program and full.variant(full.form) is full
     unforgetful = program.with_remat("none")
-    assert unforgetful.with_microbatches(1) is unforgetful  # no trace where nothing changes
+    assert unforgetful.variant(unforgetful.form) is unforgetful  # no trace where nothing changes
     assert program.with_remat("none") is unforgetful
 
 
@@ -445,14 +449,14 @@ def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
 def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
     """A loss that is not linear in its tokens recomputes its chunks; by name, weights are gathered once."""
     program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
-    loops = [op for op in program.with_loss_chunks(4).step.graph.ops() if op.name == "scan"]
+    loops = [op for op in program.variant(Variant(loss_chunks=4)).step.graph.ops() if op.name == "scan"]
     assert sum(LOSS_CHUNKS in str(op.eqn.source_info.name_stack) for op in loops) == 2  # forward and backward
 
 
 @pytest.mark.parametrize("policy", ["none", "full:2", "full:1,dots"])
 def test_loss_chunks_are_not_layers(policy: str) -> None:
     program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
-    once, chunked = (program.with_loss_chunks(chunks).step for chunks in (1, 4))
+    once, chunked = (program.variant(Variant(loss_chunks=chunks)).step for chunks in (1, 4))
     assert chunked.layer_carry[1] == L and remats(chunked.graph) == remats(once.graph) + 1  # of its own
     with pytest.raises(RangeError, match=f"the loss has {L}"):
-        program.with_loss_chunks(4).with_remat(f"full:{L}")
+        program.variant(Variant(loss_chunks=4, remat=f"full:{L}"))

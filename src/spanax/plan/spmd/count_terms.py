@@ -35,7 +35,7 @@ def count_terms(
     Args:
       sharded: the program's step under the layout; with sums that the compiler all-reduces, on a mesh with its sizes.
       only: count the collectives of these values alone, such as those of one leaf
-      (`spanax.trace.analysis.leaf_aliases`).
+      (`spanax.trace.analysis.liveness`).
       compiler: what the compiler changes; nothing by default.
       late: the reductions that loops defer; none by default.
     """

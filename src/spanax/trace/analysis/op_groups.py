@@ -15,11 +15,10 @@ import numpy as np
 from spanax.trace.analysis.fusion import FUSED, accesses
 from spanax.trace.analysis.labels import Key, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
-from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import RAGGED, Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
-from spanax.trace.traced import Traced
 
 
 class Phase(IntEnum):

@@ -11,9 +11,9 @@ from jax.extend import source_info_util
 
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.jaxpr.linear import zeros
 from spanax.trace.jaxpr.marks import GRADIENT
 from spanax.trace.jaxpr.provenance import Origin, feeds, origins
-from spanax.trace.jaxpr.zeros import zeros
 from spanax.trace.variables import Leaf
 
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})

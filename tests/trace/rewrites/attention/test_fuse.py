@@ -14,8 +14,7 @@ from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD
-from spanax.trace.rewrites.attention.scores import Form
-from spanax.trace.rewrites.attention.zigzag import shares
+from spanax.trace.rewrites.attention.scores import Form, shares
 
 B, T, H, G, K = 2, 16, 4, 2, 8
 

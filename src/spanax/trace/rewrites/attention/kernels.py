@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 
 from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
-from spanax.trace.rewrites.attention.masks import MASKED, bounds
-from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.scores import MASKED, Form, bounds
 
 LANES = 128
 """Splash requires multiples of this many queries and keys. Source: checked by its kernels."""

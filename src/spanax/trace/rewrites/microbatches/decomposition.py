@@ -13,10 +13,9 @@ from spanax.errors import SpanaxError, VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, read, run
 from spanax.trace.rewrites.chunked_loss.chunked import is_linear, stack_chunks
-from spanax.trace.rewrites.microbatches.dependence import SAME, Dependence, Kind, mixed, rows
 from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned
 from spanax.trace.rewrites.microbatches.microbatch import Microbatch
-from spanax.trace.rewrites.microbatches.rules import EXTREMA
+from spanax.trace.rewrites.microbatches.rules import EXTREMA, SAME, Dependence, Kind, mixed, rows
 
 
 @dataclass(frozen=True, eq=False)
