@@ -19,7 +19,7 @@ from spanax.trace.jaxpr.remat_policies import GATHERED
 from spanax.trace.loss import as_metrics, chosen_step, dtype_error, loss_form
 from spanax.trace.optimizers import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import Microbatches, microbatches_of
 from spanax.trace.rewrites.padding import padded_graph, padded_step
 from spanax.trace.rewrites.pure_loss import numbers_of, with_extra

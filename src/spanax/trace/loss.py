@@ -16,7 +16,7 @@ from flax import nnx
 from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, RangeError, SpanaxError, VariantError, first_line
 from spanax.frames import user_frames
-from spanax.trace.jaxpr.marks import marked_gradients
+from spanax.trace.jaxpr.graph import marked_gradients
 from spanax.trace.jaxpr.remat_policies import (
     EXACT,
     GATHERED,
@@ -27,7 +27,7 @@ from spanax.trace.jaxpr.remat_policies import (
     known_policy,
 )
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import accumulated, examples, mean_of_microbatches
 from spanax.trace.rewrites.pure_loss import check_unmoved, numbers_of, pure_function, pure_loss
 from spanax.trace.rewrites.remat import rematerialized

@@ -11,8 +11,7 @@ import optax
 from flax import nnx
 
 from spanax.errors import OptimizerError
-from spanax.trace.jaxpr.graph import Graph
-from spanax.trace.jaxpr.marks import METRIC, marked
+from spanax.trace.jaxpr.graph import METRIC, Graph, marked
 from spanax.trace.variables import Leaf, optimizer_of
 
 PREFIX = "optimizer.opt_state.0.gradients."

@@ -85,10 +85,19 @@ def trace(  # noqa: PLR0913
     mesh = UserMesh.of(shapes)
     check_optimizer(optimizer)
     definition = Definition(
-        build=Eager(build) if eager_build else build, optimizer=optimizer, batch=mesh.untyped(shapes),
-        batch_leaves=batch_leaves, batch_treedef=batch_treedef, loss=loss, train_step=train_step, clip_norm=clip_norm,
-        accumulate=accumulate, mesh=mesh, batch_axes=dims, evaluate=evaluate,
-    )  # fmt: skip
+        build=Eager(build) if eager_build else build,
+        optimizer=optimizer,
+        batch=mesh.untyped(shapes),
+        batch_leaves=batch_leaves,
+        batch_treedef=batch_treedef,
+        loss=loss,
+        train_step=train_step,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        mesh=mesh,
+        batch_axes=dims,
+        evaluate=evaluate,
+    )
     definition.check_evaluate(variant)
     return program_of(definition, variant)
 

@@ -17,8 +17,7 @@ from spanax.plan.spmd.rounded_copies import is_rounded, narrowest_copy_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
-from spanax.trace.analysis.gradient_accumulation import GradientSum
-from spanax.trace.analysis.op_groups import OpGroup, Phase, trips
+from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.rewrites.attention.operation import RING
 

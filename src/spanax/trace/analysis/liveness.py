@@ -149,13 +149,7 @@ def reachable(start: int, pairs: Mapping[int, Sequence[int]]) -> frozenset[int]:
 
 
 def alias_pairs(traced: Traced, batch: Collection[int | None], layers: Collection[int | None]) -> dict[int, list[int]]:
-    """Returns, for every value, its aliases that are one operation away, as operand or as result.
-
-    Args:
-      traced: the train step.
-      batch: the classes of batch dims; no value with one is an alias.
-      layers: the classes of dims along which layers are stacked; aliases may differ by one.
-    """
+    """Returns, for every value, its aliases that are one operation away, as operand or as result."""
 
     def key(value: int) -> Key:
         labels = traced.axes.classes[value]
@@ -190,12 +184,6 @@ def order(
     graph: Graph, bodies: Iterable[Body], keys: Sequence[ShardingKey], batch: Collection[int | None]
 ) -> dict[Body, tuple[Op, ...]]:
     """Returns the operations of every body in execution order.
-
-    Args:
-      graph: the operations of a traced function.
-      bodies: its bodies.
-      keys: the sharding key of every value, by index.
-      batch: the classes of batch dims.
 
     Source: the schedules of steps compiled for TPUs and GPUs, docs/check.md.
     """

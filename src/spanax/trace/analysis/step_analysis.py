@@ -8,14 +8,15 @@ from typing import Any
 
 from spanax.displays import display
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
-from spanax.trace.analysis.gradient_accumulation import GradientSum, gradient_sums
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order, reachable
 from spanax.trace.analysis.moe_routing import ActiveFlops, Routing, active_flops, one_hot_labels, routed, routings
 from spanax.trace.analysis.op_groups import (
+    GradientSum,
     OpGroup,
     Phase,
     Traffic,
+    gradient_sums,
     inert_ops,
     layer_carry,
     op_groups,
@@ -127,11 +128,6 @@ class StepAnalysis:
     def op_groups(self) -> list[OpGroup]:
         """Returns the groups of equal operations, each with its number of runs."""
         return op_groups(self.traced, self.sharding_keys, self.layer_labels)
-
-    @cached_property
-    def has_convolutions(self) -> bool:
-        """Returns whether any operation is a convolution."""
-        return any(group.op.name == "conv_general_dilated" for group in self.op_groups)
 
     @cached_property
     def alike(self) -> dict[Op, Op]:

@@ -1,6 +1,6 @@
 """The operands in which each primitive is linear, and the values of a graph that are zero for all inputs."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +34,19 @@ PRODUCTS = frozenset({"mul", "dot_general"})
 def linear_operands(op: Op) -> Collection[int]:
     """Returns the positions of the operands in which an operation is linear."""
     return range(len(op.inputs)) if op.name in LINEAR else LINEAR_IN.get(op.name, ())
+
+
+def is_linear(ops: Sequence[Op], after: Collection[int], result: int) -> bool:
+    """Whether operations compute a value linearly from the values `after`: its derivatives in them are constant."""
+    live = {result}
+    for op in ops[::-1]:
+        if live.isdisjoint(op.outputs):
+            continue
+        dependent = [index for index, value in enumerate(op.inputs) if value in after]
+        if not set(dependent) <= set(linear_operands(op)) or (op.name in PRODUCTS and len(dependent) > 1):
+            return False
+        live.update(op.inputs)
+    return True
 
 
 MOST_ELEMENTS = 1 << 16

@@ -74,22 +74,12 @@ def layer_loops(graph: Graph, body: Body) -> Iterator[tuple[Loop, Loop]]:
             same_length = forward.op.params["length"] == backward.op.params["length"]
             is_reversed = forward.op.params["reverse"] != backward.op.params["reverse"]
             if same_length and is_reversed and set(backward.scanned) & {*forward.stacked, *forward.scanned}:
-                if _reaches(body, forward.op, backward.op):
+                if forward.op in graph.slice(backward.op.inputs):
                     yield forward, backward
 
 
 def _contracts(op: Op) -> bool:
     return any(inner.name in CONTRACTIONS or _contracts(inner) for body in op.bodies for inner in body.ops)
-
-
-def _reaches(body: Body, first: Op, second: Op) -> bool:
-    reached = set(first.outputs)
-    for op in body.ops:
-        if reached.intersection(op.inputs):
-            if op is second:
-                return True
-            reached.update(op.outputs)
-    return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -199,10 +199,23 @@ class _Partitioner:
         prepared = [value for value in self.prepared if value not in self.rows]
         prepared_ops = self._slice([*self.rows, *prepared], lambda value: False)
         return PipelinePartition(
-            self.loop, self.forward, self.backward, tuple(self.rows), prepared_ops, tuple(prepared),
-            tuple(self.ridden), tuple(self.collected), tuple(self.returned),
-            unchanged, tuple(layer_states), (*front, *head), len(front), tuple(carried_sums), tuple(results), **pieces,
-        )  # fmt: skip
+            loop,
+            self.forward,
+            self.backward,
+            tuple(self.rows),
+            prepared_ops,
+            tuple(prepared),
+            tuple(self.ridden),
+            tuple(self.collected),
+            tuple(self.returned),
+            unchanged,
+            tuple(layer_states),
+            (*front, *head),
+            len(front),
+            tuple(carried_sums),
+            tuple(results),
+            **pieces,
+        )
 
     def _pieces(
         self, sums: Sequence[Sum], front: Sequence[State], head: Sequence[State], results: Sequence[tuple[int, str]]
@@ -308,7 +321,9 @@ class _Partitioner:
 
     def _place(self, value: int) -> str:
         needs = self._of(value)
-        return "end" if needs & Needs.BACKWARD else "head" if needs & Needs.FORWARD else "front"
+        if needs & Needs.BACKWARD:
+            return "end"
+        return "head" if needs & Needs.FORWARD else "front"
 
     def _slice(self, targets: Sequence[int], is_received: IsReceived) -> tuple[Op, ...]:
         """Returns the operations that compute the targets from the values that a piece receives."""

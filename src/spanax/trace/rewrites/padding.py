@@ -20,9 +20,8 @@ from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Traced, discover
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Family, Kind, Relation, Shape
-from spanax.trace.jaxpr.graph import Body, Graph, Op, from_jaxpr, scan_counts
+from spanax.trace.jaxpr.graph import PADDING, Body, Graph, Op, from_jaxpr, marked, scan_counts
 from spanax.trace.jaxpr.interpret import as_traced, read, with_bodies
-from spanax.trace.jaxpr.marks import PADDING, marked
 from spanax.trace.variables import Leaf
 
 Multiples = tuple[tuple[str, int], ...]

@@ -16,7 +16,7 @@ from spanax.trace.axes.example_dims import example_dims, scanned_dims
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.jaxpr.remat_policies import MEAN
-from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
+from spanax.trace.rewrites.chunked_loss import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.rules import Kind
 from spanax.trace.rewrites.pure_loss import check_unmoved, pure_loss
@@ -258,9 +258,14 @@ def _term(
 
 
 def _loop(
-    parts: Decomposition, args: tuple[Any, Any, Any], dims: ExampleDims, inputs: Values,
-    function: Callable[..., Any], first: Any, weights: Values,
-) -> tuple[Any, Any]:  # fmt: skip
+    parts: Decomposition,
+    args: tuple[Any, Any, Any],
+    dims: ExampleDims,
+    inputs: Values,
+    function: Callable[..., Any],
+    first: Any,
+    weights: Values,
+) -> tuple[Any, Any]:
     """Returns a function's first results summed over microbatches, and its second results stacked."""
     params, rest, batch = args
     kinds = {number: parts.flow.dependence[number] for number in parts.ahead}
