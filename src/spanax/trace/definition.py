@@ -40,13 +40,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _once(
-    method: Callable[Concatenate["Definition", P], T],
-) -> Callable[Concatenate["Definition", P], T]:
+def _once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Returns the method, run outside the user's mesh, with its result for each arguments stored in the definition."""
 
     @wraps(method)
-    def stored(self: "Definition", *args: P.args, **kwargs: P.kwargs) -> T:
+    def stored(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (method.__name__, *args)
         if key not in self._memo:
             self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
@@ -66,11 +64,12 @@ class State:
 
 
 class TracedVariant(NamedTuple):
-    """The traced step and evaluation of one variant, and its fused attentions."""
+    """The traced step and evaluation of one variant, its fused attentions, and its calls of `value_and_grad`."""
 
     step: Traced
     evaluation: Traced | None
     attention: tuple[FusedAttention, ...]
+    num_losses: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,8 +293,7 @@ class FunctionDefinition:
     batch: list[jax.ShapeDtypeStruct]
     batch_leaves: tuple[Leaf, ...]
     batch_axes: ExampleDims | None = None
-    _memo: dict[Variant, TracedVariant] = field(default_factory=dict, repr=False)
-    _num_losses: list[int] = field(default_factory=list, repr=False)
+    _memo: dict[Any, TracedVariant] = field(default_factory=dict, repr=False)
 
     @property
     def batch_treedef(self) -> Any:
@@ -306,47 +304,40 @@ class FunctionDefinition:
         """Returns the structure of the objects."""
         return self.values
 
+    @_once
     def traced(self, variant: Variant) -> TracedVariant:
         """Returns the traced function.
 
         Raises:
           SpanaxError: it cannot be traced, or the variant requires a loss and the function has none.
         """
-        if variant not in self._memo and variant.padded:
+        if variant.padded:
             plain = self.traced(replace(variant, padded=()))
             step = padded_step(plain.step, self.values.variables.leaves, self.batch_leaves, variant.padded)
-            self._memo[variant] = plain._replace(step=step)
-        elif variant not in self._memo:
-            run = partial(_run_function, self.values.variables, self.user.function)
-            with loss_form(variant) as form:
-                step = outside_meshes(traced_function)(
-                    self.values, run, self.batch, self.batch_leaves, self.user, self.batch_axes
-                )
-            if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
-                raise VariantError(
-                    "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
-                    fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
-                )
-            warn_of_unknown(step.axes)
-            self._memo[variant] = TracedVariant(step, None, tuple(dict.fromkeys(form.attentions)))
-            self._num_losses.append(form.num_losses)
-        return self._memo[variant]
+            return plain._replace(step=step)
+        run = partial(_run_function, self.values.variables, self.user.function)
+        with loss_form(variant) as form:
+            step = traced_function(self.values, run, self.batch, self.batch_leaves, self.user, self.batch_axes)
+        if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
+            raise VariantError(
+                "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
+                fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
+            )
+        warn_of_unknown(step.axes)
+        return TracedVariant(step, None, tuple(dict.fromkeys(form.attentions)), form.num_losses)
 
     @property
     def rewrites_loss(self) -> bool:
         """Whether the function computes a loss by `spanax.value_and_grad`."""
-        return any(self._num_losses)
+        return any(traced.num_losses for traced in self._memo.values())
 
     def microbatches(self, variant: Variant) -> Microbatches:
         """Returns whether the losses of the function support microbatches."""
         size = num_examples([leaf.shape for leaf in self.batch_leaves], self.traced(AS_WRITTEN).step.axes.examples)
         count = next((count for count in range(2, size + 1) if size % count == 0), None)
         if not self.rewrites_loss or count is None:
-            return Microbatches(
-                error=VariantError(
-                    "the function does not run in microbatches.", fix="spanax.value_and_grad(loss) in it"
-                )
-            )
+            what = "the function does not run in microbatches."
+            return Microbatches(error=VariantError(what, fix="spanax.value_and_grad(loss) in it"))
         try:
             self.traced(replace(variant, microbatches=count))
         except SpanaxError as error:
