@@ -16,10 +16,9 @@ import zoo
 from spanax.models import gpt
 from spanax.models.workloads import load
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.axes.axes import discover
+from spanax.trace.axes.axes import Traced, discover
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 

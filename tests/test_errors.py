@@ -36,7 +36,7 @@ from spanax.processes.devices import simulate
 from spanax.processes.processes import Hosts
 from spanax.trace.initial_state import Eager
 from spanax.trace.program import Program
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.pure_loss import with_extra
 from spanax.trace.tracing import trace
 from spanax.train.config import TrainConfig, check

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from spanax.stack.stack import Stack as Stack
     from spanax.step.guard import Guard as Guard
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
-    from spanax.trace.loss.value_and_grad import value_and_grad as value_and_grad
-    from spanax.trace.optimizers.learning_rates import logged as logged
+    from spanax.trace.loss import value_and_grad as value_and_grad
+    from spanax.trace.optimizers import logged as logged
     from spanax.trace.program import Program as Program
     from spanax.trace.tracing import trace as trace
     from spanax.trace.variables import Leaf as Leaf
@@ -83,10 +83,10 @@ _NAMES = {
     "stack.block_lists": "stack",
     "stack.stack": "Stack",
     "trace.jaxpr.dim_maps.rule": "rule",
-    "trace.optimizers.learning_rates": "logged",
+    "trace.optimizers": "logged",
     "trace.program": "Program",
     "trace.tracing": "trace",
-    "trace.loss.value_and_grad": "value_and_grad",
+    "trace.loss": "value_and_grad",
     "trace.variables": "Leaf",
     "trace.workload": "Workload",
 }

@@ -80,7 +80,7 @@ def test_every_preset_is_planned_or_refused_with_a_reason(name: str) -> None:
     assert result == golden.read_text()
 
 
-IN_BFLOAT16 = {"lru", "pixelcnn", "vqvae", "masked_loss"}
+IN_BFLOAT16 = {"lru", "vqvae", "masked_loss"}
 
 
 @pytest.mark.parametrize("name", sampled([*corpus.FILES, *zoo.ZOO], IN_BFLOAT16))

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ pytestmark = [
 VARIANTS: dict[str, Callable[[Program], Program]] = {
     "as written": lambda program: program,
     "remat full": lambda program: program.with_remat("full"),
-    "loss chunks 4": lambda program: program.with_loss_chunks(4),
-    "microbatches 4": lambda program: program.with_microbatches(4),
-    "ring": lambda program: program.with_context("ring"),
+    "loss chunks 4": lambda program: program.variant(replace(program.form, loss_chunks=4)),
+    "microbatches 4": lambda program: program.variant(replace(program.form, microbatches=4)),
+    "ring": lambda program: program.variant(replace(program.form, context="ring")),
     "pipeline": lambda program: program,
 }
 

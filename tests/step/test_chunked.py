@@ -24,6 +24,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.show.search import search_text
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
+from spanax.trace.variant import Variant
 from spanax.train.run import Run
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 32, 16, 512
@@ -147,7 +148,10 @@ def test_auto_chunks_if_they_save_memory_at_little_cost() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
     built = {many: spanax.plan(traced, machine, layout="data", loss_chunks=many) for many in (1, count, 2 * count)}
-    priced_as = {many: evaluate(traced.with_loss_chunks(many), plan, machine).candidate for many, plan in built.items()}
+    priced_as = {
+        many: evaluate(traced.variant(Variant(loss_chunks=many)), plan, machine).candidate
+        for many, plan in built.items()
+    }
     first, then, twice = (priced_as[many].step_seconds for many in built)
     assert then <= 1.05 * first < twice
     # If it does not fit, more chunks are used at any cost.
@@ -174,7 +178,7 @@ def test_if_nothing_fits_loss_chunks_are_suggested() -> None:
     result = find(traced, tight)
     assert result.best is None and chunks_to_try(result)[0] > 1 and chunks_to_try(result)[1] > 0
     assert "it fits with --loss-chunks" in search_text(summarize(result), 5)
-    assert chunks_to_try(find(traced.with_loss_chunks(4), tight)) == (1, 0)
+    assert chunks_to_try(find(traced.variant(Variant(loss_chunks=4)), tight)) == (1, 0)
     with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+"):
         spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))
 

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from spanax.trace import bigram
-from spanax.trace.bigram import bigram_loss
+from spanax.trace import workload
+from spanax.trace.workload import bigram_loss
 
 
 def written_out(train: list[int], validation: list[int], vocab_size: int, smoothing: float) -> float:
@@ -22,30 +22,17 @@ def written_out(train: list[int], validation: list[int], vocab_size: int, smooth
     return total / (len(validation) - 1)
 
 
-@pytest.mark.parametrize("dense_pairs", [bigram.DENSE_PAIRS, 0], ids=["dense", "sparse"])
+@pytest.mark.parametrize("dense_pairs", [workload.DENSE_PAIRS, 0], ids=["dense", "sparse"])
 @pytest.mark.parametrize("smoothing", [0.5, 2.0])
 def test_the_bigram_loss_equals_the_explicit_sum(
     smoothing: float, dense_pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bigram, "DENSE_PAIRS", dense_pairs)
+    monkeypatch.setattr(workload, "DENSE_PAIRS", dense_pairs)
     random = np.random.default_rng(0)
     train, validation = random.integers(0, 9, 300), random.integers(0, 12, 100)  # 9, 10 and 11 were never seen
     result = bigram_loss(train, validation, 12, smoothing)
     assert result == pytest.approx(written_out(train.tolist(), validation.tolist(), 12, smoothing), rel=1e-12)
     assert bigram_loss(train.astype(np.uint8), validation.astype(np.uint16), 12, smoothing) == result
-
-
-@pytest.mark.parametrize("dense_pairs", [bigram.DENSE_PAIRS, 0], ids=["dense", "sparse"])
-def test_a_bigram_without_data_is_uniform(dense_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bigram, "DENSE_PAIRS", dense_pairs)
-    nothing = np.zeros(0, np.int32)
-    assert bigram_loss(nothing, np.arange(16), 16) == pytest.approx(math.log(16))
-
-
-def test_the_chances_after_a_token_sum_to_one() -> None:
-    train = np.random.default_rng(1).integers(0, 7, 50)
-    chances = [math.exp(-bigram_loss(train, np.array([3, b]), 8)) for b in range(8)]
-    assert sum(chances) == pytest.approx(1)
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
@@ -55,7 +42,7 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
 
 def test_the_model_is_fitted_on_the_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     train, validation = np.arange(64) % 7, np.arange(16) % 5
-    monkeypatch.setattr(bigram, "MAX_TRAIN_TOKENS", 20)
+    monkeypatch.setattr(workload, "MAX_TRAIN_TOKENS", 20)
     assert bigram_loss(train, validation, 8) == bigram_loss(train[:20], validation, 8)
-    monkeypatch.setattr(bigram, "MAX_TRAIN_TOKENS", 64)
+    monkeypatch.setattr(workload, "MAX_TRAIN_TOKENS", 64)
     assert bigram_loss(train, validation, 8) != bigram_loss(train[:20], validation, 8)

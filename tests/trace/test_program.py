@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -117,11 +116,6 @@ def test_a_fingerprint_is_of_paths_shapes_and_dtypes() -> None:
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
-def test_real_arrays_and_shapes_make_the_same_program() -> None:
-    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in BATCH.items()}
-    assert trace(batch=arrays).fingerprint == trace().fingerprint
-
-
 # What `build` and `optimizer` may be
 
 
@@ -166,11 +160,6 @@ def test_forms_of_build(name: str) -> None:
     ]
 
 
-def test_an_optimizer_created_from_the_model() -> None:
-    program = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
-    assert summary(program) == summary(trace(optimizer=optax.adam(1e-3)))
-
-
 # The step that Spanax writes
 
 
@@ -184,18 +173,6 @@ def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
         parts.step.axes.of(value)[:1] for value in scan.bodies[0].inputs if parts.step.graph.shape(value)[:1] == (4,)
     }
     assert inner == {("batch",)}
-
-
-def test_microbatches_carry_statistics() -> None:
-    program = spanax.trace(
-        build=zoo.CNN,
-        optimizer=optax.sgd(0.1),
-        batch=zoo.IMAGES(16),
-        loss=zoo.cross_entropy,
-        microbatches=2,
-        accumulate="mean",
-    )
-    assert {"stem_norm.mean", "depthwise_norm.var"} <= written_anew(program)
 
 
 def test_compute_dtype_is_what_the_loss_sees_and_nothing_else() -> None:
@@ -250,10 +227,6 @@ def test_a_custom_step_is_traced(returned: Callable[[Any], Any], names: set[str]
     assert set(jax.tree.unflatten(program.step.result, [0] * len(names))) == names
     assert program.evaluation is None
     assert [leaf.axes for leaf in program.leaves] == [leaf.axes for leaf in trace().leaves]
-
-
-def test_a_step_may_be_jitted_already() -> None:
-    assert summary(trace(train_step=nnx.jit(my_step))) == summary(trace())
 
 
 def test_an_intermediate_is_not_state() -> None:
@@ -329,13 +302,6 @@ def test_a_step_that_adds_a_variable() -> None:
 
     text = refused("changed the model's variables: memory", train_step=growing)
     assert "__init__" in text
-
-
-def test_variables_in_another_order_are_named() -> None:
-    variables = trace().variables
-    moved = replace(variables, leaves=variables.leaves[1::-1] + variables.leaves[2:])
-    with pytest.raises(spanax.SpanaxError, match=f"variables: {variables.leaves[0].path}, {variables.leaves[1].path}"):
-        jax.eval_shape(lambda values: moved.split(*variables.merge(values)), variables.abstract())
 
 
 @pytest.mark.parametrize("change", [lambda v: v.astype(jnp.bfloat16), lambda v: v[:1]])

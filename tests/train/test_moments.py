@@ -13,7 +13,7 @@ import zoo
 from spanax.errors import SpanaxError
 from spanax.models.unet import adam
 from spanax.models.workloads import sgd
-from spanax.trace.optimizers.moment_dtype import stored_as
+from spanax.trace.optimizers import stored_as
 from spanax.trace.workload import adamw
 from spanax.train.run import Run
 

@@ -32,8 +32,8 @@ from spanax.step.placement import place_argument, platform_of
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.sharded_init import placed
 from spanax.trace.batch import AUTO
-from spanax.trace.function import trace_function
 from spanax.trace.program import Program
+from spanax.trace.tracing import trace_function
 from spanax.trace.user_mesh import is_typed, on_mesh, outside_meshes
 from spanax.trace.variables import OPTIMIZER, Leaf, Owner
 

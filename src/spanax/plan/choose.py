@@ -52,10 +52,9 @@ from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
-from spanax.trace.pipeline.order_invariance import check_order_invariant
-from spanax.trace.pipeline.partition import pipeline_partition
+from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
-from spanax.trace.rewrites.microbatches.support import check_divides
+from spanax.trace.rewrites.microbatches.accumulation import check_divides
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5

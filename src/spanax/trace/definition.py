@@ -3,31 +3,26 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from flax import nnx
 
-from spanax.batch_dims import ExampleDims
-from spanax.errors import LossError, SpanaxError, StepError
+from spanax.batch_dims import ExampleDims, num_examples
+from spanax.errors import LossError, PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
-from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
-from spanax.trace.axes.batch_sized_dims import batch_sized_dims
-from spanax.trace.axes.retrace import Shapes, matching, retraced_graph
+from spanax.trace.axes.axes import Traced, aligned, discover, warn_of_unknown
+from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retraced_graph
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.remat_policies import GATHERED
-from spanax.trace.loss.compute_dtype import dtype_error
-from spanax.trace.loss.train_step import as_metrics, chosen_step
-from spanax.trace.optimizers.gradient_recording import observing, recording
-from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
-from spanax.trace.optimizers.validation import of_loss
+from spanax.trace.loss import as_metrics, chosen_step, dtype_error, loss_form
+from spanax.trace.optimizers import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
-from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
-from spanax.trace.rewrites.padding.padded_step import padded_graph, padded_step
+from spanax.trace.rewrites.chunked_loss import chunked_loss
+from spanax.trace.rewrites.microbatches.accumulation import Microbatches, microbatches_of
+from spanax.trace.rewrites.padding import padded_graph, padded_step
 from spanax.trace.rewrites.pure_loss import numbers_of, with_extra
-from spanax.trace.traced import Traced
 from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Variables, lowered, plain_variables, wants_hijax
@@ -36,17 +31,20 @@ from spanax.trace.variant import Variant
 Results = tuple[list[Any], dict[str, Any]]
 """The new state of a step, and its metrics."""
 
+AS_WRITTEN = Variant()
+
+Function = Callable[[tuple[Any, ...], list[Any]], Any]
+"""A function of a tuple of NNX objects, which it may update in place, and of a list of arrays; returns a pytree."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _once(
-    method: Callable[Concatenate["Definition", P], T],
-) -> Callable[Concatenate["Definition", P], T]:
+def _once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Returns the method, run outside the user's mesh, with its result for each arguments stored in the definition."""
 
     @wraps(method)
-    def stored(self: "Definition", *args: P.args, **kwargs: P.kwargs) -> T:
+    def stored(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (method.__name__, *args)
         if key not in self._memo:
             self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
@@ -66,48 +64,12 @@ class State:
 
 
 class TracedVariant(NamedTuple):
-    """The traced step and evaluation of one variant, and its fused attentions."""
+    """The traced step and evaluation of one variant, its fused attentions, and its calls of `value_and_grad`."""
 
     step: Traced
     evaluation: Traced | None
     attention: tuple[FusedAttention, ...]
-
-
-class ProgramDefinition(Protocol):
-    """What a program is traced from: a train step with a function that creates its state, or a function of objects."""
-
-    @property
-    def batch_leaves(self) -> tuple[Leaf, ...]:
-        """The arrays of the batch."""
-
-    @property
-    def batch_treedef(self) -> Any:
-        """The structure of the batch."""
-
-    @property
-    def rewrites_loss(self) -> bool:
-        """Whether variants with remat, microbatches, loss chunks or attention kernels are supported."""
-
-    def state(self, variant: Variant) -> State:
-        """Returns the state of a variant."""
-
-    def traced(self, variant: Variant) -> TracedVariant:
-        """Returns the traced step and evaluation of a variant."""
-
-    def microbatches(self, variant: Variant) -> Microbatches:
-        """Returns whether a variant supports microbatches."""
-
-    def computation(self) -> Computation:
-        """Returns the fingerprint of the step as written."""
-
-    def run_loss(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
-        """Returns the loss as a function of state and batch of any size; None without one."""
-
-    def run_evaluate(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
-        """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
-
-    def resized(self, variant: Variant, shapes: Shapes) -> Graph:
-        """Returns the graph of a variant's step with other shapes for the leaves of the state."""
+    num_losses: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,6 +276,93 @@ class Definition:
         return UserFunction(function, (*state.variables.names, *batch))
 
 
+@dataclass(frozen=True, eq=False)
+class FunctionDefinition:
+    """What `trace_function` traces.
+
+    Attributes:
+      user: the function.
+      values: the structure of the objects.
+      batch: shapes and dtypes of the arrays.
+      batch_leaves: the same as leaves.
+      batch_axes: the dim with the examples of each array, if the user says it.
+    """
+
+    user: UserFunction
+    values: State
+    batch: list[jax.ShapeDtypeStruct]
+    batch_leaves: tuple[Leaf, ...]
+    batch_axes: ExampleDims | None = None
+    _memo: dict[Any, TracedVariant] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch_treedef(self) -> Any:
+        """Returns the structure of the arrays, a list."""
+        return jax.tree.structure(self.batch)
+
+    def state(self, variant: Variant) -> State:
+        """Returns the structure of the objects."""
+        return self.values
+
+    @_once
+    def traced(self, variant: Variant) -> TracedVariant:
+        """Returns the traced function.
+
+        Raises:
+          SpanaxError: it cannot be traced, or the variant requires a loss and the function has none.
+        """
+        if variant.padded:
+            plain = self.traced(replace(variant, padded=()))
+            step = padded_step(plain.step, self.values.variables.leaves, self.batch_leaves, variant.padded)
+            return plain._replace(step=step)
+        run = partial(_run_function, self.values.variables, self.user.function)
+        with loss_form(variant) as form:
+            step = traced_function(self.values, run, self.batch, self.batch_leaves, self.user, self.batch_axes)
+        if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
+            raise VariantError(
+                "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
+                fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
+            )
+        warn_of_unknown(step.axes)
+        return TracedVariant(step, None, tuple(dict.fromkeys(form.attentions)), form.num_losses)
+
+    @property
+    def rewrites_loss(self) -> bool:
+        """Whether the function computes a loss by `spanax.value_and_grad`."""
+        return any(traced.num_losses for traced in self._memo.values())
+
+    def microbatches(self, variant: Variant) -> Microbatches:
+        """Returns whether the losses of the function support microbatches."""
+        size = num_examples([leaf.shape for leaf in self.batch_leaves], self.traced(AS_WRITTEN).step.axes.examples)
+        count = next((count for count in range(2, size + 1) if size % count == 0), None)
+        if not self.rewrites_loss or count is None:
+            what = "the function does not run in microbatches."
+            return Microbatches(error=VariantError(what, fix="spanax.value_and_grad(loss) in it"))
+        try:
+            self.traced(replace(variant, microbatches=count))
+        except SpanaxError as error:
+            return Microbatches(error=error)
+        return Microbatches()
+
+    def computation(self) -> Computation:
+        """Returns the fingerprint of the function."""
+        return Computation.of(self.traced(AS_WRITTEN).step, self.values.variables.leaves)
+
+    def run_loss(self, variant: Variant) -> None:
+        """Returns None: a function has no evaluation mode."""
+
+    def run_evaluate(self, variant: Variant) -> None:
+        """Returns None: a function has no evaluation mode."""
+
+    def resized(self, variant: Variant, shapes: Shapes) -> Graph:
+        """Raises: only a pipeline traces a step with other shapes, and it requires a loss."""
+        raise PipelineError("a pipeline requires a loss.", fix="spanax.trace(loss=...), or a mesh without 'pipe'")
+
+
+ProgramDefinition = Definition | FunctionDefinition
+"""What a program is traced from: a train step and a function that creates its state, or a function of objects."""
+
+
 def traced_function(
     state: State,
     function: Callable[..., Any],
@@ -380,3 +429,11 @@ def _run_evaluate(variables: Variables, evaluate: Any, values: list[Any], batch:
             f"`evaluate` returned a {type(metrics).__name__}, not a dict of metrics.", fix="return {'name': metric}"
         )
     return [], numbers_of("evaluate", metrics)
+
+
+def _run_function(
+    variables: Variables, function: Function, values: list[Any], arrays: list[Any]
+) -> tuple[list[Any], Any]:
+    nodes = variables.merge(values)
+    result = function(nodes, arrays)
+    return variables.split(*nodes, by="the function"), result

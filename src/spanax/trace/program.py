@@ -21,7 +21,7 @@ from spanax.trace.definition import ProgramDefinition, Results
 from spanax.trace.initial_state import Initial
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.microbatches.support import Microbatches
+from spanax.trace.rewrites.microbatches.accumulation import Microbatches
 from spanax.trace.variables import Leaf, Variables
 from spanax.trace.variant import Variant
 from spanax.units import count_text
@@ -220,10 +220,8 @@ class Program:
             known = set(evaluation.axes.names.values())
             evaluation = evaluation.rename({old: new for old, new in names.items() if old in known})
         leaves, batch = with_axes(step, self.leaves, self.batch)
-        program = replace(
-            self, leaves=leaves, batch=batch, step=step, evaluation=evaluation, renames=(*self.renames, names),
-            _variants={},
-        )  # fmt: skip
+        program = replace(self, leaves=leaves, batch=batch, step=step, evaluation=evaluation, _variants={})
+        program = replace(program, renames=(*self.renames, names))
         program._variants[self.form] = program
         return program
 
@@ -283,36 +281,10 @@ class Program:
         """
         return self.variant(replace(self.form, remat=policy))
 
-    def with_microbatches(self, microbatches: int) -> "Program":
-        """Returns the program with gradients accumulated over microbatches; each number is traced once.
-
-        Raises:
-          SpanaxError: they do not divide the batch, or the `train_step` is user-defined.
-        """
-        return self.variant(replace(self.form, microbatches=microbatches))
-
     @property
     def accumulates(self) -> Microbatches:
         """Returns whether the step supports microbatches, and if not, why."""
         return self.definition.microbatches(self.form)
-
-    def with_context(self, form: str) -> "Program":
-        """Returns the program with fused attention (`ring`, a kernel), or as written (`gathered`); traced once.
-
-        Raises:
-          SpanaxError: the form is unknown, there is no attention, one does not support ring attention, or the
-            `train_step` is user-defined.
-        """
-        return self.variant(replace(self.form, context=form))
-
-    def with_loss_chunks(self, count: int) -> "Program":
-        """Returns the program with logits computed in chunks of tokens, not all materialized; traced once for each.
-
-        Raises:
-          SpanaxError: the loss has no logits or cannot be chunked, the number does not divide the tokens, or the
-            `train_step` is user-defined.
-        """
-        return self.variant(replace(self.form, loss_chunks=count))
 
     def with_compute_dtype(self, dtype: str | None) -> "Program":
         """Returns the program with its loss computed in `dtype`, as `compute_dtype` of `spanax.trace`.

@@ -1,19 +1,22 @@
 """Traces build, optimizer, batch and loss into a `Program` without allocating arrays."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from flax import nnx
 
+from spanax.batch_dims import ExampleDims
 from spanax.trace.batch import AUTO, abstract_batch, checked_axes, spread
-from spanax.trace.definition import Definition
+from spanax.trace.definition import AS_WRITTEN, Definition, Function, FunctionDefinition, State
 from spanax.trace.initial_state import Eager
 from spanax.trace.jaxpr.remat_policies import EXACT
-from spanax.trace.loss.train_step import chosen_step
+from spanax.trace.loss import chosen_step
 from spanax.trace.program import Program, program_of
+from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh
-from spanax.trace.variables import check_optimizer
+from spanax.trace.variables import Leaf, Owner, check_optimizer, take_apart
 from spanax.trace.variant import Variant
 
 
@@ -82,9 +85,72 @@ def trace(  # noqa: PLR0913
     mesh = UserMesh.of(shapes)
     check_optimizer(optimizer)
     definition = Definition(
-        build=Eager(build) if eager_build else build, optimizer=optimizer, batch=mesh.untyped(shapes),
-        batch_leaves=batch_leaves, batch_treedef=batch_treedef, loss=loss, train_step=train_step, clip_norm=clip_norm,
-        accumulate=accumulate, mesh=mesh, batch_axes=dims, evaluate=evaluate,
-    )  # fmt: skip
+        build=Eager(build) if eager_build else build,
+        optimizer=optimizer,
+        batch=mesh.untyped(shapes),
+        batch_leaves=batch_leaves,
+        batch_treedef=batch_treedef,
+        loss=loss,
+        train_step=train_step,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        mesh=mesh,
+        batch_axes=dims,
+        evaluate=evaluate,
+    )
     definition.check_evaluate(variant)
     return program_of(definition, variant)
+
+
+def trace_function(
+    function: Function,
+    owners: Sequence[Owner],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    variant: Variant = AS_WRITTEN,
+    batch_axes: ExampleDims | None = None,
+) -> Program:
+    """Returns the program of one call of a function on NNX objects and arrays.
+
+    Args:
+      function: the function.
+      owners: the objects, with arrays or with shapes as the values of their Variables.
+      arrays: shapes and dtypes of the arrays.
+      names: a name for each, which begins with that of the argument: `batch.image`.
+      variant: the form of the losses that the function differentiates by `spanax.value_and_grad`.
+      batch_axes: the dim with the examples of each array, None for none; by default, as the function uses them.
+
+    Raises:
+      SpanaxError: the function changes the set of the objects' variables, or uses a traced array that NNX does not
+        track.
+
+    Example:
+      >>> from flax import nnx
+      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+      >>> call = lambda nodes, arrays: nodes[0](arrays[0])
+      >>> program = trace_function(call, [Owner(model)], [jax.ShapeDtypeStruct((8, 4), "float32")], ["x"])
+      >>> [(leaf.path, leaf.axes) for leaf in (*program.leaves, *program.batch)]
+      [('bias', ('...',)), ('kernel', ('...', '...')), ('x', ('batch', '...'))]
+    """
+    shapes = list(arrays)
+    variables, values = take_apart(owners)
+    mesh = UserMesh.of(shapes, values)
+    weak = [
+        replace(leaf, weak_type=getattr(jax.typeof(value), "weak_type", False))
+        for leaf, value in zip(variables.leaves, values, strict=True)
+    ]
+    variables = replace(variables, leaves=tuple(weak))
+    state = State(variables, None, mesh.with_state(variables.leaves))
+    leaves = tuple(
+        Leaf(name, shape.shape, shape.dtype, "batch") for name, shape in zip(_short(names), shapes, strict=True)
+    )
+    user = UserFunction(function, (*variables.names, *names))
+    return program_of(FunctionDefinition(user, state, mesh.untyped(shapes), leaves, batch_axes), variant)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Returns the names of arrays without the name of the argument, if they are the items of one dict."""
+    heads, tails = ({part[index] for part in (name.partition(".") for name in names)} for index in (0, 2))
+    if len(heads) != 1 or any(not tail or tail[0].isdecimal() for tail in tails):
+        return list(names)
+    return [name.partition(".")[2] for name in names]

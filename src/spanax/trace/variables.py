@@ -305,9 +305,9 @@ def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
     leaves = []
     trained = _trained_arrays(owners)
     for (path, index, variable), value in zip(_named_values(state, prefixes), values, strict=True):
-        is_param = isinstance(variable, nnx.Param) or path in trained
-        is_optimizer = owners[index].is_optimizer or OPTIMIZER_STATE in path.split(".")
-        kind = "optimizer" if is_optimizer else "param" if is_param else "other"
+        kind = "param" if isinstance(variable, nnx.Param) or path in trained else "other"
+        if owners[index].is_optimizer or OPTIMIZER_STATE in path.split("."):
+            kind = "optimizer"
         # A NumPy array (a table of indices in int64) has the dtype that JAX converts it to on first use.
         try:
             aval = jax.typeof(value)

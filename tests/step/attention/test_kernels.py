@@ -15,6 +15,7 @@ from spanax.models.workloads import load
 from spanax.step.attention import kernels
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, attention_grad_p, attention_p
+from spanax.trace.variant import Variant
 
 B, T, H, G, K = 2, 256, 4, 2, 16
 TOLERANCE = 2e-5
@@ -99,7 +100,8 @@ def test_a_step_with_a_kernel_equals_the_model_on_every_mesh() -> None:
     batch = {name: rng.integers(0, 60, leaf.shape, dtype=np.int32) for name, leaf in workload.batch.items()}
 
     def numbers(context: str, **asked: Any) -> list[float]:
-        run = spanax.start(program, spanax.plan(program.with_context(context), spanax.cluster("cpu:8"), **asked))
+        variant = program.variant(Variant(context=context))
+        run = spanax.start(program, spanax.plan(variant, spanax.cluster("cpu:8"), **asked))
         assert run.plan.schedule.context == context
         metrics = run.step(batch)
         return [float(metrics["loss"]), float(metrics["grad_norm"])]

@@ -79,17 +79,6 @@ def test_choices_of_tokens_are_counted_per_slot(name: str, counts: bool) -> None
     assert (routing.num_pooled > 0) == (name == "pooled")
 
 
-def test_router_scores_are_recognized() -> None:
-    routings = program("moe").step.routings.values()  # the router's classes are not those of the experts
-    of_scores = [routing for routing in routings if not routing.has_experts]
-    assert len(of_scores) == 2 and all(score.scoring and score.is_sent(2, 1) for score in of_scores)
-
-
-def test_experts_without_a_matmul_have_no_exchange() -> None:
-    routing = Routing(True, frozenset(), frozenset(), num_tokens=0, num_sent=0, num_pooled=0)
-    assert not routing.is_sent(8, 1)
-
-
 @pytest.mark.parametrize(("ways", "is_sent"), [(2, False), (4, True), (8, True)])
 def test_tokens_are_exchanged_if_there_are_more_devices_than_slots_per_token(ways: int, is_sent: bool) -> None:
     routing = Routing(True, frozenset(), frozenset({(0, 1)}), num_tokens=1000, num_sent=2500, num_pooled=0)

@@ -14,7 +14,7 @@ from jax import lax
 
 import spanax
 import zoo
-from programs import array, graph_of, small_gpt, workload, zoo_program
+from programs import array, graph_of, small_gpt, zoo_program
 from spanax.plan.place import resolver_of
 from spanax.plan.sharding.operands import operand_sharding
 from spanax.plan.sharding.partition import as_masks
@@ -71,12 +71,6 @@ def test_flops_of_a_gpt_are_the_closed_form(scan: bool) -> None:
     assert flops(program, phase=Phase.UPDATE) == 0
 
 
-def test_only_a_scan_can_be_partitioned_into_stages() -> None:
-    assert flops(small_gpt(), in_layers=True) == 3 * L * LAYER_FLOPS
-    assert flops(small_gpt(), in_layers=False) == 3 * HEAD_FLOPS
-    assert flops(small_gpt(scan_layers=False), in_layers=True) == 0
-
-
 @pytest.mark.parametrize("scan", [True, False])
 def test_full_remat_adds_the_forward_pass_of_a_layer_but_for_its_last_matmul(scan: bool) -> None:
     # What `down` makes is the layer's result: nothing on the way back needs it.
@@ -94,14 +88,6 @@ def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) ->
     assert counts == counted(program.step.graph)
 
 
-def test_equal_operations_form_one_group() -> None:
-    """Norms of unrolled layers are of one class, and so is all that the optimizer does to them."""
-    program = small_gpt(scan_layers=False)
-    norms = [kind for kind in program.step.op_groups if kind.op.name == "rsqrt" and kind.phase == Phase.FORWARD]
-    assert [kind.runs for kind in norms] == [2 * L + 1]
-    assert 2 * len(program.step.op_groups) < sum(kind.runs for kind in program.step.op_groups)
-
-
 def test_microbatches_run_the_layers_as_often() -> None:
     case = zoo.ZOO["mlp"]
 
@@ -112,14 +98,6 @@ def test_microbatches_run_the_layers_as_often() -> None:
 
     assert flops(of(4)) == flops(of(1)) == 2 * 3 * 16 * (32 * 128 + 128 * 128 + 128 * 16) - 2 * 16 * 32 * 128
     assert sum(kind.runs for kind in matmuls(of(4))) == 4 * sum(kind.runs for kind in matmuls(of(1)))
-
-
-def test_the_optimizer_is_the_update() -> None:
-    program = workload("gpt-nano")
-    phases = {kind.op.name: kind.phase for kind in program.step.op_groups if kind.op.name in ("sqrt", "erf")}
-    assert phases == {"sqrt": Phase.UPDATE}
-    tables = [kind.phase for kind in program.step.op_groups if kind.op.name in ("gather", "scatter-add", "scatter_add")]
-    assert set(tables) == {Phase.FORWARD, Phase.BACKWARD}
 
 
 def test_the_carry_of_the_layers_is_detected() -> None:
@@ -227,17 +205,6 @@ def test_a_convolution_has_the_flops_that_xla_counts(groups: int, strides: int, 
     assert all_flops(function, *shapes) == [analysis["flops"]]
 
 
-def test_flops_of_a_ragged_matmul_and_its_gradients() -> None:
-    """Every row meets the matrix of its one group."""
-
-    def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
-
-    M, K, N, G = 24, 5, 7, 4
-    result = all_flops(jax.grad(loss, (0, 1)), (M, K), (G, K, N), array(G, dtype="int32"))
-    assert result == 3 * [2 * M * K * N]
-
-
 def compiled_flops(function: Any, *shapes: Any) -> float:
     """FLOPs that XLA counts in the program that it runs on a CPU, with those of everything elementwise."""
     return float(jax.jit(function).lower(*shapes).compile().cost_analysis()["flops"])
@@ -289,19 +256,6 @@ def test_the_gradients_of_a_convolution_have_the_flops_that_xla_counts(
     graph = graph_of(both, *shapes)
     result = [contraction_flops(graph, op) for op in graph.ops() if op.name in CONTRACTIONS]
     assert len(result) == 2 and sum(result) == analysis["flops"]
-
-
-def test_dims_of_a_ragged_weight_gradient_follow_its_groups() -> None:
-    def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
-
-    graph = graph_of(jax.grad(loss), array(4, 5, 7), array(24, 5), array(4, dtype="int32"))
-    (op,) = (op for op in graph.ops() if op.name == "ragged_dot_general" and graph.shape(op.outputs[0]) == (4, 5, 7))
-    shapes = [graph.shape(value) for value in (*op.inputs[:2], op.outputs[0])]
-    summed, passed = op.dim_map.contraction
-    assert summed == ((0, 0),)
-    sizes = [[shape[dim] if dim >= 0 else None for shape, dim in zip(shapes, dims, strict=True)] for dims in passed]
-    assert sizes == [[5, None, 5], [None, 7, 7]]
 
 
 def test_an_moe_computes_its_slots_and_not_every_expert_for_every_token() -> None:

@@ -12,10 +12,6 @@ from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Body, Op
 
 
-def names(traced: StepAnalysis) -> list[str]:
-    return [op.name for op in traced.order[traced.graph.body]]
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt", "moe", "cnn", "tied", "clip", "ssm"])
 def test_every_operation_runs_once_after_its_dependencies(name: str) -> None:
     traced = zoo_program(name).step

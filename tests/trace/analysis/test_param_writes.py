@@ -10,7 +10,7 @@ from flax import nnx
 
 import spanax
 from spanax.errors import SpanaxError
-from spanax.trace.analysis.param_writes import param_writes
+from spanax.trace.rewrites.pure_loss import param_writes
 
 
 class Clipped(nnx.Module):

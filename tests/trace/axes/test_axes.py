@@ -134,23 +134,6 @@ def test_an_optimizer_array_has_the_axes_of_its_parameter(name: str) -> None:
             assert leaf.axes == params[path].axes, leaf.path
 
 
-def test_equal_roles_in_repeated_blocks_share_a_name() -> None:
-    scanned, unrolled = program("gpt", 11), program("gpt-unrolled", 11)
-    stacked = {leaf.path: leaf.axes for leaf in scanned.leaves if leaf.path.startswith("blocks.")}
-    alone = {leaf.path: leaf.axes for leaf in unrolled.leaves if leaf.path.startswith("blocks.")}
-    assert len(alone) == 2 * len(stacked)
-    for path, axes in alone.items():
-        _, _, rest = path.split(".", 2)
-        assert stacked[f"blocks.{rest}"] == ("layers", *axes), path
-
-
-@pytest.mark.parametrize("name", sampled(zoo.ZOO, QUICK))
-def test_every_dim_of_a_parameter_has_a_name(name: str) -> None:
-    for leaf in program(name, 13 if name == "ssm" else 11).leaves:
-        if leaf.kind == "param":
-            assert [axis is None for axis in leaf.axes] == [size == 1 for size in leaf.shape], leaf.path
-
-
 @pytest.mark.parametrize("name", sampled(zoo.ZOO, QUICK))
 def test_evaluation_numbers_the_classes_of_the_model_like_the_step(name: str) -> None:
     """The resolver knows classes by number, and the evaluation is another graph."""
@@ -204,16 +187,6 @@ def test_rename() -> None:
 def test_names_used_by_layouts_cannot_be_renamed(name: str) -> None:
     with pytest.raises(spanax.SpanaxError, match=f"'{name}' cannot be renamed"):
         program("gpt", 11).rename({name: "other"})
-
-
-def test_an_evaluation_has_the_class_numbers_of_the_step() -> None:
-    traced = program("moe", 11)
-    assert traced.evaluation is not None
-    names = traced.step.axes.names
-    for label, name in traced.evaluation.axes.names.items():
-        assert label not in names or names[label] == name
-    experts = {label for label, name in names.items() if name == "experts"}
-    assert experts & {label for labels in traced.evaluation.axes.classes for label in labels}
 
 
 def test_rename_of_an_unknown_axis() -> None:

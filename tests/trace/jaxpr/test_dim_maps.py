@@ -18,11 +18,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import spanax
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.scanned_dims import scanned_dims
+from spanax.trace.axes.example_dims import scanned_dims
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
-from spanax.trace.jaxpr.dim_maps.relations import Kind
-from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.jaxpr.marks import LAYER_PARTS
+from spanax.trace.jaxpr.graph import LAYER_PARTS, from_jaxpr
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -216,11 +214,6 @@ def test_a_rule_joins(name: str) -> None:
     assert not dims.unknown
 
 
-def test_a_wrong_join_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, "transpose", TABLE["exp"])
-    assert joined(dims_of(jnp.transpose, X)) == "ab->ab"
-
-
 @pytest.mark.parametrize(
     ("function", "arg", "expected"),
     [
@@ -235,12 +228,6 @@ def test_a_wrong_join_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_number_of_shards_of_an_axis(function: Callable[..., Any], arg: Any, expected: list[list[int]]) -> None:
     assert ways(dims_of(function, arg)) == expected
-
-
-@pytest.mark.parametrize(("groups", "expected"), [(1, 4), (2, 2), (4, 4)])
-def test_channels_are_sharded_at_most_by_groups(groups: int, expected: int) -> None:
-    dims = dims_of(lambda x, k: conv(x, k, feature_group_count=groups), IMAGE, f32(1, 1, 4 // groups, 4))
-    assert ways(dims)[0][-1] == expected
 
 
 @pytest.mark.parametrize(
@@ -316,14 +303,6 @@ def test_a_pallas_kernel_is_opaque() -> None:
     assert dims.opaque == {"pallas_call": 1} and not dims.unknown
 
 
-def test_a_solve_counts_the_flops_of_its_parts() -> None:
-    """Four functions under one operation: the one that solves is followed, and the examples stay apart."""
-    dims = dims_of(jax.grad(lambda a, b: jnp.linalg.solve(a, b).sum()), f32(3, 5, 5), f32(3, 5, 2))
-    assert not dims.unknown
-    (gradient,) = dims.graph.body.outputs
-    assert dims.classes(gradient)[0] == dims.classes(dims.graph.body.inputs[0])[0]
-
-
 def test_a_loop_joins_carries_that_swap() -> None:
     """Carries that swap places each round are one class, though no single round joins them."""
     dims = dims_of(lambda x, y: lax.fori_loop(0, 3, lambda i, pair: (pair[1], pair[0]), (x, y)), V, V)
@@ -381,13 +360,6 @@ def test_examples_drawn_from_the_batch_are_examples(size: int, result: str) -> N
 
 def test_a_lookup_by_indices_joins_the_indices() -> None:
     assert joined(turned(lambda x, at: x[at], f32(48, 3), i32(48))) == "ab,c->cb"
-
-
-@pytest.mark.parametrize(("function", "args"), [(jnp.linalg.cholesky, (f32(8, 8),)), (jnp.fft.fft, (f32(8),))])
-def test_cholesky_and_fft_have_no_independent_dims(function: Callable[..., Any], args: Any) -> None:
-    graph = from_jaxpr(jax.make_jaxpr(function)(*args))
-    (op,) = [op for op in graph.ops() if op.name in ("cholesky", "fft")]
-    assert op.dim_map is not None and not op.dim_map.dims(Kind.SAME)
 
 
 def test_parts_of_layers_are_one_class_of_any_sizes() -> None:

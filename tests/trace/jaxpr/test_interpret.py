@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from spanax.trace.jaxpr.graph import CALLS, INLINED, Body, Graph, Op, from_jaxpr
-from spanax.trace.jaxpr.interpret import evaluate, read, rebuilt, run, with_bodies
+from spanax.trace.jaxpr.interpret import evaluate, rebuilt, with_bodies
 
 X = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 ROW = np.arange(4, dtype=np.float32)
@@ -112,23 +112,6 @@ def test_an_override_reaches_the_backward_pass_of_a_remat() -> None:
         return with_bodies(op, ins, inner) if op.bodies else None
 
     assert np.any(evaluate(graph, [X])[0]) and not np.any(evaluate(graph, [X], override)[0])
-
-
-@pytest.mark.usefixtures("devices")
-def test_an_override_computes_only_what_it_returns() -> None:
-    graph = graph_of(lambda x: (jnp.sin(x), jnp.exp(x)))
-    results = evaluate(graph, [X], lambda op, ins: [ins[0] + 1] if op.name == "sin" else None)
-    assert_same(results, (X + 1, jnp.exp(X)))
-
-
-@pytest.mark.usefixtures("devices")
-def test_a_slice_is_evaluated_from_known_values() -> None:
-    graph = graph_of(lambda x: jnp.cos(jnp.exp(x)) * ROW)
-    (product,), (exp,) = graph.body.outputs, graph.body.ops[0].outputs
-    values = {exp: X}
-    run(graph, graph.slice([product], values), values)
-    assert_same(read(graph, values, [product]), jnp.cos(X) * ROW)
-    assert not values.keys() & graph.body.inputs
 
 
 @pytest.mark.parametrize("name", ["scan", "cond", "remat", "nested"])

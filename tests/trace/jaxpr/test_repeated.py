@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spanax.trace.analysis.fusion import repeated_ops
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.jaxpr.repeated import repeated_ops
 
 X = np.ones((4, 4), np.float32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))

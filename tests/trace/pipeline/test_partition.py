@@ -11,8 +11,8 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
-from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
-from spanax.trace.pipeline.split_backward import split_backward
+from spanax.trace.jaxpr.loops import split_backward
+from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 
 CONFIG = gpt.GPTConfig(32, seq_len=8, num_layers=4, num_heads=2, embed_dim=16, dropout=0.1)
@@ -29,47 +29,11 @@ def names(ops: Any) -> list[str]:
     return [op.name for op in ops]
 
 
-@pytest.fixture(scope="module")
-def pieces() -> PipelinePartition:
-    return pipeline_partition(traced().step, 4)
-
-
-def test_lookups_precede_the_layers_and_the_loss_follows_them(pieces: PipelinePartition) -> None:
-    assert pieces.num_layers == 4
-    assert "gather" in names(pieces.front_ops) and "dot_general" not in names(pieces.front_ops)
-    # The tied embedding: logits, and what they give back to the layers and to the table.
-    assert names(pieces.head_ops).count("dot_general") == 3
-    assert "scatter-add" in names(pieces.end_ops) and "dot_general" not in names(pieces.end_ops)
-    assert not {"dot_general", "gather", "scan"}.intersection(names((*pieces.forward_ops, *pieces.backward_ops)))
-
-
-def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pieces: PipelinePartition) -> None:
-    shapes = {}
-    graph = traced().step.graph
-    for item in pieces.sums:
-        shape = graph.shape(pieces.loop.body.inputs[pieces.loop.num_consts + item.index])
-        shapes.setdefault(tuple(sorted(item.parts)), []).append(shape)
-        assert item.is_rows == (shape[0] == 4 and set(item.parts) == {"layers"})
-    assert shapes["end", "head"] == [(32, 16)]
-    assert shapes["end",] == [(8, 16)]
-    assert len(shapes["layers",]) == 12 and len(shapes["head",]) == 2
-
-
-def test_random_counts_are_updated_with_their_layers(pieces: PipelinePartition) -> None:
-    assert len(pieces.layer_states) == 2 and not pieces.states
-
-
 def test_counts_are_updated_with_their_layers_or_on_the_first_stage() -> None:
     pieces = pipeline_partition(traced(accumulate="mean").step, 4)
     assert len(pieces.layer_states) == 2 and len(pieces.states) == pieces.num_front_states == 1
     # Its value before is what the end makes the same mask from.
     assert pieces.ridden == (pieces.states[0].before,)
-
-
-def test_casts_of_all_layers_run_before_the_loop() -> None:
-    partition = pipeline_partition(traced("bfloat16", "full").step, 4)
-    assert set(names(partition.prepared_ops)) == {"convert_element_type"} and len(partition.rows) >= 12
-    assert {tuple(sorted(item.parts)) for item in partition.sums} == {("layers",), ("end", "head"), ("end",), ("head",)}
 
 
 @pytest.mark.parametrize("remat", [None, "full"])

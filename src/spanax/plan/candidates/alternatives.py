@@ -12,7 +12,7 @@ from spanax.plan.defaults import ASSIGNMENT_MARGIN
 from spanax.plan.reason import Code, Reason
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS, OPTIMIZER_STATE
 from spanax.trace.program import Program
-from spanax.trace.rewrites.padding.padded_step import Multiples
+from spanax.trace.rewrites.padding import Multiples
 
 UNREQUESTED = ("heads", "vocab")
 """The axes that are padded without a request: model authors choose their sizes for reasons other than sharding."""

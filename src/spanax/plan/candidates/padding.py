@@ -12,7 +12,7 @@ from spanax.plan.candidate import Search
 from spanax.plan.presets import MEANING
 from spanax.plan.sharding.padding import check_padded
 from spanax.trace.program import Program
-from spanax.trace.rewrites.padding.padded_step import Multiples, padded_sizes
+from spanax.trace.rewrites.padding import Multiples, padded_sizes
 
 MOST = 8
 """The most devices over which a search shards padded axes if no mesh is requested: those of a node."""

@@ -7,7 +7,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.sharding.assign import Pins, pinned
 from spanax.trace.program import Program
-from spanax.trace.rewrites.padding.padded_step import Multiples, padded_sizes
+from spanax.trace.rewrites.padding import Multiples, padded_sizes
 
 UNPADDED = ("batch", "layers")
 """Axes that are not padded: the examples of a step, and the layers, which stages of a pipeline divide unevenly."""

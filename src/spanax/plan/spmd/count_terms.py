@@ -17,8 +17,7 @@ from spanax.plan.spmd.rounded_copies import is_rounded, narrowest_copy_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
-from spanax.trace.analysis.gradient_accumulation import GradientSum
-from spanax.trace.analysis.op_groups import OpGroup, Phase, trips
+from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.rewrites.attention.operation import RING
 
@@ -35,7 +34,7 @@ def count_terms(
     Args:
       sharded: the program's step under the layout; with sums that the compiler all-reduces, on a mesh with its sizes.
       only: count the collectives of these values alone, such as those of one leaf
-      (`spanax.trace.analysis.leaf_aliases`).
+      (`spanax.trace.analysis.liveness`).
       compiler: what the compiler changes; nothing by default.
       late: the reductions that loops defer; none by default.
     """

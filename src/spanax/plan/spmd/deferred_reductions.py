@@ -18,8 +18,8 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
 from spanax.trace.jaxpr.linear import linear_operands
+from spanax.trace.jaxpr.loops import split_backward
 from spanax.trace.pipeline.partition import pipeline_partition
-from spanax.trace.pipeline.split_backward import split_backward
 
 REDUCED_BEFORE = frozenset({"broadcast_in_dim", "cumsum", "dot_general", "select_n"})
 """Linear operations whose operands are reduced before: their results may be larger, or sums of their own."""

@@ -12,8 +12,7 @@ from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import BLOCK
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import BACKWARD
-from spanax.trace.rewrites.attention.scores import Form
-from spanax.trace.rewrites.attention.zigzag import Shares, shares
+from spanax.trace.rewrites.attention.scores import Form, Shares, shares
 
 ROUND = "round"
 HOP = "collective-permute"

@@ -5,7 +5,7 @@ meanwhile. After n steps on n devices every query has attended to every key, and
 than two devices.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention, arXiv 2310.01889, section 3; load balancing as in
-`trace/rewrites/attention/zigzag.py`.
+`trace/rewrites/attention/scores.py`.
 """
 
 import math
@@ -30,8 +30,7 @@ from spanax.trace.rewrites.attention.operation import (
     wanted_of,
     zeros_of_extras,
 )
-from spanax.trace.rewrites.attention.scores import Form
-from spanax.trace.rewrites.attention.zigzag import Shares, shares
+from spanax.trace.rewrites.attention.scores import Form, Shares, shares
 
 
 def per_device_attention(

@@ -17,7 +17,7 @@ from spanax.step.pipeline.layer_order import LayerOrder
 from spanax.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.retrace import dividing, longer_dim
-from spanax.trace.jaxpr.dim_maps.padding import neutral_element
+from spanax.trace.jaxpr.dim_maps.registry import neutral_element
 from spanax.trace.jaxpr.dim_maps.relations import Equation
 from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition

@@ -24,9 +24,8 @@ from spanax.step.placement import platform_of
 from spanax.step.replay.replay import Replay
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
-from spanax.trace.pipeline.order_invariance import check_order_invariant
-from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
-from spanax.trace.pipeline.split_backward import SplitBackward, split_backward
+from spanax.trace.jaxpr.loops import SplitBackward, split_backward
+from spanax.trace.pipeline.partition import PipelinePartition, check_order_invariant, pipeline_partition
 
 
 @dataclass(frozen=True, eq=False)

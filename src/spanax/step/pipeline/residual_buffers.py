@@ -12,8 +12,8 @@ from jax import lax
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.sharding.layer_partition import Parts
 from spanax.step.replay.replay import Replay
+from spanax.trace.jaxpr.loops import SplitBackward
 from spanax.trace.pipeline.partition import PipelinePartition
-from spanax.trace.pipeline.split_backward import SplitBackward
 
 
 @jax.tree_util.register_dataclass

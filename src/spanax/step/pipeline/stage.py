@@ -16,9 +16,8 @@ from spanax.step.pipeline.broadcast_from_stage import broadcast_carries, broadca
 from spanax.step.pipeline.residual_buffers import Buffers, BufferSpec, read_slot, write_slots
 from spanax.step.replay.partial_sums import add_partial_sum_dims, leading_before_stacked
 from spanax.step.replay.replay import Replay
-from spanax.trace.jaxpr.loops import Loop
+from spanax.trace.jaxpr.loops import Loop, SplitBackward
 from spanax.trace.pipeline.partition import Part, PipelinePartition, State, Sum
-from spanax.trace.pipeline.split_backward import SplitBackward
 
 Values = dict[int, Any]
 

@@ -20,10 +20,9 @@ import numpy as np
 from jax.extend import core
 
 from spanax.schema import parsed
-from spanax.trace.jaxpr.graph import BODIES, REMAT, Body, Graph, Op
-from spanax.trace.jaxpr.marks import GRADIENT, METRIC
-from spanax.trace.optimizers.learning_rates import LEARNING_RATE
-from spanax.trace.traced import Traced
+from spanax.trace.axes.axes import Traced
+from spanax.trace.jaxpr.graph import BODIES, GRADIENT, METRIC, REMAT, Body, Graph, Op
+from spanax.trace.optimizers import LEARNING_RATE
 from spanax.trace.variables import Leaf
 
 FORMAT = "1"

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from spanax.trace.axes.axes import Axes
-from spanax.trace.axes.example_dims import consumed_dims, contraction_size, runs_of
-from spanax.trace.axes.scanned_dims import scanned_dims
+from spanax.trace.axes.example_dims import consumed_dims, contraction_size, runs_of, scanned_dims
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin

@@ -53,15 +53,7 @@ class Routing:
 def routings(
     graph: Graph, axes: Axes, experts: Sequence[int], batch: frozenset[int | None], layers: Collection[int | None]
 ) -> dict[int, Routing]:
-    """Returns the routing of each class of experts.
-
-    Args:
-      graph: the operations of a traced function.
-      axes: its axes.
-      experts: the classes of experts.
-      batch: the classes of batch dims.
-      layers: the classes of dims along which layers are stacked.
-    """
+    """Returns the routing of each class of experts."""
     dots = [op for op in graph.ops() if op.name == "dot_general"]
     keys = {value: _key(axes.classes[value], layers) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
     params = [value for value in graph.body.inputs if axes.origins[value] == Origin.PARAM]
@@ -112,14 +104,6 @@ def active_flops(
 
     A top-k over experts routes each row of its operand to k of them, and each of these choices requires one product
     with every element of one expert's weight. More products are those of unchosen experts or of empty slots.
-
-    Args:
-      graph: the operations of a traced function.
-      axes: its axes.
-      routings: the routing of each class of experts.
-      layers: the classes of dims along which layers are stacked.
-      groups: the contractions to count.
-      choices: the groups in which a top-k may be.
 
     Source: model FLOPs over active parameters, as of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961).
     """
@@ -188,8 +172,8 @@ def _is_expert(axes: Axes, routing: Routing, value: int, layers: Collection[int 
 
 def _is_dispatch(axes: Axes, routing: Routing, op: Op, keys: Sequence[Key], label: int) -> bool:
     """Returns whether a contraction moves tokens to experts or back: its mask has experts, and its tokens have none."""
-    batched = [key for value, key in zip((*op.inputs[:2], op.outputs[0]), keys, strict=True)
-               if axes.origins[value] & Origin.BATCH]  # fmt: skip
+    pairs = zip((*op.inputs[:2], op.outputs[0]), keys, strict=True)
+    batched = [key for value, key in pairs if axes.origins[value] & Origin.BATCH]
     inside = [key for key in batched if key in routing.inside]
     masks = [key for key in batched if label in key and key not in routing.inside]
     return bool(inside and masks and any(label not in key for key in batched))
@@ -216,7 +200,9 @@ def _routing(
                 scoring.add(keys[weight])
             else:
                 inside.update(key for key in (keys[activation], keys[op.outputs[0]]) if label in key)
-    counts = [0, 0, 0]
+    num_tokens = 0
+    num_sent = 0
+    num_pooled = 0
     for op in dots:
         values = (*op.inputs[:2], op.outputs[0])
         batched = {value for value in values if not batch.isdisjoint(keys[value])}
@@ -227,10 +213,14 @@ def _routing(
             triples = op.dim_map.contraction[1]
             classes = axes.classes[op.inputs[0]]
             by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in triples)
-            for value in (*tokens, *expert_values):
-                counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
+            num_tokens += sum(math.prod(graph.shape(value)) for value in tokens)
+            dispatched = sum(math.prod(graph.shape(value)) for value in expert_values if value not in tokens)
+            if by_example:
+                num_sent += dispatched
+            else:
+                num_pooled += dispatched
     has_experts = any(label in key for key in weights if key not in scoring)
-    return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
+    return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), num_tokens, num_sent, num_pooled)
 
 
 def _free_and_contracted(op: Op, weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:

@@ -2,9 +2,12 @@
 
 Twelve unrolled blocks repeat each operation twelve times, and an optimizer repeats its update per leaf. The cost of
 each group is computed once and multiplied by its count.
+
+Where both operands of a sum of gradients are partial sums over devices, a compiler may add first and reduce once.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from spanax.trace.analysis.fusion import FUSED, accesses
+from spanax.trace.analysis.fusion import ALIASES, FUSED, accesses
 from spanax.trace.analysis.labels import Key, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
-from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import RAGGED, Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
-from spanax.trace.traced import Traced
 
 
 class Phase(IntEnum):
@@ -50,13 +52,7 @@ class OpGroup:
 
 
 def op_groups(traced: Traced, keys: Sequence[ShardingKey], layers: Collection[int | None]) -> list[OpGroup]:
-    """Returns the groups of equal operations of a traced function, in order of first appearance.
-
-    Args:
-      traced: the train step, or the evaluation.
-      keys: the sharding key of every value, by index.
-      layers: the classes of dims along which layers are stacked.
-    """
+    """Returns the groups of equal operations of a traced function, in order of first appearance."""
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = ancestors_of_loss(traced)
     for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
@@ -87,15 +83,7 @@ def traffic(
     batch: frozenset[int | None],
     layers: frozenset[int | None],
 ) -> Traffic:
-    """Returns the memory traffic of a traced function outside its matmuls, grouped by sharding key and dtype.
-
-    Args:
-      traced: the train step, or the evaluation.
-      keys: the sharding key of every value, by index.
-      groups: the op groups of the function.
-      batch: the classes of batch dims.
-      layers: the classes of dims along which layers are stacked.
-    """
+    """Returns the memory traffic of a traced function outside its matmuls, grouped by sharding key and dtype."""
     graph = traced.graph
     axes = traced.axes
     forward = ancestors_of_loss(traced)
@@ -315,3 +303,67 @@ def _loss(traced: Traced) -> int:
     both = Origin.BATCH | Origin.PARAM
     candidates = [value for value in results if traced.axes.origins[value] & both == both]
     return (*candidates, *results, *outputs)[0]
+
+
+ADDITIONS = frozenset({"add", "add_any"})
+PASSING = (ALIASES - {"broadcast_in_dim", "expand_dims"}) | {"convert_element_type"}
+"""Operations that do not change the elements of a sum, except by rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class GradientSum:
+    """A sum of results that have no other consumer.
+
+    Attributes:
+      sums: the sum in postfix order: the group of each operand, and None for an addition of two preceding operands.
+      occurrences: for each occurrence of the sum, its operands in this order, and the number of runs.
+    """
+
+    sums: tuple[OpGroup | None, ...]
+    occurrences: tuple[tuple[tuple[int, ...], int], ...]
+
+
+def gradient_sums(graph: Graph, bodies: Iterable[Body], op_groups: Iterable[OpGroup]) -> list[GradientSum]:
+    """Returns the sums of results that have no other consumer, grouped by the op groups of their operands."""
+    groups = {op: (group, runs) for group in op_groups for op, runs in group.ops}
+    occurrences: dict[tuple[OpGroup | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    for body in bodies:
+        for sums in _sums(graph, body):
+            leaves = [op for op in sums if op is not None]
+            key = tuple(None if op is None else groups[op][0] for op in sums)
+            occurrences[key].append((tuple(op.outputs[0] for op in leaves), groups[leaves[0]][1]))
+    return [GradientSum(sums, tuple(values)) for sums, values in occurrences.items()]
+
+
+def _sums(graph: Graph, body: Body) -> Iterator[list[Op | None]]:
+    """Yields the sums of a body that are not part of a larger sum."""
+    outputs = Counter(body.outputs)
+    added: dict[Op, tuple[Op, Op]] = {}
+    nested = set[Op]()
+    for op in body.ops:
+        if op.name in ADDITIONS:
+            left, right = (_source(graph, value, outputs) for value in op.inputs)
+            if left and right and all(operand.name not in ADDITIONS or operand in added for operand in (left, right)):
+                added[op] = left, right
+                nested.update((left, right))
+    yield from (_flat(op, added) for op in added if op not in nested)
+
+
+def _source(graph: Graph, value: int, outputs: Mapping[int, int]) -> Op | None:
+    """Returns the producer of a value that is read once, through views and casts."""
+    while (op := graph.producers.get(value)) is not None and len(graph.readers[value]) + outputs[value] == 1:
+        if op.name not in PASSING:
+            return op if len(op.outputs) == 1 and not op.bodies else None
+        value = op.inputs[0]
+    return None
+
+
+def _flat(root: Op, added: Mapping[Op, tuple[Op, Op]]) -> list[Op | None]:
+    """Returns a sum in postfix order, without recursion: a sum over all parameters is as deep as their number."""
+    postfix = list[Op | None]()
+    stack = [root]
+    while stack:
+        op = stack.pop()
+        postfix.append(None if op in added else op)
+        stack += added.get(op, ())
+    return postfix[::-1]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.jaxpr.marks import LOSS_CHUNKS
+from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
 from spanax.trace.jaxpr.provenance import Origin, feeds
 
 MOVEMENT = frozenset({Family.VIEW, Family.REORDER})

@@ -7,28 +7,25 @@ from functools import cached_property
 from typing import Any
 
 from spanax.displays import display
-from spanax.trace.analysis.fusion import Kept, memory_plan
-from spanax.trace.analysis.gradient_accumulation import GradientSum, gradient_sums
+from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
-from spanax.trace.analysis.leaf_aliases import alias_pairs, reachable
-from spanax.trace.analysis.liveness import Liveness, liveness
+from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order, reachable
 from spanax.trace.analysis.moe_routing import ActiveFlops, Routing, active_flops, one_hot_labels, routed, routings
 from spanax.trace.analysis.op_groups import (
+    GradientSum,
     OpGroup,
     Phase,
     Traffic,
+    gradient_sums,
     inert_ops,
     layer_carry,
     op_groups,
     score_keys,
     traffic,
 )
-from spanax.trace.analysis.order import order
 from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
-from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
-from spanax.trace.jaxpr.repeated import repeated_ops
-from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +128,6 @@ class StepAnalysis:
     def op_groups(self) -> list[OpGroup]:
         """Returns the groups of equal operations, each with its number of runs."""
         return op_groups(self.traced, self.sharding_keys, self.layer_labels)
-
-    @cached_property
-    def has_convolutions(self) -> bool:
-        """Returns whether any operation is a convolution."""
-        return any(group.op.name == "conv_general_dilated" for group in self.op_groups)
 
     @cached_property
     def alike(self) -> dict[Op, Op]:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.graph import Graph
-from spanax.trace.jaxpr.marks import GRADIENT
+from spanax.trace.jaxpr.graph import GRADIENT, Graph
+from spanax.trace.jaxpr.linear import zeros
 from spanax.trace.jaxpr.provenance import Origin, feeds, origins
-from spanax.trace.jaxpr.zeros import zeros
 from spanax.trace.variables import Leaf
 
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
@@ -112,10 +111,8 @@ def _gradients(graph: Graph, leaves: Sequence[Leaf], loss: int | None) -> Iterat
 def _batch(sources: Sequence[int], learned: Sequence[int], loss: int | None) -> Iterator[Problem]:
     if learned and not any(sources[value] & Origin.BATCH for value in learned):
         what = "the loss does" if learned == [loss] else "the updates of the parameters do"
-        yield Problem(
-            Flaw.NO_BATCH, "", f"{what} not depend on the batch: every step trains on the same numbers.",
-            "Compute the loss from the `batch` that the function gets.",
-        )  # fmt: skip
+        what = f"{what} not depend on the batch: every step trains on the same numbers."
+        yield Problem(Flaw.NO_BATCH, "", what, "Compute the loss from the `batch` that the function gets.")
 
 
 def _draws(step: StepAnalysis, sources: Sequence[int]) -> Iterator[Problem]:
@@ -128,11 +125,9 @@ def _draws(step: StepAnalysis, sources: Sequence[int]) -> Iterator[Problem]:
     if lines:
         # Draws inside JAX's cached functions have no line in the user's code.
         places = ", ".join([line for line in lines if line][:3])
-        yield Problem(
-            Flaw.SAME_NUMBERS, "",
-            f"every step draws the same random numbers, from a key made of constants{': ' * bool(places)}{places}.",
-            "Keep an nnx.Rngs in the model (self.rngs = rngs) and draw from it, instead of nnx.Rngs(0) in the loss.",
-        )  # fmt: skip
+        what = f"every step draws the same random numbers, from a key made of constants{': ' * bool(places)}{places}."
+        fix = "Keep an nnx.Rngs in the model (self.rngs = rngs) and draw from it, instead of nnx.Rngs(0) in the loss."
+        yield Problem(Flaw.SAME_NUMBERS, "", what, fix)
 
 
 def _named(paths: Sequence[str]) -> str:

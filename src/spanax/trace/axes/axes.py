@@ -5,16 +5,17 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
 
 from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, UnknownNameError, nearest
 from spanax.trace.axes.discover import joined
-from spanax.trace.axes.example_dims import contraction_size, example_dims
-from spanax.trace.axes.frozen import frozen
+from spanax.trace.axes.example_dims import contraction_size, example_dims, scanned_dims
 from spanax.trace.axes.naming import STRENGTH, name_classes
-from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
-from spanax.trace.jaxpr.provenance import Origin, origins
+from spanax.trace.jaxpr.provenance import Origin, feeds, origins
 from spanax.trace.variables import Leaf
 
 RESERVED = ("batch", "seq", "layers")
@@ -215,3 +216,54 @@ def warn_of_unknown(axes: Axes) -> None:
             "add rules with spanax.rule",
             stacklevel=4,
         )
+
+
+def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
+    """Returns the inputs in other state that are weights: 2D or larger, and factors of products with activations.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from spanax.trace.jaxpr.graph import from_jaxpr
+      >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (16, 4), (16, 8))]
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda base, mask, x: x @ (2 * base) + mask)(*shapes))
+      >>> base, mask = (Leaf(name, (8, 4), np.dtype("float32"), "other") for name in ("base", "mask"))
+      >>> frozen(graph, [base, mask]) == {graph.body.inputs[0]}
+      True
+    """
+    pairs = list(zip(graph.body.inputs, leaves, strict=False))
+    candidates = [value for value, leaf in pairs if leaf.kind == "other" and sum(size > 1 for size in leaf.shape) > 1]
+    if not candidates:
+        return frozenset()
+    of_batch = origins(graph, {value: Origin.BATCH for value in graph.body.inputs[len(leaves) :]})
+    targets = [False] * len(graph.avals)
+    for op in graph.ops():
+        if op.name in CONTRACTIONS and of_batch[op.inputs[0]] != of_batch[op.inputs[1]]:
+            for value in op.inputs[:2]:
+                targets[value] = not of_batch[value]
+    feeding = feeds(graph, targets)
+    return frozenset(value for value in candidates if feeding[value] or targets[value])
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced function of (state, batch) with its axes: the train step, or the evaluation."""
+
+    graph: Graph
+    axes: Axes
+    result: Any
+    has_remat: bool = False
+
+    @property
+    def num_results(self) -> int:
+        """Returns the number of outputs after the new state."""
+        return self.result.num_leaves
+
+    @property
+    def num_state(self) -> int:
+        """Returns the number of outputs that are the new state; the others are results."""
+        return len(self.graph.body.outputs) - self.num_results
+
+    @property
+    def results(self) -> Any:
+        """Returns the values after the new state, in their structure."""
+        return jax.tree.unflatten(self.result, self.graph.body.outputs[self.num_state :])

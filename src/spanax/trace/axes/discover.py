@@ -5,8 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
-from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.jaxpr.marks import LAYER_PARTS, PADDING
+from spanax.trace.jaxpr.graph import LAYER_PARTS, PADDING, Graph, Op
 
 JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
 """Relations of dims that are sharded together."""

@@ -12,6 +12,7 @@ from enum import Flag, auto
 
 from spanax.errors import PipelineError, SpanaxError
 from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
 
@@ -198,10 +199,23 @@ class _Partitioner:
         prepared = [value for value in self.prepared if value not in self.rows]
         prepared_ops = self._slice([*self.rows, *prepared], lambda value: False)
         return PipelinePartition(
-            self.loop, self.forward, self.backward, tuple(self.rows), prepared_ops, tuple(prepared),
-            tuple(self.ridden), tuple(self.collected), tuple(self.returned),
-            unchanged, tuple(layer_states), (*front, *head), len(front), tuple(carried_sums), tuple(results), **pieces,
-        )  # fmt: skip
+            loop,
+            self.forward,
+            self.backward,
+            tuple(self.rows),
+            prepared_ops,
+            tuple(prepared),
+            tuple(self.ridden),
+            tuple(self.collected),
+            tuple(self.returned),
+            unchanged,
+            tuple(layer_states),
+            (*front, *head),
+            len(front),
+            tuple(carried_sums),
+            tuple(results),
+            **pieces,
+        )
 
     def _pieces(
         self, sums: Sequence[Sum], front: Sequence[State], head: Sequence[State], results: Sequence[tuple[int, str]]
@@ -307,7 +321,9 @@ class _Partitioner:
 
     def _place(self, value: int) -> str:
         needs = self._of(value)
-        return "end" if needs & Needs.BACKWARD else "head" if needs & Needs.FORWARD else "front"
+        if needs & Needs.BACKWARD:
+            return "end"
+        return "head" if needs & Needs.FORWARD else "front"
 
     def _slice(self, targets: Sequence[int], is_received: IsReceived) -> tuple[Op, ...]:
         """Returns the operations that compute the targets from the values that a piece receives."""
@@ -369,3 +385,32 @@ def _summands(before: int, after: int, graph: Graph, body: Body) -> list[Part] |
         else:
             parts.append(Part(value, converts))
     return parts if reaches_before else None
+
+
+ORDER_INVARIANT = frozenset({Family.ELEMENTWISE, Family.REDUCTION, Family.CONTRACTION, Family.VIEW})
+"""Operations that treat all indices of a dim alike, whatever their order."""
+
+
+def check_order_invariant(traced: StepAnalysis, partition: PipelinePartition) -> None:
+    """Validates that no operation outside of the layer loop depends on the order of the layers.
+
+    Raises:
+      SpanaxError: an operation does.
+    """
+    labels = {traced.axes.classes[value][0] for value in partition.rows}
+    for op in (*traced.graph.body.ops, *partition.prepared_ops):
+        if op is partition.loop.op or not _has_label(traced, op, labels):
+            continue
+        constants = [
+            v for v in op.inputs if v in traced.graph.constants and labels.intersection(traced.axes.classes[v])
+        ]
+        if op.family not in ORDER_INVARIANT or constants:
+            raise PipelineError(
+                f"`{op.name}` outside of the layer loop depends on the order of the layers.",
+                where="schedule 'interleaved', whose stages have non-contiguous layers",
+                fix="use schedule '1f1b' or 'zero-bubble'",
+            )
+
+
+def _has_label(traced: StepAnalysis, op: Op, labels: set[int | None]) -> bool:
+    return any(labels.intersection(traced.axes.classes[value]) for value in (*op.inputs, *op.outputs))

@@ -16,9 +16,20 @@ import jax
 import numpy as np
 
 from spanax.errors import RangeError, VariantError
-from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of, scan_counts
+from spanax.trace.jaxpr.graph import (
+    CALLS,
+    CONTRACTIONS,
+    LAYER_PARTS,
+    LOSS_CHUNKS,
+    Body,
+    Graph,
+    Op,
+    contains,
+    from_jaxpr,
+    remat_of,
+    scan_counts,
+)
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
-from spanax.trace.jaxpr.marks import LAYER_PARTS, LOSS_CHUNKS
 from spanax.trace.jaxpr.remat_policies import PartialPolicy, partial_policy
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.remat import rematerialized
 
 pytestmark = pytest.mark.usefixtures("devices")  # they compare values
@@ -254,12 +254,6 @@ def test_auxiliary_values_of_a_loss_are_returned() -> None:
     )
     same(result, expected, 1e-5)
     assert result[0][1]["of each"].shape == (ROWS, LENGTH)
-
-
-def test_without_a_gradient_only_values_are_computed() -> None:
-    graph = from_jaxpr(jax.make_jaxpr(chunked_loss(library, 4))(params(), batch()))
-    assert sum(op.name == "dot_general" for op in graph.ops()) == 2
-    same(chunked_loss(library, 4)(params(), batch()), library(params(), batch()), 1e-6)
 
 
 def handed_out(params: Params, batch: Batch) -> Any:

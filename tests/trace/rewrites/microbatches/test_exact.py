@@ -11,8 +11,8 @@ import pytest
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.rewrites.microbatches.exact import accumulated
-from spanax.trace.rewrites.microbatches.noise import drawn, rows_of
+from spanax.trace.rewrites.microbatches.accumulation import accumulated
+from spanax.trace.rewrites.microbatches.decomposition import drawn, rows_of
 
 pytestmark = pytest.mark.usefixtures("devices")  # they compare values
 

@@ -100,9 +100,7 @@ def sizes(program, name):
 @pytest.mark.parametrize(
     ("make", "multiples"),
     [
-        (gpt_program, (("heads", 4), ("vocab", 4))),
         (llama_program, (("heads", 4), ("vocab", 8))),
-        (moe_program, (("experts", 4),)),
         (normalized_program, (("hidden", 4), ("heads", 4), ("mlp", 4))),
     ],
 )
@@ -160,7 +158,6 @@ def trained(program, plan, steps=2):
     ("make", "layout", "mesh", "pad"),
     [
         (gpt_program, "data+tensor", "data=2,model=4", "heads,vocab"),
-        (lambda: gpt_program(25, 100), "tensor", "model=8", "heads"),
         (moe_program, "expert", "data=2,expert=4", "experts"),
     ],
 )
@@ -198,13 +195,10 @@ def test_axes_that_cannot_be_padded_raise(pad, message):
 
 
 @pytest.mark.usefixtures("devices")
-@pytest.mark.parametrize(
-    ("num_layers", "schedule"),
-    [(2, Schedule(microbatches=4)), (3, Schedule(microbatches=4, pipeline="zero-bubble"))],
-)
-def test_stages_of_a_pipeline_pad_as_one_device_computes(num_layers, schedule):
+def test_stages_of_a_pipeline_pad_as_one_device_computes():
     """Axes are padded inside of the stages; of three layers in two stages, the rows are padded as well."""
-    program = gpt_program(num_layers=num_layers, microbatches=4)
+    program = gpt_program(num_layers=3, microbatches=4)
+    schedule = Schedule(microbatches=4, pipeline="zero-bubble")
     plan = spanax.plan(program, "cpu:8", mesh="pipe=2,model=4", schedule=schedule, pad="heads,vocab")
     assert plan.schedule.padded == (("heads", 4), ("vocab", 4)) and "5 heads padded to 8" in plan.why
     result = parity(program, plan, steps=2)

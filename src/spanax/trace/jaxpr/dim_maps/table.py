@@ -9,8 +9,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jax.extend import core
 
-from spanax.trace.jaxpr.dim_maps.padding import limits_of, neutral_element, shape_of, slice_sizes_of
-from spanax.trace.jaxpr.dim_maps.registry import TABLE, UNKNOWN, Padding, aligned, row, same
+from spanax.trace.jaxpr.dim_maps.registry import (
+    TABLE,
+    UNKNOWN,
+    Padding,
+    aligned,
+    limits_of,
+    neutral_element,
+    row,
+    same,
+    shape_of,
+    slice_sizes_of,
+)
 from spanax.trace.jaxpr.dim_maps.relations import Dim, DimMap, Equation, Family, Kind, Relation, Shape
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 
 from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
-from spanax.trace.rewrites.attention.masks import MASKED, bounds
-from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.scores import MASKED, Form, bounds
 
 LANES = 128
 """Splash requires multiples of this many queries and keys. Source: checked by its kernels."""
@@ -78,8 +77,8 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
     if unsupported := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
         return Unfit(f"{' and '.join(unsupported)}, where {name} supports {' or '.join(DTYPES[name])}")
     if max(widths) > WIDEST_HEAD[name] or any(width % 8 for width in widths) or len({*widths}) > 1:
-        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} supports equal multiples of 8 up to "
-                     f"{WIDEST_HEAD[name]}")  # fmt: skip
+        supported = f"equal multiples of 8 up to {WIDEST_HEAD[name]}"
+        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} supports {supported}")
     if name == SPLASH and any(length % LANES for length in lengths):
         return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} supports multiples of {LANES}")
     if not set(_flat(form.precision)) <= SUPPORTED_PRECISIONS:

@@ -22,8 +22,7 @@ from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
-from spanax.trace.rewrites.attention.scores import NONE, Form
-from spanax.trace.rewrites.attention.zigzag import shares
+from spanax.trace.rewrites.attention.scores import NONE, Form, shares
 
 FORWARD = "spanax_attention"
 BACKWARD = "spanax_attention_grad"

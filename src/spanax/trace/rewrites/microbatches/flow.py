@@ -8,17 +8,20 @@ import jax
 import numpy as np
 
 from spanax.trace.jaxpr.graph import Body, Graph, Op, remat_of, scan_counts
-from spanax.trace.rewrites.microbatches.dependence import (
+from spanax.trace.rewrites.microbatches.rules import (
+    RANDOM,
     SAME,
     SUMMARIES,
     Dependence,
+    Equation,
     Kind,
     first_mixed,
+    is_zero,
     joined,
     mixed,
+    results,
     rows,
 )
-from spanax.trace.rewrites.microbatches.rules import RANDOM, Equation, is_zero, results
 
 
 class Misaligned(Exception):

@@ -1,0 +1,332 @@
+"""The gradient of a loss in the form of a variant: in the train step of Spanax, and by `spanax.value_and_grad`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from spanax.batch_dims import ExampleDims
+from spanax.errors import ConflictError, RangeError, SpanaxError, VariantError, first_line
+from spanax.frames import user_frames
+from spanax.trace.jaxpr.graph import marked_gradients
+from spanax.trace.jaxpr.remat_policies import (
+    EXACT,
+    GATHERED,
+    KERNELS,
+    MEAN,
+    known_accumulation,
+    known_context,
+    known_policy,
+)
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
+from spanax.trace.rewrites.chunked_loss import chunked_loss
+from spanax.trace.rewrites.microbatches.accumulation import accumulated, examples, mean_of_microbatches
+from spanax.trace.rewrites.pure_loss import check_unmoved, numbers_of, pure_function, pure_loss
+from spanax.trace.rewrites.remat import rematerialized
+from spanax.trace.variables import Leaf
+from spanax.trace.variant import Variant
+
+
+class LossGradient(NamedTuple):
+    """The results of a loss and its gradient.
+
+    Attributes:
+      scalar: the loss.
+      extra: its other results.
+      rest: the state other than parameters, after the loss.
+      params: the parameters; those that the loss writes to have their new values.
+      grads: the gradient in the parameters.
+    """
+
+    scalar: Any
+    extra: Any
+    rest: Any
+    params: Any
+    grads: Any
+
+
+def loss_gradient(
+    value: Callable[..., Any],
+    operands: tuple[Any, Any, Any],
+    dims: ExampleDims,
+    variant: Variant,
+    accumulate: str,
+    attentions: list[FusedAttention] | None = None,
+) -> LossGradient:
+    """Returns the loss and its gradient, with the remat, microbatches, chunks and attention of a variant.
+
+    Args:
+      value: the loss as `pure_loss` returns it.
+      operands: trained parameters, other state, and batch.
+      dims: the dim with the examples of each array of the batch, for microbatches.
+      variant: the form of the loss.
+      accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
+      attentions: each fused attention is appended to this list.
+
+    Raises:
+      SpanaxError: the loss does not support the variant.
+    """
+    count = variant.microbatches
+    params, rest, batch = operands
+
+    def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
+        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions, 2)
+        return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
+
+    gradient = jax.value_and_grad(transform(value), has_aux=True)
+    if count == 1:
+        (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)
+        leaves = [old if new is None else new for old, new in zip(jax.tree.leaves(params), moved, strict=True)]
+        return LossGradient(scalar, extra, rest, jax.tree.unflatten(jax.tree.structure(params), leaves), grads)
+    if accumulate == MEAN:
+        means = mean_of_microbatches(gradient, params, rest, batch, dims, count)
+        scalar, extra, rest, grads = means
+    else:
+        (scalar, (extra, rest, moved)), grads = accumulated(value, transform, operands, dims, count)
+        check_unmoved(params, moved, count)
+    return LossGradient(scalar, extra, rest, params, grads)
+
+
+TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
+
+
+def chosen_step(
+    loss: Callable[[nnx.Module, Any], Any] | None,
+    train_step: TrainStep | None,
+    clip_norm: float | None,
+    accumulate: str,
+    variant: Variant,
+    attentions: list[FusedAttention] | None = None,
+    batch_axes: ExampleDims | None = None,
+) -> TrainStep:
+    """Returns the requested train step: written around `loss`, or the user's `train_step`.
+
+    With microbatches, `batch_axes` are the dims with the examples; by default, as the loss uses them.
+
+    Raises:
+      SpanaxError: neither or both are passed, or an option that requires `loss`.
+    """
+    known_context(variant.context)
+    if loss is not None and train_step is None:
+        if variant.microbatches < 1:
+            raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
+        known_policy(variant.remat)
+        return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions, batch_axes)
+    if loss is not None or train_step is None:
+        raise ConflictError(
+            "pass either `loss` or `train_step`" + (", not both." if loss is not None else "."),
+            fix="loss=lambda model, batch: ..., and Spanax writes the step",
+        )
+    options = {
+        "microbatches": variant.microbatches != 1,
+        "compute_dtype": variant.compute_dtype is not None,
+        "clip_norm": clip_norm,
+        "remat": variant.remat is not None,
+        "attention" if variant.context in KERNELS else "layout='ring'": variant.context != GATHERED,
+        "loss_chunks": variant.loss_chunks != 1,
+        "accumulate": accumulate != EXACT,
+    }
+    for name, is_set in options.items():
+        if is_set:
+            raise ConflictError(
+                f"`{name}` requires `loss`: a user-defined `train_step` decides that itself.",
+                fix=f"leave {name} out, or pass loss= instead of train_step=",
+            )
+    return train_step
+
+
+def _step_around(
+    loss: Callable[[nnx.Module, Any], Any],
+    clip_norm: float | None,
+    accumulate: str,
+    variant: Variant,
+    attentions: list[FusedAttention] | None,
+    batch_axes: ExampleDims | None,
+) -> TrainStep:
+    """Returns an NNX train step: gradients over microbatches, clipping, one optimizer update.
+
+    Parameters keep their dtype; the loss is computed on parameters and batch cast to the compute dtype, with residuals
+    stored according to the remat policy. If the context is not `gathered`, attention is fused, and each fused attention
+    is appended to `attentions`; logits are computed in chunks. The step returns `loss`, `grad_norm` (before clipping)
+    and the metrics of the loss.
+    """
+
+    def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
+        value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
+        count = variant.microbatches
+        operands = params, rest, batch
+        dims = examples(value, operands, count, batch_axes) if count > 1 else ()
+        result = loss_gradient(value, operands, dims, variant, accumulate, attentions)
+        nnx.update(model, result.params)
+        nnx.update(model, result.rest)
+        grads = marked_gradients(result.grads)
+        grad_norm = optax.tree.norm(grads)
+        if clip_norm is not None:
+            grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
+        optimizer.update(model, grads)
+        return {"loss": result.scalar, "grad_norm": grad_norm} | result.extra
+
+    return train_step
+
+
+def as_metrics(returned: Any) -> dict[str, Any]:
+    """Returns the result of a train step (dict, loss, `(loss, dict)` or None) as a dict."""
+    if returned is None:
+        return {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned = {"loss": returned[0]} | dict(returned[1])
+    return numbers_of("train_step", returned if isinstance(returned, Mapping) else {"loss": returned})
+
+
+MOST = 3
+"""The largest number of variables that an error lists."""
+
+
+def dtype_error(error: Exception, dtype: str, leaves: Sequence[Leaf]) -> SpanaxError:
+    """Returns the error of a loss that can be traced in its own dtypes only.
+
+    Floating parameters and the batch are cast to the compute dtype. Other state keeps its dtype: a running mean in
+    bfloat16 would drift. So an operation raises that requires operands of equal dtypes, such as a convolution or the
+    gradient of a `jax.custom_vjp`, where the model combines both; others, such as an FFT, have no bfloat16.
+
+    Args:
+      error: what tracing raised.
+      dtype: the compute dtype.
+      leaves: the state.
+    """
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in user_frames(error)[-1:]]
+    cast = [leaf for leaf in leaves if leaf.kind == "other" and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    uncast = [f"{leaf.path} {leaf.dtype}" for leaf in cast if leaf.dtype != dtype]
+    if uncast:
+        more = f" and {len(uncast) - MOST} more" if len(uncast) > MOST else ""
+        lines.append(f"state that is not trained keeps its dtype: {', '.join(uncast[:MOST])}{more}")
+    return VariantError(
+        f"the loss cannot be computed in {dtype}: {type(error).__name__}: {first_line(error)}",
+        where="; ".join(lines),
+        fix="cast the operands of this operation in the model, or compute_dtype='float32' (--dtype float32)",
+    )
+
+
+@dataclass
+class LossForm:
+    """The form in which a function that is traced computes its losses.
+
+    Attributes:
+      variant: the form.
+      attentions: the fused attentions of the losses.
+      num_losses: the number of losses computed by `value_and_grad` so far.
+    """
+
+    variant: Variant
+    attentions: list[FusedAttention] = field(default_factory=list)
+    num_losses: int = 0
+
+
+_FORM: ContextVar[LossForm | None] = ContextVar("loss_form", default=None)
+
+
+@contextmanager
+def loss_form(variant: Variant) -> Iterator[LossForm]:
+    """Computes the losses of functions traced in this context in the form of a variant."""
+    known_context(variant.context)
+    known_policy(variant.remat)
+    form = LossForm(variant)
+    token = _FORM.set(form)
+    try:
+        yield form
+    finally:
+        _FORM.reset(token)
+
+
+def value_and_grad(
+    function: Callable[..., Any], argnums: int | nnx.DiffState = 0, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns a function that computes a loss and its gradient, as `nnx.value_and_grad` does.
+
+    Under `spanax.jit`, the options `remat`, `microbatches`, `attention` and `loss_chunks` apply to this loss. Elsewhere
+    it is `nnx.value_and_grad`.
+
+    Args:
+      function: the loss, a function of NNX objects and arrays; for microbatches, the batch must be an argument.
+      argnums: the position of the object whose parameters are differentiated, or an `nnx.DiffState`.
+      has_aux: whether the function returns `(loss, other results)`.
+
+    Example:
+      >>> import jax.numpy as jnp, spanax
+      >>> model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+      >>> loss, gradients = value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, jnp.ones((8, 4)))
+      >>> gradients["kernel"].shape
+      (4, 2)
+    """
+
+    @wraps(function)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        form = _FORM.get()
+        if form is None:
+            return nnx.value_and_grad(function, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+        form.num_losses += 1
+        if replace(form.variant, seed=0) == Variant():
+            return nnx.value_and_grad(function, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+        state = argnums if isinstance(argnums, nnx.DiffState) else nnx.DiffState(argnums, nnx.Param)
+        return _gradient(function, args, kwargs, state, has_aux, form)
+
+    return gradient
+
+
+def _gradient(
+    function: Callable[..., Any], args: Any, kwargs: Any, state: nnx.DiffState, has_aux: bool, form: LossForm
+) -> Any:
+    """Returns `(loss, gradient)` or `((loss, other results), gradient)`, and updates the objects."""
+    model = args[state.argnum]
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    nodes = [model, *(leaf for leaf in leaves if _is_object(leaf) and leaf is not model)]
+    arrays = [leaf for leaf in leaves if not _is_object(leaf) and hasattr(leaf, "shape")]
+    places = {id(node): index for index, node in enumerate((*nodes, *arrays))}
+    is_trained = nnx.filterlib.to_predicate(state.filter)
+
+    def call(nodes: Any, arrays: list[Any]) -> tuple[Any, Any]:
+        values = *nodes, *arrays
+        merged = [values[places[id(leaf)]] if id(leaf) in places else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        returned = function(*args, **kwargs)
+        return returned if has_aux else (returned, None)
+
+    wrt = lambda path, value: path[0] == 0 and is_trained(path[1:], value)  # noqa: E731
+    value, params, rest = pure_function(call, form.variant.compute_dtype, nodes, wrt)
+    count = form.variant.microbatches
+    if count > 1:
+        _check_closure(function, arrays)
+    operands = params, rest, arrays
+    dims = examples(value, operands, count) if count > 1 else ()
+    result = loss_gradient(value, operands, dims, form.variant, EXACT, form.attentions)
+    nnx.update(nodes, result.params)
+    nnx.update(nodes, result.rest)
+    return ((result.scalar, result.extra) if has_aux else result.scalar), result.grads[0]
+
+
+def _check_closure(function: Callable[..., Any], arrays: list[Any]) -> None:
+    """Checks that a loss receives its batch as an argument, and no traced array by a closure.
+
+    Raises:
+      SpanaxError: it closes over a traced array, which would not be in microbatches.
+    """
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    values = jax.tree.leaves(cells, is_leaf=_is_object)
+    if any(isinstance(value, jax.core.Tracer) for value in values):
+        raise VariantError(
+            "the loss uses an array of the enclosing function, which cannot be divided into microbatches.",
+            where=getattr(function, "__name__", ""),
+            fix="spanax.value_and_grad(loss)(model, batch), with the batch as an argument of the loss",
+        )
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
