@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -432,6 +433,26 @@ def test_a_full_disk_loses_one_save_and_leaks_no_bytes(small_disk: Path, capfd: 
     assert_same(checkpoint.restore(small_disk, targets(), warn=no_warning).arrays, first)
     saved(small_disk, 2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_writes_that_outlive_a_failed_save_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_late(folder: Path) -> None:
+        for _ in range(4):
+            time.sleep(0.2)
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def fail(folder: Path, _: Any) -> None:
+        writer = threading.Thread(target=write_late, args=(folder / "w",))
+        writer.start()
+        writers.append(writer)
+        raise OSError(28, "No space left on device")
+
+    writers: list[threading.Thread] = []
+    monkeypatch.setattr(checkpoint, "_start", fail)
+    with pytest.raises(WriteError, match="no space left"):
+        saved(tmp_path, 2)
+    writers[0].join()
+    assert names(tmp_path) == []
 
 
 def test_a_read_only_folder_is_a_write_error(small_disk: Path) -> None:

@@ -264,7 +264,7 @@ def abandon(staging: Folder) -> None:
             thread.join(timeout=10)
     if is_first():
         with contextlib.suppress(OSError):
-            discard(staging)
+            manifest.discard_written(staging)
 
 
 # ---- restoring

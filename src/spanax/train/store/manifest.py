@@ -34,6 +34,8 @@ ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
 # Pending writes of a failed save may recreate files for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
+# They have ended when nothing was recreated for this long.
+_QUIET_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,22 @@ def discard(folder: Place) -> None:
     except FileNotFoundError:
         return
     _remove(hidden_folder)
-    if place.kind() is not None:  # recreated by pending writes
-        _remove(place)
+
+
+def discard_written(folder: Place) -> None:
+    """Removes the folder of a failed save until it stays away.
+
+    TensorStore's own threads finish the writes of the other arrays, which nothing can await, and create the folders of
+    their paths again. What they write after `_SETTLE_SECONDS` is removed before the next save (`clear`).
+    """
+    place = step_folder(folder)
+    discard(place)
+    start = quiet_since = time.monotonic()
+    while (now := time.monotonic()) < min(quiet_since + _QUIET_SECONDS, start + _SETTLE_SECONDS):
+        if place.kind() is not None:
+            _remove(place)
+            quiet_since = now
+        time.sleep(0.02)
 
 
 def _remove(place: Folder) -> None:
