@@ -23,7 +23,7 @@ from spanax.entries.names import METRICS
 from spanax.errors import EntryError, WriteError
 from spanax.train.config import TrainConfig
 from spanax.train.record import events, heartbeat
-from spanax.train.record.append_log import AppendLog
+from spanax.train.record.folder import AppendLog
 from spanax.train.record.run_lock import claimed
 from spanax.train.state import saves
 from spanax.train.store import checkpoint, manifest

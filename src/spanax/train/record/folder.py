@@ -8,8 +8,11 @@ import json
 import os
 import platform
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,9 @@ from spanax.entries.folder import Folder, Place
 from spanax.entries.local_path import local_path
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
 from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
+from spanax.printable import to_stderr
 from spanax.schema import parsed
 from spanax.sealed import DamagedError, VersionError, checksum, opened, sealed
-from spanax.train.record.append_log import AppendLog
 from spanax.train.record.run_lock import holds_run
 from spanax.train.store import manifest
 
@@ -30,6 +33,9 @@ SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "global_batch_size
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 """Packages whose versions affect the numerical results of a run."""
+
+MAX_PENDING = 10_000
+"""The number of lines buffered in memory while the disk is full; beyond it, the oldest are dropped."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +260,50 @@ def config_text(config: Mapping[str, Any]) -> str:
 def write_plan(folder: Path, plan_json: str) -> None:
     """Writes the plan of a run."""
     _replace(folder, PLAN, [sealed(plan_json)])
+
+
+@dataclass(eq=False)
+class AppendLog:
+    """Appends lines to a text file; lines that cannot be written are buffered and written with the next line.
+
+    Example:
+      >>> import tempfile
+      >>> log = AppendLog(Folder.of(tempfile.mkdtemp()), METRICS)
+      >>> log.write("{}")
+      >>> list(log.folder.lines(METRICS))
+      [{}]
+    """
+
+    folder: Folder
+    name: Name
+    _pending: deque[bytes] = field(default_factory=partial(deque, maxlen=MAX_PENDING))
+    _is_reported: bool = False
+
+    def write(self, line: str) -> None:
+        """Appends a line; the first of several failures is reported on standard error, and none raises."""
+        self._pending.append(line.encode() + b"\n")
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._is_reported:
+                path = self.folder.path / self.name
+                message = f"cannot write '{path}': {error.strerror}; training continues, and its lines are buffered."
+                self._is_reported = True
+                with suppress(OSError):  # standard error may be a file on the same disk
+                    to_stderr(message)
+        else:
+            self._is_reported = False
+
+    def _flush(self) -> None:
+        # Opened for each write: lines written to a removed file would be lost.
+        with self.folder.appending(self.name) as descriptor:
+            while self._pending:
+                num_written = os.write(descriptor, self._pending[0])
+                remainder = self._pending[0][num_written:]
+                if remainder:  # a disk that fills up writes a part of a line
+                    self._pending[0] = remainder
+                else:
+                    self._pending.popleft()
 
 
 def open_metrics(folder: Path, last_step: int) -> AppendLog:

@@ -10,7 +10,6 @@ from spanax.documents import json_line
 from spanax.errors import WriteError
 from spanax.train.record import folder as run_folder
 from spanax.train.record import time_account
-from spanax.train.record.append_log import AppendLog
 from spanax.train.record.events import Events
 from spanax.train.record.heartbeat import Pulse
 from spanax.train.record.time_ledger import Ledger, process_age_seconds
@@ -48,7 +47,7 @@ class Telemetry:
     emit: Callable[[Event], None] | None
     _events: Events
     _pulse: Pulse
-    _metrics: AppendLog | None = field(default=None, init=False)
+    _metrics: run_folder.AppendLog | None = field(default=None, init=False)
     _trackers: Trackers | None = field(default=None, init=False)
 
     def begin(self, info: RunInfo, trackers: dict[str, Any]) -> None:

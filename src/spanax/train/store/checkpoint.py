@@ -28,7 +28,7 @@ from spanax.printable import to_stderr
 from spanax.processes.processes import all_processes, from_first, is_first
 from spanax.train.store import manifest, view, writer
 from spanax.train.store.loaded import Loaded, difference
-from spanax.train.store.manifest import ARRAYS, discard, discard_failed, read_meta
+from spanax.train.store.manifest import ARRAYS, discard, read_meta
 from spanax.train.store.pending import RUNNING, Pending, failure, finish_at_exit, join_running
 from spanax.train.store.stacked_layers import Regrouped, dtype_and_shape
 from spanax.train.store.view import SavedStep, describe, verify
@@ -264,7 +264,7 @@ def abandon(staging: Folder) -> None:
             thread.join(timeout=10)
     if is_first():
         with contextlib.suppress(OSError):
-            discard_failed(staging)
+            manifest.discard_written(staging)
 
 
 # ---- restoring

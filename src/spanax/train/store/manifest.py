@@ -32,11 +32,10 @@ _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
 _HIDDEN = re.compile(r"\." + _STEP.pattern + r"\.[0-9a-f]{32}")
 ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
-# Pending writes of a failed save may create files for this long while their folder is removed.
+# Pending writes of a failed save may recreate files for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
-# They have ended if they create nothing for this long.
+# They have ended when nothing was recreated for this long.
 _QUIET_SECONDS = 0.5
-_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -245,15 +244,20 @@ def discard(folder: Place) -> None:
     _remove(hidden_folder)
 
 
-def discard_failed(folder: Place) -> None:
-    """Removes the folder of a failed save until it stays away: TensorStore's pending writes create it again."""
+def discard_written(folder: Place) -> None:
+    """Removes the folder of a failed save until it stays away.
+
+    TensorStore's own threads finish the writes of the other arrays, which nothing can await, and create the folders of
+    their paths again. What they write after `_SETTLE_SECONDS` is removed before the next save (`clear`).
+    """
     place = step_folder(folder)
-    absent_since = time.monotonic()
-    while time.monotonic() - absent_since < _QUIET_SECONDS:
+    discard(place)
+    start = quiet_since = time.monotonic()
+    while (now := time.monotonic()) < min(quiet_since + _QUIET_SECONDS, start + _SETTLE_SECONDS):
         if place.kind() is not None:
-            discard(place)
-            absent_since = time.monotonic()
-        time.sleep(_POLL_SECONDS)
+            _remove(place)
+            quiet_since = now
+        time.sleep(0.02)
 
 
 def _remove(place: Folder) -> None:
@@ -264,7 +268,7 @@ def _remove(place: Folder) -> None:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.05)
 
 
 def step_folder(folder: Place) -> Folder:
