@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
-from spanax.plan.spmd.ring_attention import HOP, ROUND
+from spanax.plan.spmd.terms import HOP, ROUND
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray

@@ -22,8 +22,7 @@ from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide
 from spanax.plan.cost.roofline import matmul_seconds, shard_counts, step_flops, traffic_seconds
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.sharding.layer_partition import shares
-from spanax.plan.spmd.ring_attention import HOP, ROUND
-from spanax.plan.spmd.terms import KINDS, Collectives, Matmuls, Terms
+from spanax.plan.spmd.terms import HOP, KINDS, ROUND, Collectives, Matmuls, Terms
 from spanax.trace.analysis.op_groups import Phase
 
 Array = np.ndarray

@@ -11,11 +11,11 @@ import numpy as np
 from spanax.plan.sharding.partition import Reshard, reductions, transition, union
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.matmul_rows import dtype_name, expanded, in_group, matmul_row, of_experts, sums_rows
+from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.rounded_copies import is_rounded, narrowest_copy_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
-from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmuls, MemoryTraffic, Terms, table
+from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS
@@ -75,7 +75,7 @@ class Move(NamedTuple):
 class Counted(NamedTuple):
     """What a group of operations, or a boundary of the step, adds to the terms: rows of `Matmuls`, and collectives."""
 
-    matmuls: tuple[tuple[Any, ...], ...]
+    matmuls: tuple[Matmul, ...]
     moves: tuple[Move, ...]
 
 
@@ -90,7 +90,7 @@ class _TermCounter:
         self._only = only
         self._late = late
         self._compiler = compiler
-        self.matmul_rows: list[tuple[Any, ...]] = []
+        self.matmul_rows: list[Matmul] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
         # What is all-reduced depends on the sizes of the mesh, and `only` on the values.
@@ -138,19 +138,18 @@ class _TermCounter:
         moves = list[Move]()
         for shift in division.partition.shifts if division.partition else ():
             moves.append(self._moved(group, shift, self._key(shift, group.phase, group.in_layers)))
-        rows = list[tuple[Any, ...]]()
+        rows = list[Matmul]()
         if op.name in RING and division.operands and division.operands.attention and division.partition:
             use = division.operands.attention
             graph = self.traced.graph
             of_q = op.inputs[0]
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
-            products = matmul_rows(graph, op, use, sharded.resolver.mesh, *properties)
-            rows += [in_group(row, group, (-1, 1, 0), group.runs) for row in products]
+            rows += matmul_rows(graph, group, use, sharded.resolver.mesh, *properties)
         if op.name in CONTRACTIONS and division.partition:
             is_expanded = self._compiler.expands_ragged and sums_rows(op)
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
-            experts = of_experts(sharded, op, division.partition)
-            rows.append(in_group(matmul_row(sharded, op, partition), group, experts, self._distinct_runs(group)))
+            experts = expert_axes(sharded, op, division.partition)
+            rows.append(matmul_row(sharded, group, partition, self._distinct_runs(group), experts))
         return Counted(tuple(rows), tuple(moves))
 
     def _distinct_runs(self, group: OpGroup) -> int:

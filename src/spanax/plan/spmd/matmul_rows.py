@@ -7,12 +7,14 @@ from typing import Any
 
 from spanax.plan.sharding.partition import PartitionedOp, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.spmd.terms import Matmul
 from spanax.trace.analysis.op_groups import OpGroup, executed_flops, num_groups
 from spanax.trace.jaxpr.graph import RAGGED, Op
 
 
-def matmul_row(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
-    """Returns a row of `Matmuls`, without its phase and number of runs."""
+def matmul_row(sharded: ShardedProgram, group: OpGroup, partitioned: PartitionedOp, runs: int, experts: int) -> Matmul:
+    """Returns the row of a matmul or convolution that runs so often, and whose experts are on these mesh axes."""
+    op = group.op
     traced = sharded.traced
     graph = sharded.traced.graph
     summed, passed = op.dim_map.contraction
@@ -35,25 +37,25 @@ def matmul_row(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> t
     if op.name == "conv_general_dilated":
         _as_matmul(op, groups, shape, partitioned, flops)
     values = (lhs, rhs, out)
-    return (
-        flops,
-        partitioned.work,
-        [math.prod(size for size, _, _ in group) for group in groups],
-        [union([mask for _, mask, _ in group]) for group in groups],
-        next((index for index, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
-        [sharded.num_bytes(value) for value in values],
-        [union(masks) for masks in (*partitioned.operands[:2], partitioned.result)],
-        [sharded.is_batched(value) for value in values],
-        dtype_name(graph.avals[lhs].dtype),
-        [traced.sharding_keys[value].labels in traced.score_labels for value in values],
-        False,
+    row = Matmul(
+        flops=flops,
+        work=partitioned.work,
+        sizes=[math.prod(size for size, _, _ in dims) for dims in groups],
+        size_axes=[union([mask for _, mask, _ in dims]) for dims in groups],
+        batched=next((index for index, dims in enumerate(groups) if any(grow for _, _, grow in dims)), -1),
+        num_bytes=[sharded.num_bytes(value) for value in values],
+        bytes_axes=[union(masks) for masks in (*partitioned.operands[:2], partitioned.result)],
+        bytes_batched=[sharded.is_batched(value) for value in values],
+        dtypes=dtype_name(graph.avals[lhs].dtype),
+        runs=runs,
+        phase=int(group.phase),
+        in_layers=group.in_layers,
+        scores=[traced.sharding_keys[value].labels in traced.score_labels for value in values],
+        expert_axes=experts,
     )
-
-
-def in_group(row: Sequence[Any], group: OpGroup, experts: tuple[int, int, int], runs: int) -> tuple[Any, ...]:
-    """Returns a row of `Matmuls`, from one without its phase, number of runs and experts."""
-    *first, scores, is_fused = row
-    return (*first, runs, int(group.phase), group.in_layers, scores, is_fused, *experts)
+    if op.name != RAGGED:
+        return row
+    return row._replace(ragged=2 if sums_rows(op) else 0, groups=num_groups(graph, op))
 
 
 def sums_rows(op: Op) -> bool:
@@ -70,18 +72,14 @@ def expanded(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> Par
     return replace(partitioned, work=partitioned.work | union(masks), result=masks)
 
 
-def of_experts(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[int, int, int]:
-    """Returns the last columns of a row of `Matmuls`: the ragged size, the number of groups, the axes of experts."""
+def expert_axes(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> int:
+    """Returns the mesh axes that shard the experts of a matmul."""
     traced = sharded.traced
-    graph = sharded.traced.graph
     experts = sharded.traced.routings
     labels = [traced.axes.classes[value] for value in (*op.inputs[:2], op.outputs[0])]
     masks = (*partitioned.operands[:2], partitioned.result)
     pairs = [pair for dims in zip(labels, masks, strict=True) for pair in zip(*dims, strict=True)]
-    axes = union([mask for label, mask in pairs if label in experts])
-    if op.name != RAGGED:
-        return -1, 1, axes
-    return 2 if sums_rows(op) else 0, num_groups(graph, op), axes
+    return union([mask for label, mask in pairs if label in experts])
 
 
 def _as_matmul(

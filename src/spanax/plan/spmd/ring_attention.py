@@ -2,22 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import AttentionSharding
 from spanax.plan.sharding.partition import PartitionedOp, Reshard, as_masks, union
 from spanax.plan.sharding.resolve import Spec, axes_of
+from spanax.plan.spmd.terms import HOP, ROUND, Matmul
+from spanax.trace.analysis.op_groups import OpGroup
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import BLOCK
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import BACKWARD
 from spanax.trace.rewrites.attention.scores import Form, Shares, shares
-
-ROUND = "round"
-HOP = "collective-permute"
-"""A value that circulates once around a ring, back to its device; and one hop."""
-
 
 SUMMED_BYTES = 12.0
 USED_BYTES = 4.0
@@ -125,16 +121,17 @@ def _computed_blocks(form: Form, kernel: Kernel) -> float:
 
 
 def matmul_rows(
-    graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
-) -> list[tuple[Any, ...]]:
-    """Returns rows of `Matmuls` for its matmuls, without phase and number of runs."""
+    graph: Graph, group: OpGroup, sharding: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
+) -> list[Matmul]:
+    """Returns the rows of its matmuls."""
+    op = group.op
     mask = _masks(mesh)
     form = sharding.form
     separate = mask(sharding.axes[: form.num_batch])
     rows = mask(sharding.axes[form.num_batch : form.keys])
     queries = math.prod(form.sizes[form.num_batch : form.keys])
     size = graph.avals[op.inputs[0]].dtype.itemsize
-    matmuls: list[tuple[Any, ...]] = []
+    matmuls: list[Matmul] = []
     is_kernel = op.params["kernel"] is not None
     keys = products(graph, op, sharding, mesh)[0][1][1]
     for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
@@ -144,10 +141,23 @@ def matmul_rows(
         is_sum = n == keys
         num_bytes[2 if is_sum else 0] *= 0.0 if is_kernel else SUMMED_BYTES / size if is_sum else USED_BYTES / size
         shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
-        matmuls.append((
-            flops, separate | rows, [m, n, k, count], [*size_axes, separate],
-            3 if is_batched else -1, num_bytes, shardings, [is_batched] * 3, dtype, [False] * 3, is_kernel,
-        ))  # fmt: skip
+        matmuls.append(
+            Matmul(
+                flops=flops,
+                work=separate | rows,
+                sizes=[m, n, k, count],
+                size_axes=[*size_axes, separate],
+                batched=3 if is_batched else -1,
+                num_bytes=num_bytes,
+                bytes_axes=shardings,
+                bytes_batched=[is_batched] * 3,
+                dtypes=dtype,
+                runs=group.runs,
+                phase=int(group.phase),
+                in_layers=group.in_layers,
+                fused=is_kernel,
+            )
+        )
     return matmuls
 
 

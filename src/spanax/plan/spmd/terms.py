@@ -7,13 +7,16 @@ terms of a layout; all meshes on which the layout resolves equally are priced fr
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.spmd.ring_attention import HOP, ROUND
 from spanax.trace.analysis.op_groups import Phase
+
+ROUND = "round"
+HOP = "collective-permute"
+"""A value that circulates once around a ring, back to its device; and one hop."""
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", HOP, ROUND)
 """The collectives, in the order of the indices in `Collectives.kind`."""
@@ -41,6 +44,28 @@ def table(kind: type[T], rows: Sequence[Sequence[Any]], **others: np.ndarray) ->
         array = np.asarray(entries, dtype)
         arrays.append(tuple(entries) if dtype is str else array.reshape(-1, width) if width else array)
     return kind(*arrays, **others)
+
+
+class Matmul(NamedTuple):
+    """A row of `Matmuls`, whose columns it has in their order."""
+
+    flops: float
+    work: int
+    sizes: Sequence[float]
+    size_axes: Sequence[int]
+    batched: int
+    num_bytes: Sequence[float]
+    bytes_axes: Sequence[int]
+    bytes_batched: Sequence[bool]
+    dtypes: str
+    runs: int
+    phase: int
+    in_layers: bool
+    scores: Sequence[bool] = (False, False, False)
+    fused: bool = False
+    ragged: int = -1
+    groups: int = 1
+    expert_axes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
