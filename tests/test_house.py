@@ -370,11 +370,22 @@ def packed(root: Path) -> list[str]:
     return problems
 
 
+def chained(root: Path) -> list[str]:
+    """Conditional expressions inside of one another, also between parentheses."""
+    return [
+        f"{path}:{node.lineno}: a conditional expression in another one"
+        for path, _, tree in sources(root)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.IfExp) and any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse))
+    ]
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
     too_long,
     packed,
+    chained,
     empty_names,
     unsafe_calls,
     without_code,
@@ -400,6 +411,7 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (wrong_way, "engine/loop.py", "x = 1\n", "'engine' has no place"),
     (import_cycles, "plan.py", "import spanax.plan\n", "spanax.plan -> spanax.plan"),
     (packed, "a.py", "first, second = 1, f()\n", "a.py:1: assign one value"),
+    (chained, "a.py", "x = 1 if a else 2 if b else 3\n", "a.py:1: a conditional expression"),
     (too_long, "a.py", "x = 1\n" * 501, "501 lines"),
     (too_long, "a.py", "def f():\n" + "    x = 1\n" * 80, "f has 81 lines"),
     (empty_names, "plan/utils.py", "", "'utils' says nothing"),

@@ -11,7 +11,7 @@ import re
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import IO, Any
 
 from spanax.sealed import opened
@@ -172,14 +172,16 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def _inner_values(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def _not_too_deep(value: Any) -> Any:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for parent in level
-            for inner in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-        ]
+        level = [inner for parent in level for inner in _inner_values(parent)]
         if not level:
             return value
     raise ValueError("it is nested too deeply")

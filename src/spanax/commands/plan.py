@@ -168,6 +168,7 @@ def _request(command: PlanCommand) -> "Request":
     from spanax.trace.jaxpr.remat_policies import known_offload
 
     request = command.request
+    pipeline = True if command.pipeline else None
     return Request(
         request.layout,
         request.mesh,
@@ -175,7 +176,7 @@ def _request(command: PlanCommand) -> "Request":
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad or ("none" if command.solve_for else None),
-        pipeline=True if command.pipeline else False if command.no_pipeline else None,
+        pipeline=False if command.no_pipeline else pipeline,
         offload=None if request.offload is None and not command.solve_for else known_offload(request.offload),
     )
 

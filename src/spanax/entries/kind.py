@@ -31,9 +31,12 @@ class Kind(Enum):
 
 
 _KINDS = {
-    stat.S_IFREG: Kind.FILE, stat.S_IFDIR: Kind.FOLDER, stat.S_IFLNK: Kind.LINK, stat.S_IFIFO: Kind.FIFO,
+    stat.S_IFREG: Kind.FILE,
+    stat.S_IFDIR: Kind.FOLDER,
+    stat.S_IFLNK: Kind.LINK,
+    stat.S_IFIFO: Kind.FIFO,
     stat.S_IFSOCK: Kind.SOCKET,
-}  # fmt: skip
+}
 
 
 def open_folder(root: Path, below: Sequence[str]) -> int:

@@ -72,7 +72,9 @@ class Cluster:
     @property
     def platform(self) -> str:
         """The name of the platform in JAX: `cpu`, `tpu` or `gpu`."""
-        return "cpu" if self.chip.shared else "tpu" if self.is_torus else "gpu"
+        if self.chip.shared:
+            return "cpu"
+        return "tpu" if self.is_torus else "gpu"
 
     @property
     def devices_per_node(self) -> int:

@@ -136,9 +136,17 @@ def _switched(link: Link, size: int) -> AxisLink:
     latency = math.ceil(math.log2(size)) * link.latency_seconds
     device_rate = rate / (size - 1) if link.kind == "direct" else rate
     return AxisLink(
-        size, rate, all_reduce, rate, device_rate, link.latency_seconds, latency, link.start_seconds,
-        link.contention, link.name,
-    )  # fmt: skip
+        size,
+        rate,
+        all_reduce,
+        rate,
+        device_rate,
+        link.latency_seconds,
+        latency,
+        link.start_seconds,
+        link.contention,
+        link.name,
+    )
 
 
 def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:

@@ -28,8 +28,12 @@ CONFIG = "config.json"
 MOST = 1 << 31
 """The exclusive upper bound of the integers in a config."""
 
-_ROPE = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor",
-         "original_len": "original_max_position_embeddings"}  # fmt: skip
+_ROPE = {
+    "factor": "factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "original_len": "original_max_position_embeddings",
+}
 """The fields of a RopeScaling and their keys in config.json."""
 
 

@@ -36,13 +36,15 @@ class Rules:
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         width = max(map(len, self.names), default=0)
-        return "\n".join([
-            f"# {self.layout} on {mesh}",
-            "logical_axis_rules: [",
-            *(f"  {json.dumps([name, axes])}," for name, axes in self.rules),
-            "]",
-            *(f"{path.ljust(width)}  {json.dumps(dims)}" for path, dims in self.names.items()),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"# {self.layout} on {mesh}",
+                "logical_axis_rules: [",
+                *(f"  {json.dumps([name, axes])}," for name, axes in self.rules),
+                "]",
+                *(f"{path.ljust(width)}  {json.dumps(dims)}" for path, dims in self.names.items()),
+            ]
+        )
 
 
 def export_rules(plan: Plan) -> Rules:

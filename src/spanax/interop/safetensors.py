@@ -27,9 +27,20 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 DTYPES = {
-    "U64": "uint64", "I64": "int64", "F64": "float64", "F32": "float32", "U32": "uint32", "I32": "int32",
-    "BF16": "bfloat16", "F16": "float16", "U16": "uint16", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "F32": "float32",
+    "U32": "uint32",
+    "I32": "int32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "U16": "uint16",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 """The dtypes that the package reads into NumPy arrays, in the order in which it writes tensors."""
 
 _NAMES = {name: format_name for format_name, name in DTYPES.items()}

@@ -76,7 +76,9 @@ def ending_of(codes: Sequence[int | None], *, is_program: bool = False) -> Endin
             return 0
         if code > 0:
             return 2 if is_program else 1
-        return 3 if code == -signal.SIGABRT else 1 if is_program else 2
+        if code == -signal.SIGABRT:
+            return 3
+        return 1 if is_program else 2
 
     failed = [(priority(code), rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
     if not failed:

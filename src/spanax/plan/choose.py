@@ -373,7 +373,9 @@ def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | Non
     """Returns the reason for the requested layout, its name and its mesh, as arguments of `search`."""
     layout = request.layout.name if isinstance(request.layout, Layout) else request.layout
     mesh = None if request.mesh is None else MeshShape.of(request.mesh)
-    code = Code.LAYOUT_REQUESTED if layout is not None else Code.MESH_NAMES if mesh is not None else None
+    code = None if mesh is None else Code.MESH_NAMES
+    if layout is not None:
+        code = Code.LAYOUT_REQUESTED
     check_request(cluster, layout, mesh)
     if layout is None and mesh is not None:
         layout = layout_for(mesh).name

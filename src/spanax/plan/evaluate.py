@@ -156,7 +156,9 @@ class Evaluation:
         costs = self.layout.costs(self.grid)
         plan = self.plan
         stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
-        storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
+        storing = "fsdp"
+        if stored and "param" not in stored:
+            storing = "zero2" if "gradient" in stored else "zero1"
         program = self.layout.sharded.resolver.program
         return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, program, self.grid, costs, self.memory)
 

@@ -60,9 +60,13 @@ class Family:
 
 
 def families(
-    program: Program, cluster: Cluster, batch_size: int, rejected: Rejections, pins: Pins | None = None,
+    program: Program,
+    cluster: Cluster,
+    batch_size: int,
+    rejected: Rejections,
+    pins: Pins | None = None,
     model: int | None = None,
-) -> list[Family]:  # fmt: skip
+) -> list[Family]:
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
     Args:

@@ -71,9 +71,11 @@ def conflict(places: Mapping[int, Place]) -> HostsError | None:
                 return HostsError(
                     f"process {other} {what}, and process {rank} waits for it in {place.name}.",
                     where=others.error,
-                    fix="" if others.error else "the same steps on every process: the same number of batches, "
+                    fix=""
+                    if others.error
+                    else "the same steps on every process: the same number of batches, "
                     "in the same order, and of the same shapes",
-                )  # fmt: skip
+                )
     return None
 
 

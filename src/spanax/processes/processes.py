@@ -92,9 +92,14 @@ class Hosts:
         group = None if is_ours else TorchGroup.of(environ)
         if group is not None:
             return Hosts(
-                group.num_processes, group.rank, attempt, group.coordinator if group.num_processes > 1 else "",
-                devices_per_host, detects_cluster=False, local_device=group.local_device,
-            )  # fmt: skip
+                group.num_processes,
+                group.rank,
+                attempt,
+                group.coordinator if group.num_processes > 1 else "",
+                devices_per_host,
+                detects_cluster=False,
+                local_device=group.local_device,
+            )
         if "SPANAX_COORDINATOR" not in environ:
             num_hosts = number(environ, "SPANAX_NUM_HOSTS", 0)
             if num_hosts > 1:
@@ -113,9 +118,13 @@ class Hosts:
                 where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
             )
         return Hosts(
-            num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], devices_per_host,
+            num_hosts,
+            rank,
+            attempt,
+            environ["SPANAX_COORDINATOR"],
+            devices_per_host,
             detects_devices="SPANAX_HOST" not in environ,
-        )  # fmt: skip
+        )
 
     def join(self) -> None:
         """Joins the group before JAX starts its backend; a no-op without a group, or if it has been joined.
@@ -130,7 +139,11 @@ class Hosts:
             bind_data_sockets()
             watch()
             return
-        num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
+        num_hosts = 1
+        if self.coordinator:
+            num_hosts = self.num_hosts
+        elif self.detects_cluster:
+            num_hosts = detected_processes()
         if not self.coordinator and num_hosts == 1:
             return
         if has_backend():
@@ -145,9 +158,11 @@ class Hosts:
             if self.rank == 0:
                 _check_free(_bound_to(self.coordinator))
             options = {
-                "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
+                "coordinator_address": self.coordinator,
+                "num_processes": self.num_hosts,
+                "process_id": self.rank,
                 "coordinator_bind_address": _bound_to(self.coordinator),
-            }  # fmt: skip
+            }
             if not self.detects_devices:
                 # Cluster detection would still choose the local devices: one GPU for a Slurm task.
                 options["cluster_detection_method"] = "deactivate"

@@ -55,8 +55,9 @@ def exit_on_error() -> None:
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        is_interrupt = issubclass(kind, KeyboardInterrupt)
-        os._exit(error.exit_code if isinstance(error, SpanaxError) else INTERRUPTED if is_interrupt else ERROR)
+        if isinstance(error, SpanaxError):
+            os._exit(error.exit_code)
+        os._exit(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else ERROR)
 
     sys.excepthook = leave
 

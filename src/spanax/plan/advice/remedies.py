@@ -69,18 +69,32 @@ def _search(
     """Returns a search of the layout of a candidate under a policy, with any number of microbatches."""
     has_train_step = not program.rewrites_loss
     return search(
-        program, previous.cluster, remat=(remat,), layout=candidate.layout, mesh=candidate.mesh, pins=previous.pins,
-        top=1, pipeline=candidate.num_stages > 1, microbatches=program.microbatches if has_train_step else None,
-        attention="plain", offload=previous.offload if offload is None else offload,
-    )  # fmt: skip
+        program,
+        previous.cluster,
+        remat=(remat,),
+        layout=candidate.layout,
+        mesh=candidate.mesh,
+        pins=previous.pins,
+        top=1,
+        pipeline=candidate.num_stages > 1,
+        microbatches=program.microbatches if has_train_step else None,
+        attention="plain",
+        offload=previous.offload if offload is None else offload,
+    )
 
 
 def _search_all(previous: Search, program: Program, cluster: Cluster, remat: Sequence[str] | None) -> Search:
     """Returns a search of all presets on a cluster; the program already has its attention."""
     return search(
-        program, cluster, remat=remat, pins=previous.pins, top=1, attention="plain", assign=False,
+        program,
+        cluster,
+        remat=remat,
+        pins=previous.pins,
+        top=1,
+        attention="plain",
+        assign=False,
         offload=previous.offload,
-    )  # fmt: skip
+    )
 
 
 def _has_full(program: Program) -> bool:

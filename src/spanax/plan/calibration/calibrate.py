@@ -121,14 +121,21 @@ def calibrate(measured: Sequence[MeasuredStep], cluster: Cluster) -> Calibration
         constants=_constants(cluster, calibrated, dtype, dict(zip(names, _deviations(posterior), strict=True))),
         steps=tuple(
             CalibratedStep(
-                step.source, step.layout, len(step.steps.seconds), step.steps.median, step.steps.noise,
-                math.exp(before[index]), math.exp(after[index]), float(uncertainties[index]), step.transfers,
+                step.source,
+                step.layout,
+                len(step.steps.seconds),
+                step.steps.median,
+                step.steps.noise,
+                math.exp(before[index]),
+                math.exp(after[index]),
+                float(uncertainties[index]),
+                step.transfers,
             )
             for index, step in enumerate(measured)
         ),
         is_applied=is_applied,
         posterior=posterior,
-    )  # fmt: skip
+    )
 
 
 def _deviations(posterior: Posterior) -> list[float | None]:

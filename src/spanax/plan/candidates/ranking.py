@@ -135,9 +135,16 @@ def _repeated(priced: Sequence[Priced], table: np.ndarray) -> list[int]:
         grid = entry.grid
         costs = entry.costs
         return (
-            entry.program.remat, entry.family.storing, grid.schedule, *grid.sizes[:, index], grid.num_stages[index],
-            grid.num_microbatches[index], seconds, peak, costs.flops[index],
-        )  # fmt: skip
+            entry.program.remat,
+            entry.family.storing,
+            grid.schedule,
+            *grid.sizes[:, index],
+            grid.num_stages[index],
+            grid.num_microbatches[index],
+            seconds,
+            peak,
+            costs.flops[index],
+        )
 
     known = {key(int(column)) for column in plain}
     return [int(column) for column in sequence if key(int(column)) in known]

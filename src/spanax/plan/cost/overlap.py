@@ -165,9 +165,12 @@ def _term(name: str) -> str:
 
 
 def hide(
-    moved: Mapping[Key, Array], computing: Mapping[tuple[int, bool], Array], overlap: Overlap, shares: Array,
+    moved: Mapping[Key, Array],
+    computing: Mapping[tuple[int, bool], Array],
+    overlap: Overlap,
+    shares: Array,
     num_layers: int,
-) -> Exposed:  # fmt: skip
+) -> Exposed:
     """Returns what of the communication computation of the same phase does not hide.
 
     At most a class's asynchronous share is hidden, and no more than there is computation that nothing else is hidden

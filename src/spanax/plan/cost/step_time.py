@@ -139,10 +139,15 @@ class Stage:
         """Returns the bubble and the exposed hops of a step."""
         parts = {name: getattr(self, name) / grid.num_chunks for name in ("forward", "backward", "weights")}
         pipelined = step_seconds(
-            grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks,
-            forward_seconds=parts["forward"], backward_seconds=parts["backward"], weight_seconds=parts["weights"],
+            grid.schedule,
+            grid.num_stages,
+            grid.num_microbatches,
+            grid.num_chunks,
+            forward_seconds=parts["forward"],
+            backward_seconds=parts["backward"],
+            weight_seconds=parts["weights"],
             hop_seconds=self.hop,
-        )  # fmt: skip
+        )
         busy = (self.forward + self.backward + self.weights) * grid.num_microbatches
         return np.where(grid.num_stages > 1, np.maximum(pipelined - busy, 0.0), 0.0)
 
@@ -264,9 +269,13 @@ def repeated(terms: Terms, gathers_again: bool = False, share: float = 1.0) -> T
 
 
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], terms: Terms, num_shards: Array, stages: Array,
+    layers: dict[str, Array],
+    around: dict[str, Array],
+    terms: Terms,
+    num_shards: Array,
+    stages: Array,
     assumptions: Assumptions,
-) -> None:  # fmt: skip
+) -> None:
     """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
     A microbatch takes the longer of both, with a soft corner: neither is steady. Each term increases by the same share.

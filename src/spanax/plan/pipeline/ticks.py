@@ -133,7 +133,7 @@ class Ticks:
                     continue
                 part = task.chunk * self.num_stages + stage
                 key = task.microbatch, part
-                arrived = forward if task.kind == "F" else backward if task.kind == "B" else {}
+                arrived = {"F": forward, "B": backward}.get(task.kind, {})
                 values = {
                     "kind": KINDS.index(task.kind),
                     "microbatch": task.microbatch,
@@ -239,8 +239,11 @@ def _in_lockstep(device_orders: Orders, num_parts: int, sends: Kind) -> Iterator
             tasks.pop() if tasks and _needed(tasks[-1], device, num_devices, num_parts, sends) in finished else None
             for device, tasks in enumerate(remaining)
         )
-        finished |= {(task.kind, task.microbatch, task.chunk * num_devices + device)
-                     for device, task in enumerate(row) if task is not None}  # fmt: skip
+        finished |= {
+            (task.kind, task.microbatch, task.chunk * num_devices + device)
+            for device, task in enumerate(row)
+            if task is not None
+        }
         yield row
 
 

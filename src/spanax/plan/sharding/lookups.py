@@ -102,10 +102,12 @@ def strategies(lookup: Lookup, step: StepAnalysis, ways: Callable[[Sequence[str]
     else:  # a table per example: resharded as its rows are, or gathered
         free_spec = without(used, axes_of(result) | summed)
         row_axes = dict(zip(classes[lookup.rows], result, strict=True))
-        local_spec = tuple(
-            () if dim in lookup.looked_up else row_axes[label] if label in step.batch_labels & row_axes.keys() else by
-            for dim, (label, by) in enumerate(zip(classes[lookup.table], free_spec, strict=True))
-        )
+        as_rows = step.batch_labels & row_axes.keys()
+        by_dim = [
+            row_axes[label] if label in as_rows else by
+            for label, by in zip(classes[lookup.table], free_spec, strict=True)
+        ]
+        local_spec = tuple(() if dim in lookup.looked_up else by for dim, by in enumerate(by_dim))
         candidates.append((local_spec, result, table_size / ways([*axes_of(local_spec)])))
     by_label = dict(zip(classes[lookup.table], stored, strict=True))
     columns = {dim: by_label.get(classes[lookup.rows][dim], ()) for dim in lookup.columns}

@@ -62,7 +62,7 @@ class Placement:
         """The spec as a JAX `PartitionSpec`."""
         from jax.sharding import PartitionSpec
 
-        return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
+        return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in self.spec))
 
     def sharding(self, mesh: "Mesh") -> "NamedSharding":
         """Returns the sharding on a JAX mesh, with the memory kind; equal placements share one object."""

@@ -228,7 +228,9 @@ class Resolver:
         if key.is_computed and (is_weight or origin & Origin.BATCH):
             return Constraint(used)
         if is_weight:
-            kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
+            kind = "gradient" if origin & Origin.BATCH else "param"
+            if origin & Origin.OPTIMIZER:
+                kind = "optimizer"
             spec = self.stored(used, labels, shape, kind)
             return Constraint(spec, used=None if used == spec else used)
         return Constraint(used, is_open=True) if any(used) else None

@@ -43,57 +43,79 @@ class XlaWorkaround:
 
 
 RESIZED_DIMS = XlaWorkaround(
-    "resized-dims", "", SpecifierSet(">=0.10.2"),
+    "resized-dims",
+    "",
+    SpecifierSet(">=0.10.2"),
     "slices, pads and concatenations of an unevenly sharded dim do not compile, or return wrong numbers",
     "plan/sharding/xla_workarounds",
-)  # fmt: skip
+)
 
 PADDED_DIMS = XlaWorkaround(
-    "padded-dims", "", SpecifierSet(">=0.10.2"),
+    "padded-dims",
+    "",
+    SpecifierSet(">=0.10.2"),
     "a pad between elements into a sharded dim fails to compile, and a negative pad returns wrong numbers",
     "plan/sharding/xla_workarounds",
-)  # fmt: skip
+)
 
 SHARD_SCATTERS = XlaWorkaround(
-    "shard-scatters", "", SpecifierSet(">=0.10.2,<0.12"),
+    "shard-scatters",
+    "",
+    SpecifierSet(">=0.10.2,<0.12"),
     "a scatter into a shard of a replicated array writes values of other shards",
     "plan/sharding/xla_workarounds",
-)  # fmt: skip
+)
 
 GROUPED_CONVOLUTIONS = XlaWorkaround(
-    "grouped-convolutions", "", SpecifierSet(">=0.10.2"),
+    "grouped-convolutions",
+    "",
+    SpecifierSet(">=0.10.2"),
     "the gradient of a grouped convolution's kernel is summed over mesh axes that do not shard the batch",
     "plan/sharding/operands",
-)  # fmt: skip
+)
 
 MANUAL_LOOKUPS = XlaWorkaround(
-    "manual-lookups", "", SpecifierSet(">=0.10.2"),
+    "manual-lookups",
+    "",
+    SpecifierSet(">=0.10.2"),
     "a lookup in a sharded table inside a shard_map over another mesh axis aborts the process",
     "step/replay/sharded_lookup",
-)  # fmt: skip
+)
 
 EXTENDED_OPERANDS = XlaWorkaround(
-    "extended-operands", "", SpecifierSet(">=0.12"),
+    "extended-operands",
+    "",
+    SpecifierSet(">=0.12"),
     "a matmul of an operand whose sharding the compiler extended from that of its sum aborts the process",
     "plan/sharding/xla_workarounds",
-)  # fmt: skip
+)
 
 CPU_TRANSPOSES = XlaWorkaround(
-    "cpu-transposes", "cpu", SpecifierSet(">=0.10.2"),
+    "cpu-transposes",
+    "cpu",
+    SpecifierSet(">=0.10.2"),
     "a contraction over two dims writes a transposed copy of an operand",
     "step/replay/cpu_matmuls",
-)  # fmt: skip
+)
 
 CPU_COLLECTIVES = XlaWorkaround(
-    "cpu-collectives", "cpu", SpecifierSet(">=0.10.2"),
+    "cpu-collectives",
+    "cpu",
+    SpecifierSet(">=0.10.2"),
     "collectives of simulated devices deadlock where steps are dispatched without waiting for them",
     "train/run",
-)  # fmt: skip
+)
 
 WORKAROUNDS = (
-    RESIZED_DIMS, PADDED_DIMS, SHARD_SCATTERS, GROUPED_CONVOLUTIONS, MANUAL_LOOKUPS, EXTENDED_OPERANDS, CPU_TRANSPOSES,
+    RESIZED_DIMS,
+    PADDED_DIMS,
+    SHARD_SCATTERS,
+    GROUPED_CONVOLUTIONS,
+    MANUAL_LOOKUPS,
+    EXTENDED_OPERANDS,
+    CPU_TRANSPOSES,
     CPU_COLLECTIVES,
-)  # fmt: skip
+)
 
 RESIZES = frozenset({Family.RESIZE, Family.DYNAMIC_SLICE})
 """Operations that resize dims of their operands."""

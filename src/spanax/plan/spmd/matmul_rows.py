@@ -26,7 +26,9 @@ def matmul_row(sharded: ShardedProgram, group: OpGroup, partitioned: Partitioned
     groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
     batch_labels = traced.batch_labels
     for a, b, index in passed:
-        group_index = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
+        group_index = 0 if a >= 0 else 1
+        if a >= 0 and b >= 0:
+            group_index = 3
         groups[group_index].append((shape[index], partitioned.result[index], labels[index] in batch_labels))
     for a, _ in summed:
         label = traced.axes.classes[lhs][a]

@@ -139,7 +139,8 @@ def matmul_rows(
         num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
         # A kernel does not materialize its scores; compiled blocks of them are summed in 32 bits and used in 16.
         is_sum = n == keys
-        num_bytes[2 if is_sum else 0] *= 0.0 if is_kernel else SUMMED_BYTES / size if is_sum else USED_BYTES / size
+        score_bytes = SUMMED_BYTES if is_sum else USED_BYTES
+        num_bytes[2 if is_sum else 0] *= 0.0 if is_kernel else score_bytes / size
         shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
         matmuls.append(
             Matmul(

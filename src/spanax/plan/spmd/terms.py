@@ -42,7 +42,8 @@ def table(kind: type[T], rows: Sequence[Sequence[Any]], **others: np.ndarray) ->
         width = each.metadata["width"]
         entries = [row[index] for row in rows]
         array = np.asarray(entries, dtype)
-        arrays.append(tuple(entries) if dtype is str else array.reshape(-1, width) if width else array)
+        array = array.reshape(-1, width) if width else array
+        arrays.append(tuple(entries) if dtype is str else array)
     return kind(*arrays, **others)
 
 

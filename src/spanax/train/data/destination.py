@@ -108,9 +108,8 @@ class Destination:
         values = flat(item)
         shapes = [np.shape(values.get(leaf.path, ())) for leaf in self.leaves]
         counts = {
-            0 if dim is None or len(shape) <= dim else shape[dim]
-            for shape, dim in zip(shapes, self.dims, strict=True)
-        }  # fmt: skip
+            0 if dim is None or len(shape) <= dim else shape[dim] for shape, dim in zip(shapes, self.dims, strict=True)
+        }
         is_complete = len(self.rows_R) == self.batch_size and len(counts) == 1
         return min(counts) if is_complete and 0 < min(counts) < self.batch_size else 0
 
@@ -166,11 +165,13 @@ class Destination:
         make = jax.make_array_from_callback
         return {
             leaf.path: make(
-                leaf.shape, self.shardings[leaf.path], partial(self._part, leaf, dim, leaves[leaf.path]),
+                leaf.shape,
+                self.shardings[leaf.path],
+                partial(self._part, leaf, dim, leaves[leaf.path]),
                 dtype=np.dtype(leaf.dtype),
             )
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
-        }  # fmt: skip
+        }
 
     def _part(self, leaf: BatchLeaf, dim: int | None, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part of a global array, with examples along a dim, at an index."""

@@ -25,7 +25,7 @@ from spanax.train.data.source import (
     element_source,
     in_order,
     sequence_examples,
-)  # fmt: skip
+)
 from spanax.train.data.split import check_split
 from spanax.train.data.text.corpus import Corpus, load_corpus
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer

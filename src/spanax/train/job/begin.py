@@ -47,9 +47,14 @@ def start_or_restore(job: Job, telemetry: Telemetry, *, resume: bool) -> Run:
             return restore(job.program, plan, steps, devices=job.devices, warn=telemetry.warn, guard=config.guard)
         telemetry.warn(f"'{telemetry.folder}' has no finished checkpoint: starting from step 0")
     return start(
-        job.program, plan, seed=config.seed, devices=job.devices, guard=config.guard, init=config.init,
+        job.program,
+        plan,
+        seed=config.seed,
+        devices=job.devices,
+        guard=config.guard,
+        init=config.init,
         partial=config.init_partial,
-    )  # fmt: skip
+    )
 
 
 def _compile(run: Run, job: Job, worker: Executor) -> Future[None]:

@@ -52,9 +52,15 @@ class Job:
         """Returns the sharded batches of a source, with options as in `spanax.batches`."""
         config = self.config
         return batches(
-            source, self.plan, mesh=self.mesh, tokenizer=tokenizer_of(config), seed=config.seed,
-            field=config.field, epochs=epochs, **options,
-        )  # fmt: skip
+            source,
+            self.plan,
+            mesh=self.mesh,
+            tokenizer=tokenizer_of(config),
+            seed=config.seed,
+            field=config.field,
+            epochs=epochs,
+            **options,
+        )
 
     def batches(self) -> Batches:
         """Returns the training batches, without end."""

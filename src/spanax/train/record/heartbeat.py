@@ -85,9 +85,16 @@ class Pulse:
         self._phase = phase
         self._last_beat = time.monotonic()
         heartbeat = Heartbeat(
-            self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
+            self.rank,
+            os.getpid(),
+            socket.gethostname(),
+            self.attempt,
+            phase,
+            step,
+            step_seconds,
+            time.time(),
             dict(seconds or {}),
-        )  # fmt: skip
+        )
         place = Folder.of(self.folder)
         name = HEARTBEAT.of(self.rank)
         try:

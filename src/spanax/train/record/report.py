@@ -55,10 +55,15 @@ class RunReport:
         """Returns the object that `spanax report --json` prints."""
         checkpoint = None if self.checkpoint is None else asdict(self.checkpoint)
         return {
-            "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": checkpoint,
-            "saving": self.saving, "metrics": self.metrics, "notes": list(self.notes),
+            "folder": str(self.folder),
+            "workload": self.workload,
+            **self.account.to_json(),
+            "checkpoint": checkpoint,
+            "saving": self.saving,
+            "metrics": self.metrics,
+            "notes": list(self.notes),
             "how_to_go_on": self.how_to_go_on,
-        }  # fmt: skip
+        }
 
 
 def run_report(folder: Path) -> RunReport:

@@ -242,9 +242,13 @@ def _spent(beat: heartbeat.Heartbeat | None) -> Spent | None:
     if beat is None or not beat.seconds:
         return None
     return Spent(
-        event="ledger", time=beat.time, attempt=beat.attempt, step=beat.step, seconds=dict(beat.seconds),
+        event="ledger",
+        time=beat.time,
+        attempt=beat.attempt,
+        step=beat.step,
+        seconds=dict(beat.seconds),
         wall_seconds=sum(beat.seconds.values()),
-    )  # fmt: skip
+    )
 
 
 def _is_alive(beat: heartbeat.Heartbeat) -> bool:

@@ -115,12 +115,14 @@ class Saves:
         is_full = isinstance(error, DiskFullError)
         removed = from_first(lambda: str(make_room(self.folder) if is_full else None), WriteError)
         is_removed = removed != str(None)
-        self.telemetry.report({
-            "event": "save_failed",
-            "step": step,
-            "reason": first_line(error),
-            "removed": int(removed) if is_removed else None,
-        })  # fmt: skip
+        self.telemetry.report(
+            {
+                "event": "save_failed",
+                "step": step,
+                "reason": first_line(error),
+                "removed": int(removed) if is_removed else None,
+            }
+        )
         return is_removed
 
 

@@ -322,8 +322,10 @@ def _newest_valid(
 def _nothing(root: Folder, step: int | None) -> CheckpointError:
     cut_short = [path.name for path in manifest.unfinished(root)]
     kind = root.kind()
-    state = "" if kind is Kind.FOLDER else " does not exist" if kind is None else " is not a folder"
-    state = f"{root}{state}" + (f" contains only unfinished steps: {', '.join(cut_short)}" if cut_short else "")
+    problem = " does not exist" if kind is None else " is not a folder"
+    state = f"{root}{'' if kind is Kind.FOLDER else problem}" + (
+        f" contains only unfinished steps: {', '.join(cut_short)}" if cut_short else ""
+    )
     if step is None:
         return CheckpointError("no checkpoint found.", where=state, fix="pass the folder that has the numbered steps")
     there = ", ".join(map(str, manifest.steps(root))) or "none"

@@ -158,7 +158,9 @@ def _stack_of(target: Any, sizes: tuple[int, ...]) -> Any:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if isinstance(entry, str):
+        return (entry,)
+    return () if entry is None else tuple(entry)
 
 
 @functools.cache

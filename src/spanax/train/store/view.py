@@ -155,11 +155,21 @@ def _seen(folder: Folder) -> SavedStep | None:
         record = manifest.Meta(manifest.utc(status.st_mtime), {}, {})
     if (problems_now or not record.leaves) and _identity(folder) != before:
         return None
-    state = SAVING if is_saving else "bad" if problems_now and is_finished else "good" if is_finished else "unfinished"
+    state = "unfinished"
+    if is_saving:
+        state = SAVING
+    elif is_finished:
+        state = "bad" if problems_now else "good"
     return SavedStep(
-        step or 0, state, _num_bytes(folder), len(record.leaves), record.saved_at, tuple(problems_now),
-        dict(record.meta), folder.name,
-    )  # fmt: skip
+        step or 0,
+        state,
+        _num_bytes(folder),
+        len(record.leaves),
+        record.saved_at,
+        tuple(problems_now),
+        dict(record.meta),
+        folder.name,
+    )
 
 
 def _num_bytes(folder: Folder) -> int:

@@ -115,9 +115,13 @@ def _argument(leaf: Leaf, labels: Labels, axes: Masks, layers: Collection[int | 
     is_first = tuple(is_batch and dim == 0 for dim in range(len(labels)))
     no = (False,) * len(words)
     return Tiled(
-        (*leaf.shape, *words), (*axes, *(0 for _ in words)), (*is_first, *no), (*is_layers, *no),
-        WORD_BYTES if words else itemsize, is_argument=True,
-    )  # fmt: skip
+        (*leaf.shape, *words),
+        (*axes, *(0 for _ in words)),
+        (*is_first, *no),
+        (*is_layers, *no),
+        WORD_BYTES if words else itemsize,
+        is_argument=True,
+    )
 
 
 def is_table(labels: Labels, looked_up: Collection[int | None]) -> bool:

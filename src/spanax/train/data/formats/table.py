@@ -28,10 +28,18 @@ HEADER_BYTES = 128
 """The size of the header of a `.npy` file, which NumPy pads for any number of rows."""
 
 SUFFIXES = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow",
-    ".array_record": "array_record", ".arrayrecord": "array_record", ".csv": "csv",
-}  # fmt: skip
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".json.gz": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".array_record": "array_record",
+    ".arrayrecord": "array_record",
+    ".csv": "csv",
+}
 
 _ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNORECASE)
 _SIDE = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])", re.IGNORECASE)

@@ -226,8 +226,9 @@ def _from_file(path: Path) -> Tokenizer:
     try:
         content = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
-        is_text = not isinstance(error, UnicodeDecodeError)
-        reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is not UTF-8 text"
         raise FileError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
     engine = _parsed(content, str(path), fix="download the file again, or use bytes or bpe")
     engine.no_truncation()
