@@ -25,7 +25,7 @@ assert spanax.distributed() == group
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
-from spanax.processes import agreement
+from spanax.processes import process_batches
 
 rank = group.process_index
 assert (rank, group.process_count) == (jax.process_index(), jax.process_count())
@@ -75,8 +75,8 @@ run.step(x)
 raised(run.evaluate, x + rank)  # the third batch on the host: not compared, the fourth is
 raised(run.step, x + rank)
 if rank == 0:
-    agreement.AGREEMENT_SECONDS = 1
-    raised(agreement.verdict, "alone", lambda texts: "")
+    process_batches.AGREEMENT_SECONDS = 1
+    raised(process_batches.verdict, "alone", lambda texts: "")
 print(json.dumps(result | {"errors": errors}), flush=True)
 multihost_utils.sync_global_devices("both have printed")
 if rank == 1:

@@ -8,14 +8,15 @@ Shapes: B examples in the global batch, R of them read by this process.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spanax.errors import BatchError, DeviceCountError
-from spanax.processes.agreement import verdict
+from spanax.compat import coordination
+from spanax.errors import BatchError, DeviceCountError, HostsError, first_line
+from spanax.processes.lockstep import operation
 from spanax.processes.processes import join_group
 from spanax.sealed import digest
 
@@ -183,3 +184,48 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
 
 def _is_power_of_2(number: int) -> bool:
     return number & (number - 1) == 0
+
+
+AGREEMENT_SECONDS = 600
+"""How long a process waits for the texts of the others: the first one may be evaluating or saving by itself."""
+
+_NUMBERS = count()
+
+
+def verdict(text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    """Returns what `judge` says about the texts of all processes, in their order; the same on every process.
+
+    The first process reads all texts and writes the verdict, so that the traffic grows with the number of processes
+    only. Every process calls this equally often.
+
+    Raises:
+      HostsError: a process did not send its text in time.
+
+    Example:
+      >>> verdict("a batch of 8", lambda texts: f"{len(texts)} processes")
+      '1 processes'
+    """
+    state = coordination()
+    if state.client is None or state.num_processes == 1:
+        return judge([text])
+    topic = f"spanax:agreement {next(_NUMBERS)}"
+    state.client.key_value_set(f"{topic}/{state.process_id}", text)
+    with operation("the comparison of a batch"):
+        return _exchanged(state, topic, text, judge)
+
+
+def _exchanged(state: Any, topic: str, text: str, judge: Callable[[Sequence[str]], str]) -> str:
+    timeout_ms = AGREEMENT_SECONDS * 1000
+    try:
+        if state.process_id == 0:
+            ranks = range(state.num_processes)
+            texts = [state.client.blocking_key_value_get(f"{topic}/{rank}", timeout_ms) for rank in ranks]
+            # The service has no empty values.
+            state.client.key_value_set(f"{topic}/verdict", f"={judge(texts)}")
+        return str(state.client.blocking_key_value_get(f"{topic}/verdict", timeout_ms))[1:]
+    except RuntimeError as error:
+        raise HostsError(
+            f"the other processes did not compare their batches with this one within {AGREEMENT_SECONDS} s.",
+            where=f"process {state.process_id}: {text[:200]}; {first_line(error)}",
+            fix="call the same functions equally often, with batches of the same shapes, on every process",
+        ) from None

@@ -17,7 +17,7 @@ from spanax.errors import SpanaxError
 from spanax.models import moe
 from spanax.models.workloads import text_workload
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.expert_load import grouped
+from spanax.plan.cost.roofline import grouped
 from spanax.plan.evaluate import Evaluation, evaluate, model_flops
 from spanax.trace.program import Program
 

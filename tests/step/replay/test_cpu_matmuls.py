@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 from spanax.plan.sharding.resolve import Constraint
-from spanax.step.replay.cpu_matmuls import single_contraction
-from spanax.step.replay.replay import Replay
+from spanax.step.replay.replay import Replay, single_contraction
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 
 REPLICATED = Constraint(((), (), ()))

@@ -15,11 +15,17 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.expert_load import collective_load, grouped
-from spanax.plan.cost.host_transfers import exposed_copies
 from spanax.plan.cost.links import FIELDS, STAGES, Links
 from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
-from spanax.plan.cost.roofline import matmul_seconds, shard_counts, step_flops, traffic_seconds
+from spanax.plan.cost.roofline import (
+    collective_load,
+    grouped,
+    matmul_seconds,
+    shard_counts,
+    step_flops,
+    traffic_seconds,
+)
+from spanax.plan.cost.transfers import exposed_copies
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.spmd.terms import HOP, KINDS, ROUND, Collectives, Matmuls, Terms

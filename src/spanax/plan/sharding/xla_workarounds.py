@@ -95,7 +95,7 @@ CPU_TRANSPOSES = XlaWorkaround(
     "cpu",
     SpecifierSet(">=0.10.2"),
     "a contraction over two dims writes a transposed copy of an operand",
-    "step/replay/cpu_matmuls",
+    "step/replay/replay",
 )
 
 CPU_COLLECTIVES = XlaWorkaround(
