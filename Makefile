@@ -19,7 +19,7 @@ PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_
 # What `make test PART=versions` leaves out: hardly anything in it depends on the versions of Python, JAX and Flax. `make check` runs
 # a part of it.
 INDEPENDENT := $(patsubst %/,%,$(SEARCHES)) $(addprefix tests/, hardware entries doctor show commands faults interop launch lint models \
-  test_cli.py test_defaults.py test_house.py test_manners.py test_mistakes.py test_scale.py test_shown.py test_terminal.py)
+  check/measure train/data train/job train/record test_cli.py test_defaults.py test_house.py test_manners.py test_mistakes.py test_scale.py test_shown.py test_terminal.py)
 
 # `make check test` runs no test twice: of what `make check` ran, `make test` runs what was left out there, for want of devices.
 CHECKED := $(if $(filter check, $(MAKECMDGOALS)), --checked="$(PLANNING)")
