@@ -9,9 +9,9 @@ from frozen.golden import compare
 from spanax import cli
 
 VARYING = re.compile(
-    r'(?:priced in|after|checked in) [\d.]+ s|"(?:search_|trace_)?seconds": [\d.e-]+|"program_hash": "\w+"'
+    r'(?:priced in|after|checked in) [\d.]+ s|"(?:search_|trace_)?seconds": [\d.e-]+|"program_hash": "\w+"|\.py:\d+:\d+'
 )
-"""Elapsed times, and the hash of a program whose locations contain the folder of the checkout."""
+"""Elapsed times, lines of files, and the hash of a program whose locations contain the folder of the checkout."""
 
 PLANS = ["gpt-nano --on h100:2x8", "moe-nano --on v5e:4x4", "llama3-8b --on h100:8x8", "resnet50 --on a100-80gb:8"]
 
