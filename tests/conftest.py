@@ -61,9 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselects the tests that `make check` ran before, in the same call of make."""
     checked = tuple(config.getoption("checked").split())
     done = [item for item in items if item.nodeid.startswith(checked) and "devices" not in item.fixturenames]
-    if checked and done:
+    if done:
         config.hook.pytest_deselected(items=done)
-        items[:] = [item for item in items if item not in set(done)]
+        left_out = set(done)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)

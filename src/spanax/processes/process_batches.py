@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 SAME = "same"
 """The verdict on processes that all have the same rows."""
 
+AGREEMENT_SECONDS = 600
+"""How long a process waits for the texts of the others: the first one may be evaluating or saving by itself."""
+
+_NUMBERS = count()
 _LOCAL_CALLS = count(1)
 _GLOBAL_CALLS = count(1)
 _agreed: set[str] = set()
@@ -184,12 +188,6 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
 
 def _is_power_of_2(number: int) -> bool:
     return number & (number - 1) == 0
-
-
-AGREEMENT_SECONDS = 600
-"""How long a process waits for the texts of the others: the first one may be evaluating or saving by itself."""
-
-_NUMBERS = count()
 
 
 def verdict(text: str, judge: Callable[[Sequence[str]], str]) -> str:

@@ -21,6 +21,9 @@ NARROWEST = 8
 NARROW = ("fp8", "fp4")
 """Dtypes to which a runtime casts activations and gradients before a matmul."""
 
+SENT = KINDS.index("all-to-all")
+"""The collective that sends tokens to experts and back."""
+
 
 def shard_counts(sizes: Array) -> Array:
     """Returns the number of shards of every set of mesh axes, as a mask; `sizes` is (mesh axis, mesh)."""
@@ -142,10 +145,6 @@ def step_flops(
 
 def memory_rate(chip: Chip) -> float:
     return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
-
-
-SENT = KINDS.index("all-to-all")
-"""The collective that sends tokens to experts and back."""
 
 
 def grouped(terms: Terms) -> Terms:

@@ -192,17 +192,18 @@ def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any
     dtype = np.dtype(leaf.dtype)
     # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
     is_narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
+    result = array.astype(dtype) if is_narrowed or array.dtype == dtype else array
     message = ""
     if array.shape not in shapes:
         message = f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}."
     elif array.dtype != dtype and not is_narrowed:
         message = f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}."
-    elif is_narrowed and dtype.kind in "iu" and not np.array_equal(array.astype(dtype), array):
+    elif is_narrowed and dtype.kind in "iu" and not np.array_equal(result, array):
         message = f"'{leaf.path}' has values that do not fit {dtype}."
     if message:
         where = f"{name} has {described({leaf.path: array})}"
         raise DataError(message, where=where, fix=f"the plan expects {described({leaf.path: leaf})}")
-    return array.astype(dtype)
+    return result
 
 
 def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
