@@ -3,7 +3,7 @@
 Weak scaling gives every device so many tokens, strong scaling divides one batch among all. Attention is the platform's
 kernel. With `--compile` planned layouts are compiled for TPUs too (`pip install "spanax[tpu]"`), minutes each.
 
-    python benchmarks/scale.py [--only llama3-8b v5p] [--json FILE] [--write docs/scale.md] [--svg docs/scale.svg]
+    python benchmarks/scale.py [--only llama3-8b v5p] [--json FILE] [--write notes/scale.md] [--svg notes/scale.svg]
     python benchmarks/scale.py --compile "llama3-70b v5p weak 1024" ...
     python benchmarks/scale.py --published       # beside what others have measured
 """

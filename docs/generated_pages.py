@@ -13,14 +13,21 @@ from tyro.conf import Positional
 
 import spanax
 from spanax import cli
+from spanax.check.lint.lint import PROFILE_RULES, RULES
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.train.config import MAX, MIN, TYPES, TrainConfig
 from spanax.usage import EXAMPLES
 
-TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
+DOCS = Path(__file__).parent
 
 NOTE = "`make golden` generates this page from the source."
+
+GENERATED = "<!-- generated: make golden -->"
+"""What follows this line of a page is generated; what precedes it is written by hand."""
+
+RUNS_ANYWHERE = r"spanax (axes|plan|models|doctor|export-rules|(train|check|compare|launch local .*) ?gpt-nano)"
+NEEDS_FILES = r"\.(json|toml|py)\b|my_|runs/a|weights/|--hosts"
 
 API: dict[str, tuple[str, ...]] = {
     "Sharded functions": ("jit", "init", "reshard", "shardings", "value_and_grad", "stack", "Stack"),
@@ -106,20 +113,30 @@ def metavar(hint: Any) -> str:
 
 
 def commands_page() -> str:
-    """Returns docs/commands.md: every command with its examples, and every flag with its value, default and help."""
+    """Returns docs/commands.md: every command with its examples and flags, and the keys of TOML files."""
     overview = [
         [f"[`spanax {name}`](#spanax-{name.replace(' ', '-')})", summary(flags)] for name, flags in COMMANDS.items()
     ]
-    parts = [
-        f"# Commands and flags\n\n{NOTE} [The command line](command-line.md) describes what all\n"
-        "commands share. `--help` prints the flags of a command.",
-        table(("command", ""), overview),
-    ]
+    parts = [written("commands.md"), table(("command", ""), overview)]
     for name, flags in COMMANDS.items():
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
-        parts.append("```bash\n" + "\n".join(EXAMPLES[name]) + "\n```")
+        parts += examples(EXAMPLES[name])
         parts.append(flag_table(listed(flags)))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, settings()]) + "\n"
+
+
+def written(name: str) -> str:
+    """Returns the part of a page that is written by hand, with the line that ends it."""
+    return (DOCS / name).read_text().partition(GENERATED)[0] + GENERATED
+
+
+def examples(lines: Sequence[str]) -> list[str]:
+    """Returns blocks of example commands: those that run on any machine, and those that need files."""
+    is_run = {line: bool(re.match(RUNS_ANYWHERE, line)) and not re.search(NEEDS_FILES, line) for line in lines}
+    runs = "\n".join(line for line in lines if is_run[line])
+    others = "\n".join(line for line in lines if not is_run[line])
+    blocks = [runs, others and f"# needs: your own files\n{others}"]
+    return [f"```bash\n{block}\n```" for block in blocks if block]
 
 
 def flag_table(flags: Sequence[Flag]) -> str:
@@ -128,25 +145,19 @@ def flag_table(flags: Sequence[Flag]) -> str:
     return table(("flag", "default", ""), rows)
 
 
-def settings_page() -> str:
-    """Returns docs/settings.md: every key of the TOML file of `spanax train --config`."""
-    defaults, hints = TrainConfig(), get_type_hints(TrainConfig, include_extras=True)
-    rows = []
-    for flag in listed(TrainConfig):
-        if flag.field in ("config", "traceback"):
-            continue
-        default = getattr(defaults, flag.field)
-        shown = "" if default is None else toml(default)
-        rows.append(
-            [code(flag.field), type_name(hints[flag.field]), limits(flag.field), code(shown), sentence(flag.summary)]
-        )
-    head = f"""# Settings in TOML
+def settings() -> str:
+    """Returns the section on the keys of the TOML file of `spanax train --config`."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    rows = [
+        [code(flag.field), type_name(hints[flag.field]), limits(flag.field)]
+        for flag in listed(TrainConfig)
+        if flag.field not in ("config", "traceback")
+    ]
+    head = """## Settings
 
-{NOTE} `spanax train --config settings.toml` reads
-settings from a file; flags override it. The keys are the flags of
-[`spanax train`](commands.md#spanax-train), with underscores. An unknown key, a value of another type and
-a value out of its range raise. The `config.toml` of a run folder has the same keys.
-[A cluster file](hardware.md#a-cluster-file) describes devices.
+`spanax train --config settings.toml` reads settings from a file; flags override it. The keys are the flags of
+[`spanax train`](#spanax-train), with underscores. An unknown key, a value of another type and a value out of its range
+raise. The `config.toml` of a run folder has the same keys.
 
 ```toml
 workload = "gpt2"
@@ -155,7 +166,7 @@ steps = 1000
 lr = 3e-4
 output_dir = "runs/a"
 ```"""
-    return "\n\n".join([head, table(("key", "type", "range", "default", ""), rows)]) + "\n"
+    return f"{head}\n\n{table(('key', 'type', 'range'), rows)}"
 
 
 def api_page() -> str:
@@ -233,19 +244,12 @@ def number(value: float) -> str:
     return f"{value:,g}"
 
 
-def toml(value: Any) -> str:
-    """Returns a default as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def troubleshooting_page() -> str:
-    """Returns docs/troubleshooting.md: the page as it is, with the head of each entry from the type of its error.
+def errors_page() -> str:
+    """Returns docs/errors.md: the page as it is, with the head of each entry from the type of its error.
 
     Causes and fixes are written by hand, below the head.
     """
-    introduction, *entries = re.split(r"^## ", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+    introduction, *entries = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
     bodies = {
         entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
     }
@@ -259,10 +263,20 @@ def troubleshooting_page() -> str:
     return "\n\n".join([*filter(None, parts), *others]) + "\n"
 
 
+def check_page() -> str:
+    """Returns docs/check.md: the page as it is, with the table of lint rules."""
+    rows = []
+    for rule in sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code):
+        reported = f"{' '.join((rule.find.__doc__ or '').split())} {rule.why}"
+        rows.append([f"{rule.code} {rule.find.__name__.replace('_', ' ')}", rule.severity.value, sentence(reported)])
+    before, mark, _ = (DOCS / "check.md").read_text().partition("<!-- table: lint (make golden) -->\n")
+    return f"{before}{mark}{table(('finding', '', 'reported if'), rows)}\n<!-- end -->\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
-    "settings.md": settings_page,
     "api.md": api_page,
-    "troubleshooting.md": troubleshooting_page,
+    "check.md": check_page,
+    "errors.md": errors_page,
 }
 """By file: the function that returns its text."""

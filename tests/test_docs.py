@@ -6,7 +6,6 @@ import io
 import itertools
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,8 +24,6 @@ DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 PAGES = {path.relative_to(ROOT).as_posix(): blocks(path.read_text()) for path in pages(ROOT)}
 RUNNING = ["docs/comparing.md"]
 """Pages whose examples run a step."""
-
-NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--output-dir")
 
 
 def with_blocks(kind: str) -> list[str]:
@@ -204,19 +201,6 @@ def test_a_wrong_command_is_detected(line: str) -> None:
 def test_the_commands_within_the_text_exist(page: str) -> None:
     named = re.findall(r"`spanax ([a-z][a-z-]*)", (ROOT / page).read_text())
     assert set(named) <= cli.COMMANDS.keys()
-
-
-def planned_without_files() -> list[str]:
-    """The commands of all pages that look at axes or plan, and need nothing that is not there."""
-    lines = [line for page in PAGES.values() for block in page for line in commands(block.text)]
-    return sorted({line for line in lines if re.match("spanax (axes|plan) ", line) and not NEEDS_FILES.search(line)})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", planned_without_files())
-def test_a_command_that_plans_runs(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(shlex.split(line, comments=True)[1:])
-    assert capsys.readouterr().out
 
 
 # ---- what a page refers to

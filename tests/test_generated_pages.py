@@ -50,7 +50,7 @@ def test_every_flag_is_listed(name: str) -> None:
 
 
 def test_every_setting_is_listed() -> None:
-    page = (DOCS / "settings.md").read_text()
+    page = (DOCS / "commands.md").read_text().partition("\n## Settings\n")[2]
     settings = {field.name for field in dataclasses.fields(TrainConfig)} - {"config", "traceback"}
     assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == settings
 
@@ -72,7 +72,7 @@ def test_every_kind_of_event_is_described() -> None:
 
 
 def test_every_code_of_an_error_has_an_entry() -> None:
-    page = (DOCS / "troubleshooting.md").read_text()
+    page = (DOCS / "errors.md").read_text()
     codes = [kind.code for kind in error_types()]
     assert re.findall(r"^## (SPX\d+): ", page, re.MULTILINE) == codes == sorted(set(codes))
     entries = re.split(r"^## (SPX\d+): ", page, flags=re.MULTILINE)[1:]
