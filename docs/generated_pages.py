@@ -175,7 +175,7 @@ def api_page() -> str:
         f"# Python API\n\n{NOTE} `import spanax` starts no device;\n"
         "each name is imported on first use. These names and their members are public ([stability](stability.md)).\n"
         "Values such as plans, searches and reports draw themselves as the last value of a notebook cell\n"
-        "([pictures](pictures.md)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
+        "([pages](monitoring.md#pages)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
     ]
     for task, names in API.items():
         rows = [[code(f"spanax.{name}"), sentence(first_line(getattr(spanax, name)))] for name in names]
