@@ -14,12 +14,19 @@ from tyro.conf import Positional
 import spanax
 from spanax import cli
 from spanax.check.lint.lint import PROFILE_RULES, RULES
+from spanax.commands import models
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
+from spanax.hardware.chip import Chip, Link
+from spanax.hardware.chips import catalogue
+from spanax.hardware.slices import shape_text
+from spanax.plan.presets import MEANING, PRESETS, STORED
 from spanax.train.config import MAX, MIN, TYPES, TrainConfig
+from spanax.units import bytes_text, quantity_text
 from spanax.usage import EXAMPLES
 
 DOCS = Path(__file__).parent
+END = "<!-- end -->"
 
 NOTE = "`make golden` generates this page from the source."
 
@@ -175,7 +182,7 @@ def api_page() -> str:
         f"# Python API\n\n{NOTE} `import spanax` starts no device;\n"
         "each name is imported on first use. These names and their members are public ([stability](stability.md)).\n"
         "Values such as plans, searches and reports draw themselves as the last value of a notebook cell\n"
-        "([pages](monitoring.md#pages)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
+        "([pages](monitoring.md#pages)). The site shows every docstring; in a clone, use `help(spanax.jit)`."
     ]
     for task, names in API.items():
         rows = [[code(f"spanax.{name}"), sentence(first_line(getattr(spanax, name)))] for name in names]
@@ -273,10 +280,99 @@ def check_page() -> str:
     return f"{before}{mark}{table(('finding', '', 'reported if'), rows)}\n<!-- end -->\n"
 
 
+def with_tables(page: str, tables: dict[str, Callable[[], str]]) -> str:
+    """Returns a page as it is, with each table of it from the source: name to the function that returns it."""
+    text = (DOCS / page).read_text()
+    for name, table_of in tables.items():
+        begin, rest = text.split(f"<!-- generated: {name} -->\n")
+        text = f"{begin}<!-- generated: {name} -->\n{table_of()}\n{END}{rest.partition(END)[2]}"
+    return text
+
+
+def layouts_table() -> str:
+    """Returns the presets: their mesh axes, and the state that they shard in storage besides."""
+    words = {"optimizer": "optimizer state", "gradient": "gradients", "param": "parameters"}
+    rows = []
+    for name, axes in PRESETS.items():
+        stored = [words[kind] for kind in STORED.get(name, words)]
+        rows.append([code(name), ", ".join(axes), f"{', '.join(stored)} over fsdp" if "fsdp" in axes else ""])
+    return table(("layout", "mesh axes", "also sharded in storage"), rows)
+
+
+def mesh_axes_table() -> str:
+    """Returns the axes that each mesh axis shards."""
+    return table(("mesh axis", "shards"), [[code(axis), ", ".join(names)] for axis, names in MEANING.items()])
+
+
+def models_table() -> str:
+    """Returns the named workloads; descriptions and sources are written by hand, in the table of the page."""
+    cells = [re.split(r" ?\| ?", line) for line in (DOCS / "models.md").read_text().splitlines()]
+    written = {row[1]: (row[2], row[5]) for row in cells if len(row) == 7}
+    rows = []
+    for workload in models.answer(models.ModelsCommand()).data["models"]:
+        name = code(workload["name"])
+        model, source = written.get(name, ("", ""))
+        rows.append([name, model, f"{workload['parameters']:,}", batch_text(workload["batch"]), source])
+    return table(("workload", "model", "parameters", "batch", "source"), rows)
+
+
+def batch_text(batch: dict[str, list[int]]) -> str:
+    """Returns the size of a batch, such as `8 of 1,024 tokens`."""
+    examples, *size = next(iter(batch.values()))
+    what = f"{size[0]:,} tokens" if len(size) == 1 else f"{size[0]} x {size[1]} pixels"
+    return f"{examples} of {what}"
+
+
+def chips_table() -> str:
+    """Returns the peaks of the chips."""
+    rows = []
+    for chip in catalogue().values():
+        bf16 = peak_text(chip, "bf16") if "bf16" in chip.peak_flops else f"none; fp16: {peak_text(chip, 'fp16')}"
+        rows.append([code(chip.name), bf16, *(peak_text(chip, dtype) for dtype in ("fp32", "fp8", "int8"))])
+    return table(("chip", "bf16", "float32", "fp8", "int8"), rows)
+
+
+def links_table() -> str:
+    """Returns the memory and the links of the chips."""
+    rows = []
+    for chip in catalogue().values():
+        sizes = [bytes_text(size) for size in (chip.memory_bytes, chip.usable_bytes) if size]
+        rate = rate_text(chip.memory_bytes_per_second, "bytes per second", chip.memory_share)
+        inside = link_text(chip.inside) + largest_text(chip.inside)
+        rows.append([code(chip.name), ", ".join(sizes) or "the host's", rate, inside, link_text(chip.between)])
+    return table(("chip", "memory, usable", "memory rate", "inside, largest", "between"), rows)
+
+
+def peak_text(chip: Chip, dtype: str) -> str:
+    """Returns the peak of a dtype, with the share that the best matmul achieves."""
+    return rate_text(chip.peak_flops.get(dtype), "operations per second", chip.matmul_shares.get(dtype, 1.0))
+
+
+def rate_text(value: float | None, kind: str, share: float) -> str:
+    """Returns a rate with the share of it that is achieved."""
+    if value is None:
+        return "-"
+    return quantity_text(value, kind) + (f" x {quantity_text(share, 'share', 3)}" if share != 1 else "")
+
+
+def largest_text(link: Link | None) -> str:
+    """Returns how many devices a link joins at most, or the largest torus, after a comma; empty if unknown."""
+    largest = link and (shape_text(link.max_shape) if link.max_shape else link.max_devices)
+    return f", {largest}" if largest else ""
+
+
+def link_text(link: Link | None) -> str:
+    """Returns a link with its rate."""
+    return f"{link.name} {rate_text(link.bytes_per_second, 'bytes per second', link.share)}" if link else "-"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "api.md": api_page,
     "check.md": check_page,
+    "layouts.md": lambda: with_tables("layouts.md", {"mesh axes": mesh_axes_table, "layouts": layouts_table}),
+    "models.md": lambda: with_tables("models.md", {"workloads": models_table}),
+    "hardware.md": lambda: with_tables("hardware.md", {"chips": chips_table, "memory and links": links_table}),
     "errors.md": errors_page,
 }
 """By file: the function that returns its text."""

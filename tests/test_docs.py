@@ -129,7 +129,7 @@ def test_a_first_page_runs_as_a_script_and_prints_what_it_shows(page: str, tmp_p
         [sys.executable, "page.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    outputs = [after.text for block, after in itertools.pairwise(PAGES[page]) if (block.kind, after.kind) == OUTPUT]
+    outputs = [after.text for block, after in itertools.pairwise(PAGES[page]) if (block.kind, after.info) == OUTPUT]
     assert outputs and not differences("".join(outputs), done.stdout), done.stdout
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) > 2 and losses[-1] < losses[0]

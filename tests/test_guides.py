@@ -67,7 +67,6 @@ def layouts(
 
 CHOICES = [
     ("gpt2", 128, "h100:8"),
-    ("gpt2-xl", 128, "a100-80gb:8"),
     ("gpt2-xl", 128, "v5e:4x4"),
     ("llama3-8b", 64, "h100:8"),
     ("llama3-8b", 128, "h100:8x8"),

@@ -19,13 +19,14 @@ from spanax.train.state.named_objects import NamedObjects, is_nnx
 from written import blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
-OWN_LOOP = PAGE.read_text().partition("## Your own loop\n")[2].partition("\n## ")[0]
-MODEL, LOOP = [block.text for block in blocks(OWN_LOOP) if block.kind == "python"]
 
-WEIGHTS = """
-trained = Classifier(nnx.Rngs(1))
-spanax.Checkpoints("runs/mine/checkpoints").restore({"model": trained})
-"""
+
+def block_with(text: str) -> str:
+    """The first block of Python of the page with this text."""
+    return next(block.text for block in blocks(PAGE.read_text()) if block.kind == "python" and text in block.text)
+
+
+MODEL, LOOP, WEIGHTS = block_with("class Classifier"), block_with("spanax.track("), block_with("trained = ")
 
 KILLED = """
 import os, signal, time
@@ -83,7 +84,7 @@ def test_a_killed_loop_continues_bit_for_bit(folder: Path, monkeypatch: pytest.M
     assert bits(resumed["objects"]) == bits(expected["objects"])
     assert events(folder / "killed") == events(folder)
     assert events(folder)[-1]["val_accuracy"] > 0.6
-    again = run(between=WEIGHTS)
+    again = run(between=WEIGHTS.replace("checkpoints", "spanax.Checkpoints('runs/mine/checkpoints')"))
     assert bits(again["objects"]) == bits(expected["objects"])  # a loop that has ended takes no step
     assert bits({"model": again["trained"]}) == bits({"model": expected["model"]})
 

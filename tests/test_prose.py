@@ -31,8 +31,11 @@ GENERATED = re.compile(r"<!-- (?:table: \w+|[\w ]+) \(make golden\) -->.*?<!-- e
 OWNED = re.compile(r"<!-- figures: (?P<owner>[^>]+?), \d{4}-\d\d-\d\d(?:, [0-9a-f]{7,40})? -->\n(?:.+\n)+")
 CODE = re.compile(r"`[^`\n]+`")
 FIGURE = re.compile(
-    r"\d[\d,]*(?:\.\d+)?\s?%|\d+\.\d+\s(?:s|ms|µs|seconds|minutes|hours|GiB|MiB|GB/s|TB/s)\b|\d[\d,.]*\s?(?:tokens/s|FLOP/s|x\b(?! \d))"
-    r"|(?:MFU|HFU) (?:of )?\d|\d[\d,.]*\stimes\s(?:as|faster|slower|more|less|fewer|longer|the)"
+    r"\d[\d,]*(?:\.\d+)?\s?%"
+    r"|\d+\.\d+\s(?:s|ms|µs|seconds|minutes|hours|GiB|MiB|GB/s|TB/s)\b"
+    r"|\d[\d,.]*\s?(?:tokens/s|FLOP/s|x\b(?! \d))"
+    r"|(?:MFU|HFU) (?:of )?\d"
+    r"|\d[\d,.]*\stimes\s(?:faster|slower|more|less|fewer|longer)"
 )
 """What is measured or predicted: shares, times and sizes with decimals, rates, and ratios."""
 

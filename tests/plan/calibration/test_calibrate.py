@@ -141,11 +141,11 @@ def test_changed_numbers_name_their_source() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    evaluation = evaluation("cpu:8", 0)
+    best = evaluation("cpu:8", 0)
     with pytest.raises(SpanaxError, match="has 4 steady steps; calibration needs at least 5"):
-        MeasuredStep.of(evaluation, StepSeconds((1.0,) * 4), source="runs/a")
+        MeasuredStep.of(best, StepSeconds((1.0,) * 4), source="runs/a")
     with pytest.raises(SpanaxError, match="not positive"):
-        MeasuredStep.of(evaluation, StepSeconds((1.0, 0.0, 1.0, 1.0, 1.0)), source="runs/a")
+        MeasuredStep.of(best, StepSeconds((1.0, 0.0, 1.0, 1.0, 1.0)), source="runs/a")
     with pytest.raises(SpanaxError, match="at least one measured step"):
         calibrate([], spanax.cluster("cpu:8"))
 
