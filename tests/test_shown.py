@@ -84,16 +84,20 @@ def run(command: str, folder: Path) -> list[str]:
 
 
 PARTS = [
-    (path, match[1], block.text)
+    (path.relative_to(ROOT).as_posix(), match[1], block.text)
     for path in pages(ROOT)
     for block in blocks(path.read_text())
     if (match := re.match(r"# (\w+\.py)\n", block.text))
 ]
 
-FILES = {
-    name: "\n".join(text for part, other, text in PARTS if (part, other) == (path, name)) for path, name, _ in PARTS
-}
-"""The files that the pages write, by name, from all blocks of that name; a page may use those of another one."""
+
+def files(page: str) -> dict[str, str]:
+    """The files that the pages write, by name; a page may use those of another one, unless it writes its own."""
+    result = {}
+    for path, name, _ in sorted(PARTS, key=lambda part: part[0] == page):
+        result[name] = "\n".join(text for part, other, text in PARTS if (part, other) == (path, name))
+    return result
+
 
 WITH_COMMANDS = [path.relative_to(ROOT).as_posix() for path in pages(ROOT) if BLOCK.search(path.read_text())]
 TODAY = WITH_COMMANDS[datetime.now(UTC).toordinal() % len(WITH_COMMANDS)]
@@ -103,7 +107,7 @@ TODAY = WITH_COMMANDS[datetime.now(UTC).toordinal() % len(WITH_COMMANDS)]
 @pytest.mark.parametrize("page", sampled(WITH_COMMANDS, {"README.md", TODAY}))
 def test_the_commands_of_a_page_run_and_print_what_it_shows(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text()
-    for name, code in FILES.items():
+    for name, code in files(page).items():
         (tmp_path / name).write_text(code)
 
     def anew(match: re.Match[str]) -> str:
