@@ -182,7 +182,7 @@ def api_page() -> str:
         f"# Python API\n\n{NOTE} `import spanax` starts no device;\n"
         "each name is imported on first use. These names and their members are public ([stability](stability.md)).\n"
         "Values such as plans, searches and reports draw themselves as the last value of a notebook cell\n"
-        "([pages](monitoring.md#pages)). The site shows every docstring; in a clone, use `help(spanax.jit)`."
+        "([pages](monitoring.md#report)). The site shows every docstring; in a clone, use `help(spanax.jit)`."
     ]
     for task, names in API.items():
         rows = [[code(f"spanax.{name}"), sentence(first_line(getattr(spanax, name)))] for name in names]
@@ -274,10 +274,10 @@ def check_page() -> str:
     """Returns docs/check.md: the page as it is, with the table of lint rules."""
     rows = []
     for rule in sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code):
-        reported = f"{' '.join((rule.find.__doc__ or '').split())} {rule.why}"
-        rows.append([f"{rule.code} {rule.find.__name__.replace('_', ' ')}", rule.severity.value, sentence(reported)])
+        meaning = f"{' '.join((rule.find.__doc__ or '').split())} {rule.why}"
+        rows.append([rule.code, rule.find.__name__.replace("_", " "), rule.severity.value, sentence(meaning)])
     before, mark, _ = (DOCS / "check.md").read_text().partition("<!-- table: lint (make golden) -->\n")
-    return f"{before}{mark}{table(('finding', '', 'reported if'), rows)}\n<!-- end -->\n"
+    return f"{before}{mark}{table(('code', 'problem', 'severity', 'meaning'), rows)}\n<!-- end -->\n"
 
 
 def with_tables(page: str, tables: dict[str, Callable[[], str]]) -> str:
