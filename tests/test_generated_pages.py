@@ -9,7 +9,7 @@ import pytest
 
 import spanax
 from generated_pages import API, COMMANDS, PAGES, flags_of
-from requested import flag_names
+from requested import flag_names, groups
 from spanax import cli, sealed
 from spanax.check import report
 from spanax.check.lint.lint import PROFILE_RULES, RULES
@@ -47,6 +47,16 @@ def test_every_flag_is_listed(name: str) -> None:
     flags = list(flags_of(COMMANDS[name]))
     assert {flag.field for flag in flags} == flag_names(COMMANDS[name]) and all(flag.summary for flag in flags)
     assert not [flag.text for flag in flags if f"| `{flag.text}`".replace("|", "\\|")[1:] not in section]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flag_that_is_on_is_described_by_what_turning_it_off_does(name: str) -> None:
+    """Help lists it as `--no-...`, and so does the page of commands."""
+    kind = COMMANDS[name]
+    fields = [field for each in (kind, *map(type, groups(kind).values())) for field in dataclasses.fields(each)]
+    on = {field.name for field in fields if field.default is True}
+    negated = {flag.field for flag in flags_of(kind) if flag.summary.startswith(f"--no-{flag.field.replace('_', '-')} ")}
+    assert negated == on
 
 
 def test_every_setting_is_listed() -> None:

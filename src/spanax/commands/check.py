@@ -38,7 +38,7 @@ class CheckCommand:
       timeout: time limit of a compiler, in seconds.
       codegen: also generate machine code; takes minutes and adds no figures.
       inputs_only: constrain only the state and the batch, as a jit with in_shardings does.
-      cache: use the cached report of the same program; --no-cache compiles it again.
+      cache: --no-cache compiles again, instead of using the cached report of the same program.
       collectives: list every collective: bytes, mesh axes, tensors, and source line.
       explain_collective: show the details of one collective, by its number in that list.
       profiled: a run folder with a profile; adds findings on the measured steps.
