@@ -55,7 +55,9 @@ def test_a_flag_that_is_on_is_described_by_what_turning_it_off_does(name: str) -
     kind = COMMANDS[name]
     fields = [field for each in (kind, *map(type, groups(kind).values())) for field in dataclasses.fields(each)]
     on = {field.name for field in fields if field.default is True}
-    negated = {flag.field for flag in flags_of(kind) if flag.summary.startswith(f"--no-{flag.field.replace('_', '-')} ")}
+    negated = {
+        flag.field for flag in flags_of(kind) if flag.summary.startswith(f"--no-{flag.field.replace('_', '-')} ")
+    }
     assert negated == on
 
 

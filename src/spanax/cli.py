@@ -22,7 +22,7 @@ from spanax.commands import (
     train,
     weights,
 )
-from spanax.commands.answer import HELP, Answer
+from spanax.commands.answer import Answer
 from spanax.compat import color_help
 from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
@@ -30,6 +30,7 @@ from spanax.frames import user_frames
 from spanax.show.error_text import print_error
 from spanax.train.compilation_cache import drop_untrusted_folder
 from spanax.train.config import TrainConfig
+from spanax.train.flags import PARSING
 from spanax.usage import described, wants_colors
 
 
@@ -139,7 +140,9 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     verb = COMMANDS[name]
     if verb.parse is not None:
         return verb.parse(argv)
-    return tyro.cli(verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=HELP)
+    return tyro.cli(
+        verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=PARSING
+    )
 
 
 def _overview(argv: Sequence[str]) -> None:
@@ -156,4 +159,4 @@ def _overview(argv: Sequence[str]) -> None:
         Annotated[verb.flags, tyro.conf.subcommand(name, description=verb.summary)] for name, verb in COMMANDS.items()
     ]
     everything: Any = Union[tuple(commands)]  # noqa: UP007
-    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=HELP)
+    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=PARSING)

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from spanax.commands.answer import HELP, Answer
+from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
 from spanax.launch import local, slurm, workers
+from spanax.train.flags import PARSING
 from spanax.usage import described
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
@@ -52,7 +53,7 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
                 prog="spanax launch",
                 description=described(SUMMARY, "launch"),
                 args=["--help"],
-                config=HELP,
+                config=PARSING,
             )
         if place in RECIPES:
             fix = f"{RECIPES[place]}, as docs/hosts.md shows under {place.capitalize()}"
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
     kind = LAUNCHERS[place][0]
     name = f"launch {place}"
     parsed: Any = tyro.cli(
-        kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end], config=HELP
+        kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end], config=PARSING
     )
     return LaunchCommand(place, parsed, flags[end + 1 :])
 

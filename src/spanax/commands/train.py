@@ -10,11 +10,12 @@ from typing import Any
 
 import tyro
 
-from spanax.commands.answer import HELP, Answer
+from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
 from spanax.show.error_text import print_error
 from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
+from spanax.train.flags import PARSING
 from spanax.train.record.folder import read_config, recorded
 from spanax.usage import described
 
@@ -27,7 +28,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
       DataError: a file of settings cannot be read.
     """
     config: TrainConfig = tyro.cli(
-        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv, config=HELP
+        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv, config=PARSING
     )
     return check(with_files(config, argv))
 
@@ -47,7 +48,7 @@ def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         defaults = with_settings(defaults, settings, str(file))
     if not resumed and config.config is None:
         return config
-    combined: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=defaults, args=argv)
+    combined: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=defaults, args=argv, config=PARSING)
     return combined
 
 

@@ -12,6 +12,7 @@ import tyro
 
 from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
 from spanax.train.config import TrainConfig, check, check_path, with_settings
+from spanax.train.flags import PARSING
 from spanax.train.record.folder import read_config
 from spanax.train.record.heartbeat import FOLDER_VARIABLE
 
@@ -111,7 +112,7 @@ def request_of(argv: Sequence[str], logs: str | None) -> Request:
 
 def _train_request(argv: Sequence[str]) -> Request:
     """Returns the request of a `train` command, which is checked before it waits in a queue."""
-    config = check(tyro.cli(TrainConfig, prog="spanax train", args=argv[1:]))
+    config = check(tyro.cli(TrainConfig, prog="spanax train", args=argv[1:], config=PARSING))
     out = config.output_dir
     if out is None and config.config is not None:
         out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).output_dir

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import arg
+from tyro.conf import DisallowNone, arg
 
 from spanax.errors import RangeError
 
 if TYPE_CHECKING:
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
+
+PARSING = (DisallowNone,)
+"""How tyro parses the flags of every command: `None` is no value of an optional flag, typed or in the help."""
 
 Load = Callable[..., Any]
 """Builds a workload, given `batch_size`, `seq_len`, `num_layers` and `embed_dim`."""
