@@ -11,6 +11,7 @@ from pathlib import Path
 import tyro
 
 from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
+from spanax.processes.gpu_memory import missing_setting
 from spanax.train.config import TrainConfig, check, check_path, with_settings
 from spanax.train.flags import PARSING
 from spanax.train.record.folder import read_config
@@ -73,9 +74,9 @@ class Request:
     def environment(self) -> dict[str, str]:
         """The environment that its processes need besides that of their group."""
         if not self.is_program:
-            return {}
+            return missing_setting()
         # A killed process would lose the last lines of its log in Python's buffer.
-        return {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
+        return missing_setting() | {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
 
 
 def request_of(argv: Sequence[str], logs: str | None) -> Request:

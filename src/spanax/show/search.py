@@ -9,6 +9,7 @@ from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
+from spanax.processes.gpu_memory import needed_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.units import bytes_text
@@ -114,6 +115,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "why": [str(reason) for reason in _reasons(search)],
             "flop_convention": MFU_CONVENTION + HFU_CONVENTION,
             "counts_all_experts": search.counts_all_experts,
+            "environment": search.cluster.memory_setting(search.best.upper_bytes),
         }
     }
 
@@ -169,6 +171,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
     hfu = "" if rates.hfu is None else f", HFU {100 * rates.hfu:.1f} %"
     convention = MFU_CONVENTION + (HFU_CONVENTION if hfu else "") + (ALL_EXPERTS if search.counts_all_experts else "")
+    needed = search.cluster.memory_setting(candidate.upper_bytes)
     stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
         f"{candidate.layout} on {search.cluster} ({candidate.mesh}{stages}): {search.setting}, "
@@ -183,6 +186,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
+        *([f"          {needed_text(needed)}"] if needed else []),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
         f"{bytes_text(candidate.state_bytes)} per device",
