@@ -3,13 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-import tyro
-
 from spanax.documents import json_line
 from spanax.printable import printable_lines
-
-HELP = (tyro.conf.DisallowNone,)
-"""Help names the type `PATH`, and not `{None}|PATH`."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,18 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
-from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.trace.recipe import Recipe
+from spanax.train.flags import (
+    LayoutFlags,
+    LayoutRequest,
+    Load,
+    Precision,
+    PrecisionFlags,
+    RecipeFlags,
+    SizeFlags,
+    Sizes,
+    check_numbers,
+)
 from spanax.usage import check_positive, flag, require
 
 if TYPE_CHECKING:
@@ -63,6 +74,7 @@ class PlanCommand:
     on: str = ""
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
+    recipe: RecipeFlags = Recipe()
     request: LayoutFlags = LayoutRequest()
     microbatches: int | None = None
     pipeline: Annotated[bool, FlagCreatePairsOff] = False
@@ -120,6 +132,7 @@ def _check(command: PlanCommand) -> None:
     require("plan", command.workload, command.on, "a100-80gb:8")
     command.request.check_layout()
     command.precision.check_dtype()
+    check_numbers(command.recipe)
     check_positive(
         command, top="10", microbatches="4", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60"
     )
@@ -152,7 +165,8 @@ def _search(
     began = time.perf_counter()
     if program is None:
         workload = command.sizes.load(load)
-        program = command.request.trace(workload, command.precision, dtype=command.precision.dtype)
+        dtype = command.precision.dtype
+        program = command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
