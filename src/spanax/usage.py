@@ -193,7 +193,7 @@ def translated(argv: Sequence[str], name: str) -> list[str]:
         written, equals, value = word.partition("=")
         known = written.removeprefix("--").replace("_", "-") if written.startswith("--") else ""
         if known in OTHER_FLAGS and name.partition(" ")[0] in ("train", "plan", "check", "compare", "launch"):
-            raise UnknownNameError(f"spanax {name} has no {written}.", fix=OTHER_FLAGS[known])
+            raise UnknownNameError(f"{name} has no flag '{written}'.", fix=OTHER_FLAGS[known])
         words.append(f"--{SAME_FLAGS[known]}{equals}{value}" if known in SAME_FLAGS else word)
     return words
 

@@ -12,9 +12,8 @@ import spanax
 import zoo
 from spanax.errors import SpanaxError
 from spanax.models.unet import adam
-from spanax.models.workloads import sgd
+from spanax.trace.named_optimizers import adamw, sgd
 from spanax.trace.optimizers import stored_as
-from spanax.trace.workload import adamw
 from spanax.train.run import Run
 
 MLP = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(32), loss=zoo.squared_error)

@@ -39,7 +39,7 @@ class CheckCommand:
 
     Attributes:
       workload: a name, or file.py:name.
-      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
+      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8; or a cloud's name: p5.48xlarge, v5litepod-16.
       microbatches: number of microbatches for gradient accumulation; a pipeline sends them through its stages.
       pipeline_schedule: schedule of the pipeline stages: gpipe, 1f1b, interleaved or zero-bubble.
       virtual_stages: groups of layers per stage of the interleaved schedule.

@@ -49,7 +49,7 @@ class PlanCommand:
 
     Attributes:
       workload: a name, or file.py:name.
-      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml; or a cloud's name: p5.48xlarge, v5litepod-16.
       microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
@@ -388,7 +388,7 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
     search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
     if search is None:
         what = f"the step does not fit on 65536 {machine.chip.name} or fewer."
-        raise CapacityError(what, fix="a smaller batch, or --remat full")
+        raise CapacityError(what, fix="a smaller --global-batch-size, or --remat full")
     count = search.cluster.num_devices
     return _sized(f"the fewest {machine.chip.name} on which it fits are {count}", count, search, "devices", command)
 

@@ -19,6 +19,7 @@ from spanax.trace.program import Program
 from spanax.trace.recipe import AS_DEFINED, Recipe
 from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
+from spanax.usage import flag
 
 DENSE_PAIRS = 1 << 24
 """Up to this many possible pairs are counted in a dense table (128 MiB of int64); beyond, only pairs that occur."""
@@ -201,11 +202,9 @@ def _options(make: Any, recipe: Recipe, state_dtype: str | None) -> dict[str, An
     for name in options:
         if name not in known:
             owner = f"'{recipe.optimizer}'" if recipe.optimizer else "this workload's optimizer"
-            what = f"cannot store its state in {state_dtype}" if name == "state_dtype" else f"has no {name}"
-            function = f"optimizer=a function of (learning_rate, num_steps, {name}=None) in the spanax.Workload"
-            raise OptimizerError(
-                f"{owner} {what}.", fix=f"--optimizer adamw{'' if recipe.optimizer else f', or {function}'}"
-            )
+            what = f"cannot store its state in {state_dtype}" if name == "state_dtype" else f"takes no {flag(name)}"
+            function = f", or optimizer=a function of (learning_rate, num_steps, {name}=None) in the spanax.Workload"
+            raise OptimizerError(f"{owner} {what}.", fix=f"--optimizer adamw{'' if recipe.optimizer else function}")
     return options
 
 

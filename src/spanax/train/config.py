@@ -170,8 +170,8 @@ def check(config: TrainConfig) -> TrainConfig:
       SpanaxError: a value is invalid, or contradicts another.
     """
     check_numbers(config)
-    config.check_names()
     _check_texts(config)
+    config.check_names()
     config.check_dtype()
     config.check_layout()
     if config.optimizer_state not in STATE_DTYPES:

@@ -68,7 +68,8 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
     steps = config.steps or _steps_of_epochs(config, workload, source) or workload.num_steps
     if (config.warmup_steps or 0) >= steps:
         raise RangeError(
-            f"--warmup-steps {config.warmup_steps} is not below --steps {steps}.", fix=f"--warmup-steps {steps // 10}"
+            f"--warmup-steps {config.warmup_steps} is not below --steps {steps}.",
+            fix=f"--warmup-steps {max(steps // 10, min(1, steps - 1))}",
         )
     return workload, replace(config, steps=steps)
 
@@ -84,7 +85,8 @@ def _steps_of_epochs(config: TrainConfig, workload: Workload, source: Any) -> in
     options: dict[str, Any] = {"tokenizer": tokenizer_of(config), "field": config.field, "prefetch": 0}
     with closing(batches(source, workload.batch, epochs=config.num_epochs, **options)) as data:
         if data.num_batches is None:
-            raise DataError(f"the number of examples of {data.source} is unknown.", fix="--steps, not --num-epochs")
+            fix = "a source with a length, or a number of steps instead"
+            raise DataError("--num-epochs needs data with a length, and this is an iterable.", fix=fix)
         return data.num_batches
 
 

@@ -148,10 +148,12 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
         if (key in before or key in OPTIONAL) and before.get(key) != config.get(key):
             flag = f"--{key.replace('_', '-')}"
             had = f"with {key} {before[key]}" if key in before else f"without {flag}"
+            now = config.get(key) if key in before else f"{flag} {config.get(key)}"
+            fix = f"{flag} {before[key]}" if key in before else f"no {flag}"
             raise ConfigError(
-                f"the run was started {had}, and cannot be resumed with {config.get(key)}.",
+                f"the run was started {had}, and cannot be resumed with {now}.",
                 where=f"'{folder}'",
-                fix=f"{f'{flag} {before[key]}' if key in before else f'no {flag}'}, or another --output-dir",
+                fix=f"{fix}, or another --output-dir",
             )
 
 
