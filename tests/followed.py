@@ -22,9 +22,9 @@ def followed(args: Sequence[str], error: str) -> list[list[str]]:
         return [[arg.replace(named[-1], near[1]) for arg in args]] if named else []
     if removed := re.match(r"omit (--.*)", fix):
         return [_without(args, removed[1].split(" and "))]
-    if size := re.match(r"a batch of (\d+).* \((--[\w-]+)\)", fix):
+    if size := re.match(r"a batch of (\d+).* \((--[\w-]+)(?: \d+)?\)", fix):
         return [_with(args, [size[2], size[1]])]
-    if fix.startswith("another") or "..." in fix or " NAME" in fix:
+    if fix.startswith("another") or "..." in fix or " NAME" in fix or " N," in fix:
         return []
     parts = [re.sub(r" \(.*\)$", "", part).removeprefix("write it like ") for part in re.split("; |, or |, | or ", fix)]
     first = _line(args, parts[0], wrong[-1:])

@@ -30,8 +30,7 @@ from spanax.frames import user_frames
 from spanax.show.error_text import print_error
 from spanax.train.compilation_cache import drop_untrusted_folder
 from spanax.train.config import TrainConfig
-from spanax.train.flags import PARSING
-from spanax.usage import described, wants_colors
+from spanax.usage import described, parse_flags, wants_colors
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,9 @@ COMMANDS: dict[str, Verb] = {
 
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
 SHELLS = ("bash", "zsh", "fish")
+
+IN_PYTHON = ("generate", "evaluate")
+"""What a page shows in Python, and no command does yet."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -118,6 +120,9 @@ def _run(argv: list[str]) -> None:
         print(f"spanax {version('spanax')}")
         return
     name = argv[0] if argv else ""
+    if name in IN_PYTHON:
+        fix = "the page Evaluate, generate and export, docs/generate.md"
+        raise UnknownNameError(f"there is no command '{name}' yet: it takes a few lines of Python.", fix=fix)
     if name not in COMMANDS:
         _overview(argv)
     command = parse(name, argv[1:])
@@ -140,9 +145,7 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     verb = COMMANDS[name]
     if verb.parse is not None:
         return verb.parse(argv)
-    return tyro.cli(
-        verb.flags, prog=f"spanax {name}", description=described(verb.flags, name), args=argv, config=PARSING
-    )
+    return parse_flags(verb.flags, name, argv)
 
 
 def _overview(argv: Sequence[str]) -> None:
@@ -159,4 +162,4 @@ def _overview(argv: Sequence[str]) -> None:
         Annotated[verb.flags, tyro.conf.subcommand(name, description=verb.summary)] for name, verb in COMMANDS.items()
     ]
     everything: Any = Union[tuple(commands)]  # noqa: UP007
-    tyro.cli(everything, prog="spanax", description=described(SUMMARY, ""), args=argv, config=PARSING)
+    parse_flags(everything, "", argv, prog="spanax", description=described(SUMMARY, ""))

@@ -3,9 +3,10 @@
 import inspect
 import os
 import shlex
-from typing import TextIO
+from collections.abc import Sequence
+from typing import Any, TextIO
 
-from spanax.errors import MissingError, RangeError
+from spanax.errors import MissingError, RangeError, UnknownNameError
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
@@ -69,6 +70,132 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "launch workers": ("spanax launch workers -- train gpt2 --output-dir runs/a",),
 }
 """Example command lines by command; those of all commands under the empty name."""
+
+
+SAME_FLAGS: dict[str, str] = {
+    "lr": "learning-rate",
+    "num-warmup-steps": "warmup-steps",
+    "gradient-clip-val": "max-grad-norm",
+    "ema-decay": "ema",
+    "max-steps": "steps",
+    "max-train-steps": "steps",
+    "num-train-steps": "steps",
+    "num-train-epochs": "num-epochs",
+    "max-epochs": "num-epochs",
+    "eval-steps": "eval-every",
+    "eval-interval": "eval-every",
+    "save-steps": "save-every",
+    "checkpoint-period": "save-every",
+    "save-total-limit": "keep-last",
+    "logging-steps": "log-every",
+    "log-every-n-steps": "log-every",
+    "config-file": "config",
+}
+"""Flags of Hugging Face, accelerate, Lightning, MaxText and Levanter -> those of `spanax train` that mean the same."""
+
+_BATCH = "--global-batch-size N, the examples of a step over all devices"
+_MICROBATCHES = "--microbatches N, the parts of --global-batch-size over which gradients are accumulated"
+_DTYPE = "--dtype bfloat16, float16 or float32; parameters keep the dtype of the model"
+_RESUME = "--output-dir runs/NAME --resume, the run folder"
+_PROCESSES = "spanax launch local --processes N -- train ..."
+_HOSTS = "spanax launch slurm --hosts N -- train ..., or spanax launch workers on each host"
+_FOLDER = "--output-dir runs/NAME, the run folder, which contains checkpoints/"
+_DATA = "--data PATH, a file, a folder or a pattern"
+_REMAT = "--remat full, or dots"
+
+OTHER_FLAGS: dict[str, str] = {
+    "per-device-batch-size": _BATCH,
+    "per-device-train-batch-size": _BATCH,
+    "train-batch-size": _BATCH,
+    "batch-size": _BATCH,
+    "gradient-accumulation-steps": _MICROBATCHES,
+    "accumulate-grad-batches": _MICROBATCHES,
+    "mixed-precision": _DTYPE,
+    "precision": _DTYPE,
+    "bf16": _DTYPE,
+    "fp16": _DTYPE,
+    "max-seq-length": "--seq-len N",
+    "max-target-length": "--seq-len N",
+    "block-size": "--seq-len N",
+    "optim": "--optimizer adamw, sgd, lion, adafactor or muon",
+    "opt-type": "--optimizer adamw, sgd, lion, adafactor or muon",
+    "lr-scheduler-type": "--schedule cosine, linear or constant",
+    "warmup-ratio": "--warmup-steps N",
+    "nproc-per-node": _PROCESSES,
+    "num-processes": _PROCESSES,
+    "nnodes": _HOSTS,
+    "num-nodes": _HOSTS,
+    "num-machines": _HOSTS,
+    "accelerator": "JAX_PLATFORMS=cuda, tpu or cpu before the command; --devices N is their number",
+    "strategy": "--layout fsdp, or another layout; by default Spanax chooses it",
+    "fsdp": "--layout fsdp",
+    "deepspeed": "--layout fsdp, zero1 or zero2",
+    "tensor-parallel-size": "--mesh model=N",
+    "pipeline-parallel-size": "--mesh pipe=N",
+    "ici-data-parallelism": "--mesh data=N",
+    "ici-fsdp-parallelism": "--mesh fsdp=N",
+    "ici-tensor-parallelism": "--mesh model=N",
+    "ici-context-parallelism": "--mesh context=N",
+    "ici-expert-parallelism": "--mesh expert=N",
+    "ici-pipeline-parallelism": "--mesh pipe=N",
+    "dcn-data-parallelism": "--mesh data=N,fsdp=M, where the first axis is over the slices or nodes",
+    "dcn-fsdp-parallelism": "--mesh fsdp=N, whose axes are over the slices or nodes first",
+    "checkpoint-dir": _FOLDER,
+    "base-output-directory": _FOLDER,
+    "default-root-dir": _FOLDER,
+    "run-name": _FOLDER,
+    "resume-from": _RESUME,
+    "resume-from-checkpoint": _RESUME,
+    "ckpt-path": _RESUME,
+    "load-parameters-path": "--init CHECKPOINT",
+    "model": "its name as the first word: spanax train gpt2 --steps 100",
+    "model-name": "its name as the first word: spanax train gpt2 --steps 100",
+    "model-name-or-path": "its name as the first word, or a folder of spanax import: spanax train gpt2 --steps 100",
+    "train-file": _DATA,
+    "dataset": _DATA,
+    "dataset-name": _DATA,
+    "dataset-path": _DATA,
+    "gradient-checkpointing": _REMAT,
+    "remat-policy": _REMAT,
+    "attn-implementation": "--attention auto, flash or plain",
+    "report-to": "--track tensorboard, or wandb",
+    "logger": "--track tensorboard, or wandb",
+}
+"""Flags of those and of torchrun that no command has, and what to write instead."""
+
+
+def parse_flags(kind: Any, name: str, argv: Sequence[str], **options: Any) -> Any:
+    """Returns the flags of a command, as an instance of the dataclass `kind`; `options` are those of `tyro.cli`.
+
+    Raises:
+      SpanaxError: a flag is one of another tool.
+      SystemExit: the arguments cannot be parsed, or request help.
+    """
+    import tyro
+
+    words = {"prog": f"spanax {name}", "description": described(kind, name)} | options
+    # `None` is no value of an optional flag, typed or in the help.
+    return tyro.cli(kind, args=translated(argv, name), config=(tyro.conf.DisallowNone,), **words)
+
+
+def translated(argv: Sequence[str], name: str) -> list[str]:
+    """Returns arguments with the flags of Spanax for the `SAME_FLAGS` of other tools.
+
+    Raises:
+      UnknownNameError: a flag is one of `OTHER_FLAGS`.
+
+    Example:
+      >>> translated(["gpt2", "--max_steps=5", "--lr", "1e-4"], "train")
+      ['gpt2', '--steps=5', '--learning-rate', '1e-4']
+    """
+    words = []
+    for word in argv:
+        written, equals, value = word.partition("=")
+        known = written.removeprefix("--").replace("_", "-") if written.startswith("--") else ""
+        if known in OTHER_FLAGS and name.partition(" ")[0] in ("train", "plan", "check", "compare", "launch"):
+            raise UnknownNameError(f"{name} has no flag '{written}'.", fix=OTHER_FLAGS[known])
+        words.append(f"--{SAME_FLAGS[known]}{equals}{value}" if known in SAME_FLAGS else word)
+    return words
 
 
 def resume_command(folder: str | os.PathLike[str], steps: int | None = None) -> str:

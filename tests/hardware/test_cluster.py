@@ -10,6 +10,7 @@ from machines import Device
 from spanax.errors import SpanaxError
 from spanax.hardware.chips import chip_named
 from spanax.hardware.cluster import Cluster, cluster, local
+from spanax.hardware.machine_types import TYPES
 
 
 @pytest.mark.parametrize(("args", "text"), [(("cpu:8",), "cpu:8"), (("cpu", 4), "cpu:4"), (("cpu:8", 2), "cpu:2")])
@@ -40,6 +41,22 @@ NAMED = [
     ("v7:4x4x4", "v7:4x4x4", 128, (4, 4, 4), 1),
     ("ironwood:128", "v7:4x4x4", 128, (4, 4, 4), 1),
     ("v3:2048", "v3:32x32", 2048, (32, 32), 1),
+    ("8xH100", "h100:8", 8, (1, 8), 1),
+    ("h100x16", "h100:2x8", 16, (2, 8), 1),
+    ("a2-highgpu-8g", "a100-40gb:8", 8, (1, 8), 1),
+    ("a3-highgpu-8g", "h100:8", 8, (1, 8), 1),
+    ("a3-highgpu-8g:4", "h100:4x8", 32, (4, 8), 1),
+    ("P5.48xlarge", "h100:8", 8, (1, 8), 1),
+    ("p4d.24xlarge", "a100-40gb:8", 8, (1, 8), 1),
+    ("Standard_ND96isr_H100_v5", "h100:8", 8, (1, 8), 1),
+    ("ct6e-standard-4t", "v6e:2x2", 4, (2, 2), 1),
+    ("ct6e-standard-4t:4", "v6e:4x4", 16, (4, 4), 1),
+    ("ct5lp-hightpu-4t", "v5e:2x2", 4, (2, 2), 1),
+    ("v5e-16", "v5e:4x4", 16, (4, 4), 1),
+    ("v5litepod-256:2", "v5e:16x16:2", 512, (16, 16), 2),
+    ("v3-8", "v3:2x2", 8, (2, 2), 1),
+    ("v4-32", "v4:2x2x4", 16, (2, 2, 4), 1),
+    ("v5p-128", "v5p:4x4x4", 64, (4, 4, 4), 1),
 ]
 
 
@@ -49,6 +66,10 @@ def test_notation(name: str, text: str, devices: int, shape: tuple[int, ...], sl
     assert (str(actual), actual.num_devices, actual.shape, actual.num_slices) == (text, devices, shape, slices)
     assert cluster(str(actual)) == actual and actual.memory_bytes == actual.chip.usable_bytes
     assert actual.devices_per_node * math.prod(shape[:1] if not actual.is_torus else (slices,)) == devices
+
+
+def test_every_machine_type_is_a_cluster() -> None:
+    assert {name: cluster(name).num_devices for name in TYPES} == {name: count for name, (_, count) in TYPES.items()}
 
 
 def test_by_name_and_number() -> None:
@@ -87,6 +108,8 @@ REFUSED = [
     ("v5p:3x2x1", "the 6 chips of 3x2x1 do not fill hosts of 4", "v5p:4x2x1"),
     ("v5p:7", "v5p has no slice of 7 chips", "v5p:4 or v5p:8"),
     ("v5e:512", "v5e has no slice of 512 chips", "2 slices: v5e:16x16:2"),
+    ("v5p-15", "'v5p-15' counts TensorCores, and a chip has 2", "v5p-16"),
+    ("p9.48xlarge", "unknown chip 'p9.48xlarge'", "known: v100"),
     ("v7:3", "3 devices of v7 do not fill chips of 2", "v7:4"),
 ]
 

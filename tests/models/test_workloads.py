@@ -48,10 +48,10 @@ def test_experts_and_images_of_another_depth_and_width():
         (
             "gpt2",
             {"embed_dim": 100},
-            "embed_dim is 100; expected a multiple of 64.*\n  where: heads of 64\n  fix: 64 or",
+            "--embed is 100; expected a multiple of 64.*\n  where: heads of 64\n  fix: --embed 64 or",
         ),
-        ("gpt2", {"embed_dim": 10}, "fix: 64$"),
-        ("llama3-8b", {"embed_dim": 1500}, "where: heads of 128 on 8 keys and values\n  fix: 1024 or 2048"),
+        ("gpt2", {"embed_dim": 10}, "fix: --embed 64$"),
+        ("llama3-8b", {"embed_dim": 1500}, "where: heads of 128 on 8 keys and values\n  fix: --embed 1024 or 2048"),
         ("resnet50", {"num_layers": 3}, "the number of layers of 'resnet50' is fixed"),
         ("resnet50", {"embed_dim": 64}, "the width of 'resnet50' is fixed"),
         ("vit-1b", {"seq_len": 64}, "the sequence length of 'vit-1b' is fixed"),

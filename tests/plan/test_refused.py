@@ -90,12 +90,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a batch that does not divide": (
         lambda: plan(program(size=12), layout="data"),
         "'batch' of size 12 is not divisible by 8: 12 % 8 = 4.",
-        "a batch of 8 or 16 (--global-batch-size), or a smaller mesh axis",
+        "a batch of 8 or 16 (--global-batch-size 8), or a smaller mesh axis",
     ),
     "a batch that is smaller than the mesh": (
         lambda: plan(program(size=4), layout="fsdp"),
         "'batch' of size 4 is not divisible by 8: 4 % 8 = 4.",
-        "a batch of 8 (--global-batch-size), or a smaller mesh axis",
+        "a batch of 8 (--global-batch-size 8), or a smaller mesh axis",
     ),
     "a batch that two mesh axes split": (
         lambda: plan(program(size=4), layout="hsdp", mesh="data=2,fsdp=4"),

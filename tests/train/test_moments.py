@@ -12,9 +12,8 @@ import spanax
 import zoo
 from spanax.errors import SpanaxError
 from spanax.models.unet import adam
-from spanax.models.workloads import sgd
+from spanax.trace.named_optimizers import adamw, lion, muon, sgd
 from spanax.trace.optimizers import stored_as
-from spanax.trace.workload import adamw
 from spanax.train.run import Run
 
 MLP = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(32), loss=zoo.squared_error)
@@ -65,7 +64,16 @@ def test_only_short_means_of_moments_decay_in_bfloat16() -> None:
     assert second_moment(0.999) == pytest.approx(0.01, rel=0.05)  # 0.9 of it in float32
 
 
-@pytest.mark.parametrize(("optimizer", "in_bfloat16"), [(adamw, {"mu", "nu"}), (sgd, {"trace"}), (adam, {"mu"})])
+MOMENTS = [
+    (adamw, {"mu", "nu"}),
+    (sgd, {"trace"}),
+    (adam, {"mu"}),
+    (lion, {"mu"}),
+    (partial(muon, axes={"w": ("embed", "mlp")}), {"mu"}),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "in_bfloat16"), MOMENTS)
 def test_moments_in_bfloat16_by_optimizer(optimizer, in_bfloat16) -> None:
     state = optimizer(1e-3, 100, state_dtype="bfloat16").init({"w": jnp.ones((4, 4))})
     result = jax.tree_util.tree_flatten_with_path(state)[0]

@@ -64,7 +64,7 @@ def started(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_resumes_under_another_layout(started: Path) -> None:
-    events = run(started, tiny(), resume=True, steps=4, lr=0.5, mesh="data=2", dtype="bfloat16")
+    events = run(started, tiny(), resume=True, steps=4, learning_rate=0.5, mesh="data=2", dtype="bfloat16")
     assert events[-1]["steps"] == 4 and warnings(events) == []
 
 
@@ -96,7 +96,7 @@ def test_other_parameters_are_listed_and_never_loaded(started: Path) -> None:
 
 @pytest.mark.slow
 def test_a_custom_train_step_continues_with_more_steps(tmp_path: Path) -> None:
-    """It contains the schedule, which follows from `--steps` and `--lr`."""
+    """It contains the schedule, which follows from `--steps` and `--learning-rate`."""
     run(tmp_path / "run", tiny(owns_step=True))
     events = run(tmp_path / "run", tiny(owns_step=True), resume=True, steps=4)
     assert events[-1]["steps"] == 4

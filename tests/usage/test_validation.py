@@ -1,12 +1,13 @@
 """A number out of range: the error suggests a usual value, which is valid and never zero."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from spanax.commands.plan import PlanCommand
 from spanax.errors import RangeError
-from spanax.train.config import MAX, MIN, TrainConfig, check
+from spanax.train.config import TrainConfig, check
+from spanax.train.flags import MAX, MIN, USUAL
 from spanax.usage import check_positive
 
 ZERO = {"seed", "eval_every"}
@@ -19,10 +20,10 @@ def suggested(error: RangeError) -> tuple[str, float]:
     return flag, float(value)
 
 
-@pytest.mark.parametrize("name", MIN)
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig) if field.name in MIN])
 @pytest.mark.parametrize("is_high", [False, True])
 def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> None:
-    kind = float if name in ("lr", "spike_factor") else int
+    kind = float if "." in USUAL.get(name, "") or name in ("learning_rate", "max_grad_norm", "spike_factor") else int
     wrong = MAX.get(name, 10**12) + 1 if is_high else MIN[name] - 1
     with pytest.raises(RangeError, match=r"\[SPX102\]") as caught:
         check(replace(TrainConfig(), **{name: kind(wrong)}))
@@ -33,8 +34,8 @@ def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> Non
 
 
 def test_a_negative_rate_does_not_suggest_zero() -> None:
-    with pytest.raises(RangeError, match="fix: --lr 3e-4"):
-        check(TrainConfig(lr=-1.0))
+    with pytest.raises(RangeError, match="fix: --learning-rate 3e-4"):
+        check(TrainConfig(learning_rate=-1.0))
 
 
 def test_a_suggested_number_of_a_question_is_usual() -> None:

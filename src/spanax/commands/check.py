@@ -10,7 +10,18 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, first_line
-from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.trace.recipe import Recipe
+from spanax.train.flags import (
+    LayoutFlags,
+    LayoutRequest,
+    Load,
+    Precision,
+    PrecisionFlags,
+    RecipeFlags,
+    SizeFlags,
+    Sizes,
+    check_numbers,
+)
 from spanax.usage import require
 
 if TYPE_CHECKING:
@@ -28,7 +39,7 @@ class CheckCommand:
 
     Attributes:
       workload: a name, or file.py:name.
-      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
+      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8; or a cloud's name: p5.48xlarge, v5litepod-16.
       microbatches: number of microbatches for gradient accumulation; a pipeline sends them through its stages.
       pipeline_schedule: schedule of the pipeline stages: gpipe, 1f1b, interleaved or zero-bubble.
       virtual_stages: groups of layers per stage of the interleaved schedule.
@@ -54,6 +65,7 @@ class CheckCommand:
     on: str = ""
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
+    recipe: RecipeFlags = Recipe()
     request: LayoutFlags = LayoutRequest()
     microbatches: int | None = None
     pipeline_schedule: str | None = None
@@ -77,7 +89,7 @@ class CheckCommand:
     @property
     def settings(self) -> dict[str, Any]:
         """All flags by name."""
-        return {**vars(self), **vars(self.sizes), **vars(self.precision), **vars(self.request)}
+        return {**vars(self), **vars(self.sizes), **vars(self.precision), **vars(self.recipe), **vars(self.request)}
 
 
 def answer(command: CheckCommand, load: Load | None = None) -> Answer:
@@ -142,6 +154,7 @@ def _machine(command: CheckCommand) -> "Cluster":
     require("check", command.workload, command.on, "v5e:4x4")
     command.request.check_layout()
     command.precision.check_dtype()
+    check_numbers(command.recipe)
     return cluster(command.on)
 
 
@@ -158,7 +171,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         loaded = Plan.load(command.plan)
         check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
-    program = request.trace(command.sizes.load(load), command.precision, dtype=dtype)
+    program = request.trace(command.sizes.load(load), command.precision, dtype=dtype, recipe=command.recipe)
     schedule = requested_schedule(
         microbatches=command.microbatches, schedule=command.pipeline_schedule, chunks=command.virtual_stages
     )
@@ -197,7 +210,12 @@ def _parity(command: CheckCommand, load: Load, program: "Program", plan: "Plan",
     """Returns the differences between the planned layout and one device, both on simulated devices."""
     from spanax.check.parity.shrink import parity_of
 
-    trace = partial(command.request.trace, precision=command.precision, dtype=plan.schedule.compute_dtype)
+    trace = partial(
+        command.request.trace,
+        precision=command.precision,
+        dtype=plan.schedule.compute_dtype,
+        recipe=command.recipe,
+    )
     return parity_of(load, trace, program, plan, steps=command.steps, devices=devices[: plan.mesh.size])
 
 

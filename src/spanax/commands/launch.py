@@ -9,8 +9,7 @@ import tyro
 from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
 from spanax.launch import local, slurm, workers
-from spanax.train.flags import PARSING
-from spanax.usage import described
+from spanax.usage import described, parse_flags
 
 LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
@@ -48,23 +47,13 @@ def parse(argv: Sequence[str]) -> LaunchCommand:
     flags = list(argv[1:])
     if place not in LAUNCHERS:
         if place in ("-h", "--help"):
-            tyro.cli(
-                LaunchFlags,
-                prog="spanax launch",
-                description=described(SUMMARY, "launch"),
-                args=["--help"],
-                config=PARSING,
-            )
+            parse_flags(LaunchFlags, "launch", ["--help"], description=described(SUMMARY, "launch"))
         if place in RECIPES:
             fix = f"{RECIPES[place]}, as docs/hosts.md shows under {place.capitalize()}"
             raise UnknownNameError(f"`spanax launch` has no launcher for '{place}'.", fix=fix)
         raise UnknownNameError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
     end = flags.index("--") if "--" in flags else len(flags)
-    kind = LAUNCHERS[place][0]
-    name = f"launch {place}"
-    parsed: Any = tyro.cli(
-        kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end], config=PARSING
-    )
+    parsed = parse_flags(LAUNCHERS[place][0], f"launch {place}", flags[:end])
     return LaunchCommand(place, parsed, flags[end + 1 :])
 
 

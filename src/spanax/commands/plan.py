@@ -10,7 +10,18 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
-from spanax.train.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.trace.recipe import Recipe
+from spanax.train.flags import (
+    LayoutFlags,
+    LayoutRequest,
+    Load,
+    Precision,
+    PrecisionFlags,
+    RecipeFlags,
+    SizeFlags,
+    Sizes,
+    check_numbers,
+)
 from spanax.usage import check_positive, flag, require
 
 if TYPE_CHECKING:
@@ -38,7 +49,7 @@ class PlanCommand:
 
     Attributes:
       workload: a name, or file.py:name.
-      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml; or a cloud's name: p5.48xlarge, v5litepod-16.
       microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
@@ -63,6 +74,7 @@ class PlanCommand:
     on: str = ""
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
+    recipe: RecipeFlags = Recipe()
     request: LayoutFlags = LayoutRequest()
     microbatches: int | None = None
     pipeline: Annotated[bool, FlagCreatePairsOff] = False
@@ -120,6 +132,7 @@ def _check(command: PlanCommand) -> None:
     require("plan", command.workload, command.on, "a100-80gb:8")
     command.request.check_layout()
     command.precision.check_dtype()
+    check_numbers(command.recipe)
     check_positive(
         command, top="10", microbatches="4", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60"
     )
@@ -152,7 +165,8 @@ def _search(
     began = time.perf_counter()
     if program is None:
         workload = command.sizes.load(load)
-        program = command.request.trace(workload, command.precision, dtype=command.precision.dtype)
+        dtype = command.precision.dtype
+        program = command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
@@ -374,7 +388,7 @@ def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Ans
     search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
     if search is None:
         what = f"the step does not fit on 65536 {machine.chip.name} or fewer."
-        raise CapacityError(what, fix="a smaller batch, or --remat full")
+        raise CapacityError(what, fix="a smaller --global-batch-size, or --remat full")
     count = search.cluster.num_devices
     return _sized(f"the fewest {machine.chip.name} on which it fits are {count}", count, search, "devices", command)
 

@@ -8,16 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
 from spanax.show.error_text import print_error
 from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
-from spanax.train.flags import PARSING
 from spanax.train.record.folder import read_config, recorded
-from spanax.usage import described
+from spanax.usage import parse_flags
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -27,10 +24,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
       SpanaxError: a setting is invalid.
       DataError: a file of settings cannot be read.
     """
-    config: TrainConfig = tyro.cli(
-        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv, config=PARSING
-    )
-    return check(with_files(config, argv))
+    return check(with_files(parse_flags(TrainConfig, "train", argv), argv))
 
 
 def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -48,12 +42,12 @@ def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         defaults = with_settings(defaults, settings, str(file))
     if not resumed and config.config is None:
         return config
-    combined: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=defaults, args=argv, config=PARSING)
+    combined: TrainConfig = parse_flags(TrainConfig, "train", argv, default=defaults)
     return combined
 
 
 def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Returns the recorded settings without layout, mesh and plan where the flags request another placement."""
+    """Returns the recorded settings without the placement and the length, where the flags request others."""
     is_moved = any(value is not None for value in (config.layout, config.mesh, config.plan))
     is_resized = config.devices is not None and config.devices != settings.get("devices")
     dropped: tuple[str, ...] = ()
@@ -63,6 +57,10 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
         dropped = ("mesh", "plan")
     if config.plan is not None:
         dropped = (*dropped, *PLAN_SETTINGS)  # the new plan contains them
+    if config.steps is not None:
+        dropped = (*dropped, "num_epochs")
+    elif config.num_epochs is not None or "num_epochs" in settings:
+        dropped = (*dropped, "steps")  # a run records both, and the steps follow from the epochs
     return {key: value for key, value in settings.items() if key not in dropped}
 
 

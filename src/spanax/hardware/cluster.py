@@ -10,6 +10,7 @@ from spanax.displays import display
 from spanax.errors import ArgumentError, ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_of_kind, file_text, read_file
+from spanax.hardware.machine_types import cluster_name
 from spanax.hardware.slices import check_shape, default_shape, shape_text
 from spanax.processes.gpu_memory import needed_setting
 from spanax.processes.processes import join_group
@@ -119,8 +120,9 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
 
     Args:
       name: a chip and a size: `a100-80gb:64` (devices, in nodes of the default size), `h100:8x8` (nodes x devices per
-        node), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; or a cluster file: `mine.toml`,
-        `mine.toml:8x8`.
+        node), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; a machine type or a slice of a
+        cloud: `p5.48xlarge`, `a3-highgpu-8g:4` (four machines), `v5litepod-16`, `v5p-128` (TensorCores), `8xH100`; or
+        a cluster file: `mine.toml`, `mine.toml:8x8`.
       num_devices: replaces the size after the colon.
 
     Raises:
@@ -130,6 +132,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
     Example:
       >>> cluster("cpu:8").num_devices, cluster("h100:2x4").shape, cluster("trillium:256").shape
       (8, (2, 4), (16, 16))
+      >>> print(cluster("8xH100"), cluster("v5p-128"))
+      h100:8 v5p:4x4x4
     """
     path = re.fullmatch(r"(?P<file>.+\.toml)(?::(?P<size>.*))?", name)
     if path:
@@ -139,7 +143,7 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
         size = size or written or ""
     else:
         file = ""
-        head, _, size = name.partition(":")
+        head, _, size = cluster_name(name).partition(":")
         chip = chip_named(head, where=f"cluster '{name}'")
     if num_devices is not None:
         size = str(num_devices)

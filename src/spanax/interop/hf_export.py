@@ -47,6 +47,7 @@ class Exported:
       dtypes: the dtypes of the tensors.
       num_tensors: the number of tensors.
       files: name of a file -> size in bytes.
+      is_averaged: whether they are the averages of the parameters, of `spanax train --ema`.
     """
 
     kind: str
@@ -56,12 +57,14 @@ class Exported:
     dtypes: tuple[str, ...]
     num_tensors: int
     files: Mapping[str, int]
+    is_averaged: bool = False
 
     def __str__(self) -> str:
+        averaged = "averaged " if self.is_averaged else ""
         return (
-            f"{self.kind}: {count_text(self.num_params)} parameters of step {self.step} as {self.num_tensors} tensors "
-            f"in {' and '.join(self.dtypes)}, {bytes_text(sum(self.files.values()))} in {', '.join(self.files)} "
-            f"of {self.out}"
+            f"{self.kind}: {count_text(self.num_params)} {averaged}parameters of step {self.step} as "
+            f"{self.num_tensors} tensors in {' and '.join(self.dtypes)}, {bytes_text(sum(self.files.values()))} in "
+            f"{', '.join(self.files)} of {self.out}"
         )
 
 
@@ -143,7 +146,7 @@ def export_weights(
         _write_config(config_json(family, config, dtypes[-1]), imported, origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
-    return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes)
+    return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
 
 
 def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
@@ -265,7 +268,10 @@ def _tensors(source: weights.Source, path: str, arrays: list[Array]) -> Iterator
     """Yields the tensors of an array of the checkpoint, which is read once."""
     # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
     dtype = source.saved[path].partition("[")[0]
-    values = source.read({path: np.broadcast_to(np.zeros((), dtype), _shape(source.saved[path]))})[path]
+    if path in source.averages:
+        dtype = jax.numpy.promote_types(dtype, "float32").name
+    read = source.averages.get(path, path)
+    values = source.read({read: np.broadcast_to(np.zeros((), dtype), _shape(source.saved[path]))})[read]
     for array in arrays:
         part = values if array.path == path else values[array.layer]
         for name, view in array.views(part):

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
 from spanax.processes.gpu_memory import missing_setting
 from spanax.train.config import TrainConfig, check, check_path, with_settings
-from spanax.train.flags import PARSING
 from spanax.train.record.folder import read_config
 from spanax.train.record.heartbeat import FOLDER_VARIABLE
+from spanax.usage import parse_flags
 
 TRAIN = "train"
 """The first word of a command of Spanax; any other first word is a program."""
@@ -113,7 +111,7 @@ def request_of(argv: Sequence[str], logs: str | None) -> Request:
 
 def _train_request(argv: Sequence[str]) -> Request:
     """Returns the request of a `train` command, which is checked before it waits in a queue."""
-    config = check(tyro.cli(TrainConfig, prog="spanax train", args=argv[1:], config=PARSING))
+    config = check(parse_flags(TrainConfig, "train", argv[1:]))
     out = config.output_dir
     if out is None and config.config is not None:
         out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).output_dir

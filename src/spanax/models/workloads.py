@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import optax
 
-from spanax import Workload, logged
+from spanax import Workload
 from spanax.errors import RangeError, SizeError, UnknownNameError, WorkloadError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported
+from spanax.trace.named_optimizers import sgd
 
 
 def text_workload(  # noqa: PLR0913  its options are settings
@@ -104,20 +104,6 @@ def _image_workload(build: Callable[..., Any], config: Any, batch_size: int, nan
     return Workload(build=build, batch=batch, loss=images.loss, num_steps=200 if nano else 1000, **options)
 
 
-def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
-    """Returns SGD with Nesterov momentum, warmup for 1/20 of the run, and cosine decay to zero.
-
-    Weight decay applies to weights, not to biases or BatchNorm's scales.
-
-    Source: Goyal et al., 2017 (arXiv 1706.02677), sections 2.2, 5.1 and 5.3; the cosine of Loshchilov and Hutter, 2016
-    (arXiv 1608.03983).
-    """
-    warmup = max(1, num_steps // 20)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
-    decay = optax.add_decayed_weights(1e-4, mask=partial(jax.tree.map, lambda array: array.ndim > 1))
-    return optax.chain(decay, optax.sgd(logged(schedule), momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
-
-
 def _widened(config: Any, embed_dim: int | None) -> Any:
     """Returns the configuration with `embed_dim`: `head_dim` is unchanged, the number of heads and `mlp_dim` scale.
 
@@ -132,10 +118,10 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
     if embed_dim % unit:
         below = embed_dim // unit * unit
         raise RangeError(
-            f"embed_dim is {embed_dim}; expected a multiple of {unit}.",
+            f"--embed is {embed_dim}; expected a multiple of {unit}.",
             where=f"heads of {getattr(config, 'head_dim', None) or head_dim}"
             + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
-            fix=f"{below} or {below + unit}" if below else f"{unit}",
+            fix=f"--embed {below} or {below + unit}" if below else f"--embed {unit}",
         )
     wider = {"embed_dim": embed_dim, "num_heads": embed_dim // head_dim}
     if hasattr(config, "mlp_dim"):
@@ -242,8 +228,8 @@ def load(
 
 _FIXED_SIZES = {
     "seq_len": ("sequence length", "--seq-len"),
-    "num_layers": ("number of layers", "num_layers"),
-    "embed_dim": ("width", "embed_dim"),
+    "num_layers": ("number of layers", "--layers"),
+    "embed_dim": ("width", "--embed"),
 }
 """Sizes that only the author of a workload can make configurable: their description and option."""
 
@@ -259,7 +245,7 @@ def _resized(name: str, workload: Workload, requested: dict[str, int]) -> Worklo
             raise SizeError(
                 f"the {words} of '{name}' is fixed.",
                 where=f"{flag} {requested[key]}",
-                fix="change batch_size, or use another workload"
+                fix="another --global-batch-size instead, or another workload"
                 if name in WORKLOADS or is_imported(Path(name))
                 else f"make '{name}' a function that takes {key} and returns the Workload",
             )

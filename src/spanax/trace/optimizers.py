@@ -12,6 +12,7 @@ from flax import nnx
 
 from spanax.errors import OptimizerError
 from spanax.trace.jaxpr.graph import METRIC, Graph, marked
+from spanax.trace.recipe import AVERAGED
 from spanax.trace.variables import Leaf, optimizer_of
 
 PREFIX = "optimizer.opt_state.0.gradients."
@@ -200,6 +201,13 @@ def stored_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.Grad
 def _cast(state: Any, dtype: Any) -> Any:
     """Returns the state with its floating-point leaves in a dtype; integer counts are unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, state)
+
+
+def averages(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """Returns the index of the average of each parameter that the optimizer averages, by the parameter's index."""
+    paths = {leaf.path: index for index, leaf in enumerate(leaves)}
+    pairs = [(leaf.path.partition(f".{AVERAGED}.")[2], index) for index, leaf in enumerate(leaves)]
+    return {paths[path]: index for path, index in pairs if path in paths}
 
 
 LEARNING_RATE = "learning_rate"

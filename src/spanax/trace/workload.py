@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from flax import nnx
 from spanax.errors import OptimizerError, UnknownNameError, nearest
 from spanax.trace.batch import AUTO
 from spanax.trace.jaxpr.remat_policies import EXACT
-from spanax.trace.optimizers import STATE_DTYPES, logged, stored_as
+from spanax.trace.named_optimizers import NAMED, adamw, averaging
+from spanax.trace.optimizers import STATE_DTYPES
 from spanax.trace.program import Program
+from spanax.trace.recipe import AS_DEFINED, Recipe
 from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
+from spanax.usage import flag
 
 DENSE_PAIRS = 1 << 24
 """Up to this many possible pairs are counted in a dense table (128 MiB of int64); beyond, only pairs that occur."""
@@ -80,20 +84,6 @@ def _count_pairs(tokens: np.ndarray, queries: np.ndarray, vocab_size: int) -> tu
     return np.where(pairs[positions] == queries, counts[positions], 0), num_followers
 
 
-def adamw(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
-    """Returns AdamW with warmup for a tenth of the run (at most 100 steps) and cosine decay to a tenth of the rate.
-
-    Its moments average over 10 and 20 steps, and both may be stored in bfloat16. Source: DeepSeek-V3, 2024 (arXiv
-    2412.19437), section 3.3.
-    """
-    warmup = max(1, min(100, num_steps // 10))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, warmup, max(num_steps, warmup + 1), end_value=learning_rate / 10
-    )
-    optimizer = optax.adamw(logged(schedule), b2=0.95, weight_decay=0.1)
-    return optimizer if state_dtype is None else stored_as(state_dtype, optimizer)
-
-
 @dataclass(frozen=True)
 class Workload:
     """A training job for `spanax train`, passed on the command line as `file.py:name`.
@@ -107,8 +97,8 @@ class Workload:
       loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; instead of `train_step`.
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
       optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or a
-        function of the model, as in `spanax.trace`. A keyword `state_dtype` lets the user choose the dtype of the
-        optimizer state.
+        function of the model, as in `spanax.trace`. Its keywords `state_dtype`, `schedule`, `warmup_steps` and
+        `weight_decay` let the user choose these.
       source: as in `spanax.batches`: a path, `"python"`, a Grain dataset, an iterable of dicts.
       validation: the same for held-out data; text and token sources hold out data themselves.
       learning_rate: passed to `optimizer` if it is a function.
@@ -164,40 +154,65 @@ class Workload:
         remat: str | None = None,
         optimizer_state: str | None = None,
         accumulate: str | None = None,
+        recipe: Recipe = AS_DEFINED,
     ) -> Program:
         """Traces the train step into a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
 
-        `optimizer_state` is the dtype of the optimizer state, `float32` or `bfloat16`; None for its default.
+        `optimizer_state` is the dtype of the optimizer state, `float32` or `bfloat16`; None for its default. `recipe`
+        replaces the optimizer or its parts.
 
         Raises:
-          SpanaxError: the optimizer does not support that dtype, or the step cannot be traced.
+          SpanaxError: the optimizer does not support that dtype or recipe, or the step cannot be traced.
         """
-        takes_rate = callable(self.optimizer) and num_wanted(self.optimizer) != 1
-        chosen = self._state_dtype(optimizer_state)
-        return trace(
+        traced = partial(
+            trace,
             build=self.build,
-            optimizer=self.optimizer(learning_rate, num_steps, **chosen) if takes_rate else self.optimizer,
             batch=self.batch,
             loss=self.loss,
             train_step=self.train_step,
             microbatches=self.microbatches,
             compute_dtype=compute_dtype,
+            clip_norm=recipe.max_grad_norm,
             remat=remat,
             accumulate=accumulate or self.accumulate,
             eager_build=self.eager_build,
             evaluate=self.evaluate,
             batch_axes=self.batch_axes,
         )
+        recipe.check_names()
+        make = NAMED[recipe.optimizer] if recipe.optimizer else self.optimizer
+        options = _options(make, recipe, optimizer_state)
+        if recipe.optimizer == "muon":
+            options["axes"] = {leaf.path: leaf.axes for leaf in traced(optimizer=optax.sgd(0.0)).leaves}
+        takes_rate = callable(make) and num_wanted(make) != 1
+        optimizer = make(learning_rate, num_steps, **options) if takes_rate else make
+        return traced(optimizer=optimizer if recipe.ema is None else averaging(recipe.ema, _optax(optimizer)))
 
-    def _state_dtype(self, dtype: str | None) -> dict[str, Any]:
-        """Returns the keyword arguments that set the dtype of the optimizer state; none for float32, the default."""
-        if dtype not in (None, *STATE_DTYPES):
-            raise UnknownNameError(f"unknown optimizer state '{dtype}'.", fix=nearest(dtype, STATE_DTYPES))
-        if dtype in (None, "float32"):
-            return {}
-        if not callable(self.optimizer) or "state_dtype" not in inspect.signature(self.optimizer).parameters:
-            raise OptimizerError(
-                f"this workload's optimizer cannot store its state in {dtype}.",
-                fix="optimizer=a function of (learning_rate, num_steps, state_dtype=None) in the spanax.Workload",
-            )
-        return {"state_dtype": dtype}
+
+def _options(make: Any, recipe: Recipe, state_dtype: str | None) -> dict[str, Any]:
+    """Returns the keywords of an optimizer for the recipe and for the dtype of its state; none for float32.
+
+    Raises:
+      SpanaxError: the optimizer does not have such a keyword.
+    """
+    if state_dtype not in (None, *STATE_DTYPES):
+        raise UnknownNameError(f"unknown optimizer state '{state_dtype}'.", fix=nearest(state_dtype, STATE_DTYPES))
+    options = recipe.options | ({} if state_dtype in (None, "float32") else {"state_dtype": state_dtype})
+    known = inspect.signature(make).parameters if options and callable(make) else {}
+    for name in options:
+        if name not in known:
+            owner = f"'{recipe.optimizer}'" if recipe.optimizer else "this workload's optimizer"
+            what = f"cannot store its state in {state_dtype}" if name == "state_dtype" else f"takes no {flag(name)}"
+            function = f", or optimizer=a function of (learning_rate, num_steps, {name}=None) in the spanax.Workload"
+            raise OptimizerError(f"{owner} {what}.", fix=f"--optimizer adamw{'' if recipe.optimizer else function}")
+    return options
+
+
+def _optax(optimizer: Any) -> optax.GradientTransformation:
+    """Returns an optimizer; raises unless it is an optax transformation, whose parameters can be averaged."""
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return optimizer
+    raise OptimizerError(
+        "this workload's optimizer is a function of the model, and --ema averages the parameters of a transformation.",
+        fix="--optimizer adamw --ema ..., or an average in the spanax.Workload",
+    )

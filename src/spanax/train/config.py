@@ -13,22 +13,15 @@ from spanax.hardware.flags import NONE, flags_of
 from spanax.printable import is_printable
 from spanax.schema import SchemaError, parsed, short
 from spanax.step.guard import POLICIES, Guard, check_steps_per_call
-from spanax.trace.jaxpr.remat_policies import (
-    known_accumulation,
-    known_attention,
-    known_chunks,
-    known_dtype,
-    known_offload,
-    known_policy,
-)
-from spanax.train.flags import BatchSizes, LayoutRequest, Precision
+from spanax.trace.recipe import Recipe
+from spanax.train.flags import BatchSizes, LayoutRequest, Precision, check_numbers
 from spanax.train.record.folder import config_text
 from spanax.train.record.trackers import check_trackers
 from spanax.units import whole_number
 
 
 @dataclass(frozen=True)
-class TrainConfig(BatchSizes, Precision, LayoutRequest):
+class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
     """Train a workload on the available devices, or on simulated ones.
 
     Attributes:
@@ -37,6 +30,7 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       plan: a plan file to use instead of --layout and --mesh.
       devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
       steps: total number of steps, including those before a resume; an error if the run has taken more.
+      num_epochs: passes over the training data, instead of --steps.
       steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of the
         host; every step is logged, and a call ends at a save or an evaluation.
       data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .csv, .parquet, .arrow or .array_record
@@ -45,7 +39,7 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
       field: the field of a table with the text or the tokens (of several, the first that a table has), or
         leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
-      lr: peak learning rate.
+      learning_rate: peak learning rate; --lr for short. Default: that of the workload.
       seed: seed of the parameters and of the order of the data.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
       pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
@@ -80,11 +74,12 @@ class TrainConfig(BatchSizes, Precision, LayoutRequest):
     plan: str | None = None
     devices: int | None = None
     steps: int | None = None
+    num_epochs: int | None = None
     steps_per_call: int = 1
     data: str | None = None
     field: str | None = None
     tokenizer: str | None = None
-    lr: float | None = None
+    learning_rate: float | None = None
     seed: int = 0
     microbatches: int | None = None
     pipeline_schedule: str | None = None
@@ -138,23 +133,11 @@ PLAN_SETTINGS = (
 )
 """Settings that a plan file determines."""
 
-MIN: dict[str, float] = {
-    "devices": 1, "steps": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "microbatches": 1,
-    "virtual_stages": 1, "lr": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
-    "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
-}  # fmt: skip
-
-MAX: dict[str, float] = {"steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
-"""Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
-
-USUAL = {
-    "devices": "8", "steps": "100", "global_batch_size": "32", "seq_len": "128", "microbatches": "4",
-    "virtual_stages": "2", "lr": "3e-4", "spike_factor": "10",
-}  # fmt: skip
-"""Usual values of numbers without a default, for the `fix` of an error."""
-
 MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
 """The maximal size of config.toml, without its checksum."""
+
+RENAMED = {"lr": "learning_rate"}
+"""Former keys of the TOML file, which are still read."""
 
 TYPES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
@@ -167,6 +150,7 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
     """
     # `traceback` is needed before the file is read.
     known = [field.name for field in fields(TrainConfig) if field.name != "traceback"]
+    settings = {RENAMED.get(key, key): value for key, value in settings.items()}
     for key in settings:
         if key not in known:
             raise UnknownNameError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
@@ -185,29 +169,18 @@ def check(config: TrainConfig) -> TrainConfig:
     Raises:
       SpanaxError: a value is invalid, or contradicts another.
     """
-    for name, least in MIN.items():
-        value = getattr(config, name)
-        flag = f"--{name.replace('_', '-')}"
-        most = MAX.get(name, 10**12)
-        if value is None or least <= value <= most:
-            continue
-        bound = f"<= {most:g}" if value > most else f">= {least:g}"
-        raise RangeError(f"{flag} is {value}; expected a number {bound}.", fix=f"{flag} {_usual(name)}")
+    check_numbers(config)
     _check_texts(config)
-    known_dtype(config.dtype)
-    if config.accumulate is not None:
-        known_accumulation(config.accumulate)
+    config.check_names()
+    config.check_dtype()
+    config.check_layout()
     if config.optimizer_state not in STATE_DTYPES:
         message = f"unknown optimizer state '{config.optimizer_state}'."
         raise UnknownNameError(message, fix=nearest(config.optimizer_state, STATE_DTYPES))
     if config.on_bad_step not in ON_BAD_STEP:
         message = f"unknown --on-bad-step '{config.on_bad_step}'."
         raise UnknownNameError(message, fix=nearest(config.on_bad_step, ON_BAD_STEP))
-    known_policy(config.remat)
-    known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
-    known_chunks(config.loss_chunks or 1)
-    known_offload(config.offload)
     if config.guard is not None:
         check_steps_per_call(config.guard, config.steps_per_call)
     profiled_steps(config)
@@ -216,15 +189,11 @@ def check(config: TrainConfig) -> TrainConfig:
     check_path("--output-dir", config.output_dir)
     if config.resume and config.output_dir is None:
         raise MissingError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
+    if config.steps is not None and config.num_epochs is not None:
+        raise ConflictError("--steps and --num-epochs both say how long to train.", fix="one of them")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
     return config
-
-
-def _usual(name: str) -> str:
-    """Returns a usual value of a setting: its default, if it has one."""
-    default = getattr(TrainConfig(), name)
-    return USUAL[name] if default is None else str(default)
 
 
 def _check_texts(config: TrainConfig) -> None:

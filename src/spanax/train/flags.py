@@ -1,25 +1,56 @@
 """Flags that several commands share: sizes of a workload, precision, and the requested layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import DisallowNone, arg
+from tyro.conf import arg
 
 from spanax.errors import RangeError
+from spanax.trace.recipe import AS_DEFINED, Recipe
+from spanax.usage import flag
 
 if TYPE_CHECKING:
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
 
-PARSING = (DisallowNone,)
-"""How tyro parses the flags of every command: `None` is no value of an optional flag, typed or in the help."""
-
 Load = Callable[..., Any]
 """Builds a workload, given `batch_size`, `seq_len`, `num_layers` and `embed_dim`."""
 
-USUAL = {"global_batch_size": 32, "seq_len": 128, "layers": 12, "embed": 768}
-"""Usual sizes by flag, for the `fix` of an error."""
+MIN: dict[str, float] = {
+    "devices": 1, "steps": 1, "num_epochs": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "layers": 1,
+    "embed": 1, "microbatches": 1, "virtual_stages": 1, "learning_rate": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
+    "max_grad_norm": 1e-6, "ema": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
+    "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
+}  # fmt: skip
+
+MAX: dict[str, float] = {
+    "steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "learning_rate": 1e6, "weight_decay": 1e6,
+    "ema": 0.999999,
+}  # fmt: skip
+"""Upper limits beyond any use, which would fail later; 10**12 for all other numbers."""
+
+USUAL = {
+    "devices": "8", "steps": "100", "num_epochs": "1", "global_batch_size": "32", "seq_len": "128", "layers": "12",
+    "embed": "768", "microbatches": "4", "virtual_stages": "2", "learning_rate": "3e-4", "warmup_steps": "100",
+    "weight_decay": "0.1", "max_grad_norm": "1", "ema": "0.999", "spike_factor": "10",
+}  # fmt: skip
+"""Usual values of numbers without a default, for the `fix` of an error."""
+
+
+def check_numbers(flags: Any) -> None:
+    """Raises RangeError if a number of a dataclass of flags is out of its range."""
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if field.name not in MIN or value is None:
+            continue
+        least = MIN[field.name]
+        most = MAX.get(field.name, 10**12)
+        if not least <= value <= most:
+            name = flag(field.name)
+            bound = f"<= {most:g}" if value > most else f">= {least:g}"
+            usual = USUAL.get(field.name, field.default)
+            raise RangeError(f"{name} is {value}; expected a number {bound}.", fix=f"{name} {usual}")
 
 
 @dataclass(frozen=True)
@@ -40,11 +71,7 @@ class BatchSizes:
         Raises:
           RangeError: a size is below 1.
         """
-        for name, usual in USUAL.items():
-            size = getattr(self, name, None)
-            flag = f"--{name.replace('_', '-')}"
-            if size is not None and size < 1:
-                raise RangeError(f"{flag} is {size}; expected an integer >= 1.", fix=f"{flag} {usual}")
+        check_numbers(self)
         return load(**self._arguments(), **more)
 
     def _arguments(self) -> dict[str, int]:
@@ -125,6 +152,7 @@ class LayoutRequest:
 
     def check_layout(self) -> None:
         """Raises SpanaxError if the value of a flag is unknown."""
+        from spanax.plan.presets import check_names
         from spanax.trace.jaxpr.remat_policies import (
             known_accumulation,
             known_attention,
@@ -133,6 +161,7 @@ class LayoutRequest:
             known_policy,
         )
 
+        check_names(self.layout, None)
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)
@@ -147,6 +176,7 @@ class LayoutRequest:
         dtype: str | None,
         learning_rate: float = 1e-3,
         num_steps: int = 100,
+        recipe: Recipe = AS_DEFINED,
     ) -> "Program":
         """Returns the training step of a workload, traced with the requested rematerialization and precision."""
         return workload.trace(
@@ -156,10 +186,12 @@ class LayoutRequest:
             remat=self.remat,
             optimizer_state=precision.optimizer_state,
             accumulate=self.accumulate,
+            recipe=recipe,
         )
 
 
 BatchSizeFlags = Annotated[BatchSizes, arg(name="")]
 SizeFlags = Annotated[Sizes, arg(name="")]
 PrecisionFlags = Annotated[Precision, arg(name="")]
+RecipeFlags = Annotated[Recipe, arg(name="")]
 LayoutFlags = Annotated[LayoutRequest, arg(name="")]

@@ -23,6 +23,7 @@ from spanax.step.guarded_step import invalid_leaves
 from spanax.step.placement import platform_of, to_device, validate_batch
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.train_step import EvalStep, TrainStep
+from spanax.trace.optimizers import averages
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import methods_outside_meshes
 from spanax.train.data.batches import Batches
@@ -155,8 +156,8 @@ class Run:
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """Returns the metrics of `evaluate`, or the loss and its metrics, on a batch in evaluation mode.
 
-        The state does not change. A batch may have fewer examples than the traced one, such as the last one of a
-        dataset. Each size compiles once.
+        They are those of the averaged parameters, if `spanax train --ema` averages them. The state does not change. A
+        batch may have fewer examples than the traced one, such as the last one of a dataset. Each size compiles once.
 
         Raises:
           SpanaxError: the program was traced from a train step only, or the batch differs from the traced one.
@@ -173,7 +174,7 @@ class Run:
             if count not in self._evaluations:
                 smaller = smaller_evaluation(self.program, self.plan, self.mesh, step.rows, count)
                 self._evaluations[count] = smaller
-            named: dict[str, Any] = self._evaluations[count](self.state, batch)
+            named: dict[str, Any] = self._evaluations[count](self._averaged(), batch)
             self._settle(jax.tree.leaves(named))
             return named
         leaves = self._validated(batch)
@@ -184,7 +185,7 @@ class Run:
                 else unplanned_evaluation(self.program, self.plan, self.mesh, step.rows, step.batch)
             )
             self._evaluations[0] = self._compiling("evaluate", jitted, step.abstract)
-        metrics = self._evaluations[0](self.state, leaves)
+        metrics = self._evaluations[0](self._averaged(), leaves)
         self._settle(jax.tree.leaves(metrics))
         return metrics if evaluation is None or is_users else jax.tree.unflatten(evaluation.result, metrics)
 
@@ -249,6 +250,14 @@ class Run:
         """Returns the state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
         pairs = zip(self.program.leaves, self._in_order(), strict=True)
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
+
+    def _averaged(self) -> list[jax.Array]:
+        """Returns the state, with the average of each parameter that the optimizer averages in its place."""
+        state = list(self.state)
+        for param, average in averages(self.program.leaves).items():
+            value = jax.device_put(self.state[average], self.state[param].sharding)
+            state[param] = value.astype(self.state[param].dtype)
+        return state
 
     def _validated(self, batch: Any) -> list[Any]:
         """Returns the leaves of a batch, as the compiled functions accept them; the state must not be lost."""

@@ -1,16 +1,18 @@
 """Traces a workload with the settings of a training configuration."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spanax.entries.local_path import check_local_paths
-from spanax.errors import DataError, WorkloadError
+from spanax.errors import DataError, RangeError, WorkloadError
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.train.config import TrainConfig
+from spanax.train.data.batches import batches
 from spanax.train.data.destination import flat
 from spanax.train.data.open_source import Reading, vocab_size
 from spanax.train.data.text.tokenizer import TrainedTokenizer
@@ -30,7 +32,14 @@ def trace_workload(
     """
     workload, config = _with_defaults(load, config)
     dtype = config.dtype if planned is None else planned.schedule.compute_dtype
-    program = config.trace(workload, config, dtype=dtype, learning_rate=config.lr or 0.0, num_steps=config.steps or 0)
+    program = config.trace(
+        workload,
+        config,
+        dtype=dtype,
+        learning_rate=config.learning_rate or 0.0,
+        num_steps=config.steps or 0,
+        recipe=config,
+    )
     return workload, config, program
 
 
@@ -39,8 +48,7 @@ def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[
     workload = config.load(load)
     config = replace(
         config,
-        steps=workload.num_steps if config.steps is None else config.steps,
-        lr=workload.learning_rate if config.lr is None else config.lr,
+        learning_rate=workload.learning_rate if config.learning_rate is None else config.learning_rate,
         tokenizer=config.tokenizer or workload.tokenizer,
         init=config.init or workload.init,
     )
@@ -57,7 +65,29 @@ def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[
                 where=f"--data {source} --tokenizer {config.tokenizer}",
                 fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
             )
-    return workload, config
+    steps = config.steps or _steps_of_epochs(config, workload, source) or workload.num_steps
+    if (config.warmup_steps or 0) >= steps:
+        raise RangeError(
+            f"--warmup-steps {config.warmup_steps} is not below --steps {steps}.",
+            fix=f"--warmup-steps {max(steps // 10, min(1, steps - 1))}",
+        )
+    return workload, replace(config, steps=steps)
+
+
+def _steps_of_epochs(config: TrainConfig, workload: Workload, source: Any) -> int | None:
+    """Returns the number of batches in --num-epochs passes over the training data; None without that flag.
+
+    Raises:
+      SpanaxError: the data is an iterable, whose length is unknown.
+    """
+    if config.num_epochs is None:
+        return None
+    options: dict[str, Any] = {"tokenizer": tokenizer_of(config), "field": config.field, "prefetch": 0}
+    with closing(batches(source, workload.batch, epochs=config.num_epochs, **options)) as data:
+        if data.num_batches is None:
+            fix = "a source with a length, or a number of steps instead"
+            raise DataError("--num-epochs needs data with a length, and this is an iterable.", fix=fix)
+        return data.num_batches
 
 
 def tokenizer_of(config: TrainConfig) -> str | TrainedTokenizer:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 from sampling import sampled
-from spanax.trace.workload import adamw
+from spanax.trace.named_optimizers import adamw
 from spanax.train.config import TrainConfig
 from spanax.train.trainer import train
 
@@ -98,7 +98,12 @@ def test_a_skipped_step_does_not_advance_the_schedule(tmp_path: Path) -> None:
     )  # fmt: skip
     reported: list[dict[str, Any]] = []
     config = TrainConfig(
-        workload="mine", layout="data", steps=4, lr=1e-2, on_bad_step="skip", output_dir=str(tmp_path / "run")
+        workload="mine",
+        layout="data",
+        steps=4,
+        learning_rate=1e-2,
+        on_bad_step="skip",
+        output_dir=str(tmp_path / "run"),
     )
     train(lambda **_: workload, config, jax.devices()[:2], reported.append)
     rates = [event["learning_rate"] for event in reported if event["event"] == "step"]

@@ -592,7 +592,7 @@ def test_text_and_tokens_that_do_not_fit_raise(text: Path, tmp_path: Path) -> No
     assert refused(tmp_path / "short.txt", TEXT_PLAN) == (
         "the data has 29 tokens, and one batch needs 33.\n"
         "  where: short.txt train bytes b1e57d86be8f; a batch of 8 x 4 tokens\n"
-        "  fix: more data, a smaller batch or shorter sequences"
+        "  fix: more data, a smaller batch (--global-batch-size) or shorter sequences (--seq-len)"
     )
     assert refused(text).splitlines()[0] == (
         "text and tokens provide 'inputs' and 'targets', integers of one shape [B, T], not the leaves of the plan."

@@ -415,7 +415,7 @@ def test_a_missing_field_raises(tmp_path: Path) -> None:
     assert message_of(SpanaxError, tmp_path / "b.jsonl") == (
         "'b.jsonl' has no field 'text' or 'input_ids'.\n"
         "  where: it has id, content; the plan expects inputs, targets\n"
-        "  fix: --field NAME, or --field leaf=field,leaf=field for leaves of the plan"
+        "  fix: --field NAME, the column with the text; docs/data.md has a model for the columns of a table"
     )
     assert message_of(DataError, path, field="txt") == (
         "'a.jsonl' has no field 'txt'.\n  fix: did you mean 'text'? known: text, ids, image, label"

@@ -29,7 +29,7 @@ PLAN_JSON = '{\n "version": 1,\n "layout": "fsdp"\n}\n'
 def run_folder(place: Path) -> Path:
     """A folder with the records of a run that has begun."""
     place.mkdir(exist_ok=True)
-    config = TrainConfig("mine.py:small", lr=1e-4, keep_last=12, xla_flags="default")
+    config = TrainConfig("mine.py:small", learning_rate=1e-4, keep_last=12, xla_flags="default")
     write_records(place, config.record(), PLAN_JSON, ["cpu:0"])
     (place / METRICS).write_text("{}\n")
     return place
@@ -72,7 +72,9 @@ def test_any_settings_read_back(config: TrainConfig) -> None:
 
 
 def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
-    config = TrainConfig("\U0001f40d.py:x", data="caf\xe9\n\x1b[31m", tokenizer='"', lr=1e-5, init_partial=True)
+    config = TrainConfig(
+        "\U0001f40d.py:x", data="caf\xe9\n\x1b[31m", tokenizer='"', learning_rate=1e-5, init_partial=True
+    )
     write_records(tmp_path, config.record(), PLAN_JSON, ["cpu:0"])
     assert with_settings(TrainConfig(), recorded(tmp_path), "").record() == config.record()
     assert opened((tmp_path / PLAN).read_text()) == PLAN_JSON

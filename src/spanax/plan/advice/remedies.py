@@ -26,7 +26,8 @@ def remedies(result: Search) -> list[str]:
       result: a search where nothing fits.
     """
     if not result.nearest or result.cluster.memory_bytes is None:
-        return ["another batch size or another number of devices"]
+        size = -(-result.batch_size // result.cluster.num_devices) * result.cluster.num_devices
+        return [f"another --global-batch-size, such as {size}, or another number of devices"]
     program = next(iter(result.programs.values()))
     leanest = result.nearest[0]
     switches = list(_switches(result, program, leanest, result.cluster.memory_bytes))

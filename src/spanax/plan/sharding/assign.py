@@ -220,7 +220,7 @@ def _does_not_divide(
     row = next((row for row in program.axes if row.name == name and row.leaves), None)
     # A loop over parts of the batch in the step itself shards the examples of one part.
     parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
-    flag = " (--global-batch-size)" if name == "batch" and program.run_loss is not None else ""
+    flag = f" (--global-batch-size {lower or upper})" if name == "batch" and program.run_loss is not None else ""
     return IndivisibleError(
         f"'{name}' of size {size}{parts} is not divisible by {shards}: {size} % {shards} = {size % shards}.",
         axis=axis,

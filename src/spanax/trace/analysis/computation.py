@@ -2,7 +2,7 @@
 
 A value is identified by its operation and, recursively, its operands, down to parameters, batch and constants. Names,
 source lines, the order of independent operations, rematerialization and shardings are ignored. Where Spanax writes the
-step around a loss, the optimizer and its schedule are ignored too: `--lr` may change.
+step around a loss, the optimizer and its schedule are ignored too: `--learning-rate` may change.
 """
 
 import dataclasses

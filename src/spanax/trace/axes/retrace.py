@@ -37,7 +37,9 @@ def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any
     num_layers = next(sizes, 0)
     try:
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
-        graph, _ = with_logged(from_jaxpr(jaxpr), len(state), jax.tree.structure(result))
+        graph = from_jaxpr(jaxpr)
+        if len(graph.body.outputs) < len(written.body.outputs):  # the original has the values of logged schedules
+            graph, _ = with_logged(graph, len(state), jax.tree.structure(result))
     except Exception as error:
         raise _refused(f"{type(error).__name__}: {first_line(error)}"[:160], num_layers) from error
     return matching(written, graph, num_layers)

@@ -34,6 +34,9 @@ from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tok
 WINDOWS = {"inputs", "targets"}
 """The leaves of batches of text or tokens."""
 
+OWN_MODEL = "docs/data.md has a model for the columns of a table"
+"""What to do with a table of other data than the workload's."""
+
 NUM_ROWS_HASHED = 16
 
 
@@ -170,13 +173,15 @@ def _of_table(table: Table, leaves: Collection[str], reading: Reading) -> Column
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
     if set(leaves) != WINDOWS:
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
-        raise DataError(f"'{table.name}' has no field '{missing}'.", where=where, fix=f"--field {missing}=NAME")
+        raise DataError(
+            f"'{table.name}' has no field '{missing}'.", where=where, fix=f"--field {missing}=NAME; {OWN_MODEL}"
+        )
     if column := next((name for name in ("text", "input_ids") if name in table.fields), None):
         return Column(table, column)
     raise UnknownNameError(
         f"'{table.name}' has no field 'text' or 'input_ids'.",
         where=where,
-        fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",
+        fix=f"--field NAME, the column with the text; {OWN_MODEL}",
     )
 
 
@@ -231,7 +236,7 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
         raise TooFewExamplesError(
             f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
-            fix="more data, a smaller batch or shorter sequences",
+            fix="more data, a smaller batch (--global-batch-size) or shorter sequences (--seq-len)",
         )
     highest = min(int(np.iinfo(leaf.dtype).max) for leaf in leaves)
 

@@ -122,7 +122,7 @@ def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> N
     """Raises TooFewExamplesError if a source has fewer than `least` examples."""
     if num_examples < least:
         message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
-        raise TooFewExamplesError(message, fix="more data, or a smaller batch")
+        raise TooFewExamplesError(message, fix="more data, or a smaller batch (--global-batch-size)")
 
 
 def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, passes: Passes) -> Source:

@@ -12,7 +12,7 @@ from spanax.train.record.telemetry import Telemetry
 from spanax.train.run import Run
 from spanax.train.store.checkpoint import Pending
 
-LOWER_RATE = "a lower --lr"
+LOWER_RATE = "a lower --learning-rate"
 
 
 @dataclass(eq=False)

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import CHECKPOINTS
+from spanax.entries.names import CHECKPOINTS, CONFIG
 from spanax.errors import DeviceCountError, TooFewExamplesError, WorkloadError, first_line
 from spanax.plan.pipeline.stages import check_requested_schedule
 from spanax.plan.plan import Plan
 from spanax.step.placement import flagged
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
-from spanax.train.config import TrainConfig, profiled_steps
+from spanax.train.config import TrainConfig, profiled_steps, with_settings
 from spanax.train.data.batches import Batches, batches
 from spanax.train.data.open_source import is_named
 from spanax.train.job.plan_choice import choose_plan
@@ -23,6 +23,9 @@ from spanax.train.program_digest import check_same_model
 from spanax.train.record import folder as run_folder
 from spanax.train.record.telemetry import Telemetry
 from spanax.train.workload_tracing import source_of, tokenizer_of, trace_workload
+
+OF_SCHEDULE = ("learning_rate", "steps", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
+"""Settings of the optimizer that a resumed run may change."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def _check_same_run(
     """Raises if a resumed run has other settings, or another model unless --accept-changed-model is set."""
     folder = telemetry.folder
     run_folder.check_same_run(folder, config.record())
-    before = {name: value for name, value in run_folder.recorded(folder).items() if name in ("lr", "steps")}
+    recorded = with_settings(TrainConfig(), run_folder.recorded(folder), str(folder / CONFIG))
+    before = {name: getattr(recorded, name) for name in OF_SCHEDULE}
     is_changed = any(value != getattr(config, name) for name, value in before.items())
     check_same_model(
         Folder.of(folder).inner(CHECKPOINTS),

@@ -28,8 +28,14 @@ from spanax.sealed import DamagedError, VersionError, checksum, opened, sealed
 from spanax.train.record.run_lock import holds_run
 from spanax.train.store import manifest
 
-SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state")
-"""Settings that cannot change over a run: they determine its model and the order of its data."""
+SAME_RUN = (
+    "workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state", "optimizer",
+    "ema",
+)  # fmt: skip
+"""Settings that cannot change over a run: they determine its state and the order of its data."""
+
+OPTIONAL = ("optimizer", "ema")
+"""Those of them of which a record without a value means none."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 """Packages whose versions affect the numerical results of a run."""
@@ -139,11 +145,15 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
     check_records(folder)
     check_steps(folder, config["steps"])
     for key in SAME_RUN:
-        if key in before and before[key] != config.get(key):
+        if (key in before or key in OPTIONAL) and before.get(key) != config.get(key):
+            flag = f"--{key.replace('_', '-')}"
+            had = f"with {key} {before[key]}" if key in before else f"without {flag}"
+            now = config.get(key) if key in before else f"{flag} {config.get(key)}"
+            fix = f"{flag} {before[key]}" if key in before else f"no {flag}"
             raise ConfigError(
-                f"the run was started with {key} {before[key]}, and cannot be resumed with {config.get(key)}.",
+                f"the run was started {had}, and cannot be resumed with {now}.",
                 where=f"'{folder}'",
-                fix=f"--{key.replace('_', '-')} {before[key]}, or another --output-dir",
+                fix=f"{fix}, or another --output-dir",
             )
 
 
@@ -248,9 +258,9 @@ def config_text(config: Mapping[str, Any]) -> str:
     """Returns settings as TOML, without those that are None.
 
     Example:
-      >>> print(config_text({"workload": "gpt2", "layout": None, "lr": 1e-4}), end="")
+      >>> print(config_text({"workload": "gpt2", "layout": None, "learning_rate": 1e-4}), end="")
       workload = "gpt2"
-      lr = 0.0001
+      learning_rate = 0.0001
     """
     import tomli_w  # not needed to read records
 

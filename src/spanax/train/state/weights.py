@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.errors import WeightsError, WriteError
+from spanax.trace.recipe import AVERAGED
 from spanax.train.store import checkpoint, manifest, view
 from spanax.train.store.loaded import Loaded, difference
 from spanax.train.store.pending import failure
@@ -169,11 +170,13 @@ class Source:
       step: its step.
       folder: its folder.
       saved: dtype and shape of its weights by path, such as `float32[4,8]`.
+      averages: the path of the average of each parameter, if the optimizer has averaged them.
     """
 
     step: int
     folder: Folder
     saved: Mapping[str, str]
+    averages: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(directory: str | os.PathLike[str]) -> Source:
@@ -189,7 +192,9 @@ class Source:
         except (OSError, ValueError) as error:
             raise view.unreadable(step, folder, error) from None
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}
-        return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t)})
+        averages = {path.partition(f".{AVERAGED}.")[2]: path for path in leaves}
+        averages = {path: average for path, average in averages.items() if path in saved}
+        return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t)}, averages)
 
     def groups(self, targets: Mapping[str, Any]) -> list[Regrouped]:
         """Returns the targets in their saved dtypes, grouped by path up to indices.
