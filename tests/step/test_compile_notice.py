@@ -9,7 +9,7 @@ SCRIPT = """
 import os
 from types import SimpleNamespace
 from spanax.hardware.mesh import MeshShape
-from spanax.step.compile_notice import compile_notice
+from spanax.step.compiled_function import compile_notice
 
 plan = SimpleNamespace(mesh=MeshShape.of({axes}), layout=SimpleNamespace(name="fsdp"))
 with compile_notice("`update`", plan):

@@ -13,8 +13,7 @@ import spanax
 import zoo
 from sampling import sampled
 from spanax.errors import DataError, SpanaxError
-from spanax.hardware.flags import FLAGS, checked, default_flags, flags_of, for_platform
-from spanax.hardware.options import OPTIONS
+from spanax.hardware.flags import FLAGS, OPTIONS, checked, default_flags, flags_of, for_platform
 from spanax.plan.plan import Plan
 from spanax.step.placement import check_accepted
 from spanax.train.run import Run

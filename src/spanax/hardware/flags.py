@@ -1,6 +1,8 @@
 """Options of the XLA compiler for the chips of a cluster: a table with the reason and source of each.
 
-They apply to the compilation of the step only. Options in XLA_FLAGS apply to the process, and are not changed.
+They apply to the compilation of the step only. Options in XLA_FLAGS apply to the process, and are not changed. A user
+may set options that affect just the speed or the rounding of a program, and none that names a file, such as `xla_dump_to`:
+that accepts any text, even `7`, so a value does not show what an option does.
 """
 
 import difflib
@@ -10,7 +12,56 @@ from dataclasses import dataclass
 
 from spanax.errors import FormatError
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.options import OPTIONS
+
+BOOLS = """
+xla_allow_excess_precision xla_disable_all_hlo_passes xla_enable_fast_math xla_llvm_disable_expensive_passes
+xla_cpu_copy_insertion_use_region_analysis xla_cpu_enable_concurrency_optimized_scheduler xla_cpu_enable_fast_math
+xla_cpu_enable_fast_min_max xla_cpu_fast_math_honor_division xla_cpu_fast_math_honor_functions
+xla_cpu_fast_math_honor_infs xla_cpu_fast_math_honor_nans xla_cpu_multi_thread_eigen xla_cpu_strict_dot_conv_math
+xla_cpu_use_fusion_emitters xla_cpu_use_onednn
+xla_gpu_copy_insertion_use_region_analysis xla_gpu_deterministic_ops xla_gpu_enable_all_gather_combine_by_dim
+xla_gpu_enable_analytical_latency_estimator xla_gpu_enable_analytical_sol_latency_estimator xla_gpu_enable_cublaslt
+xla_gpu_enable_cudnn_layer_norm xla_gpu_enable_dynamic_slice_fusion xla_gpu_enable_fast_min_max
+xla_gpu_enable_highest_priority_async_stream xla_gpu_enable_latency_hiding_scheduler xla_gpu_enable_libnvptxcompiler
+xla_gpu_enable_nccl_comm_splitting xla_gpu_enable_nccl_user_buffers xla_gpu_enable_pipelined_all_gather
+xla_gpu_enable_pipelined_all_reduce xla_gpu_enable_pipelined_collectives xla_gpu_enable_pipelined_p2p
+xla_gpu_enable_pipelined_reduce_scatter xla_gpu_enable_reassociation_for_converted_ar
+xla_gpu_enable_reduce_scatter_combine_by_dim xla_gpu_enable_scatter_determinism_expander xla_gpu_enable_triton_gemm
+xla_gpu_enable_while_loop_double_buffering xla_gpu_exclude_nondeterministic_ops xla_gpu_exhaustive_tiling_search
+xla_gpu_multi_streamed_windowed_einsum xla_gpu_shard_autotuning xla_gpu_triton_gemm_any
+xla_enable_async_all_gather xla_enable_async_all_reduce xla_sc_disable_megacore_partitioning xla_sc_disjoint_spmem
+xla_sc_enable_instruction_fusion xla_tpu_assign_all_reduce_scatter_layout xla_tpu_data_parallel_opt_different_sized_ops
+xla_tpu_decompose_all_gather_einsum xla_tpu_enable_ag_backward_pipelining
+xla_tpu_enable_all_experimental_scheduler_features xla_tpu_enable_all_gather_offload_tracing
+xla_tpu_enable_all_reduce_offload_tracing xla_tpu_enable_async_collective_fusion
+xla_tpu_enable_async_collective_fusion_fuse_all_gather xla_tpu_enable_async_collective_fusion_fuse_all_reduce
+xla_tpu_enable_async_collective_fusion_multiple_steps xla_tpu_enable_data_parallel_all_reduce_opt
+xla_tpu_enable_scheduler_memory_pressure_tracking xla_tpu_enable_sparse_core_collective_offload_all_gather
+xla_tpu_enable_sparse_core_collective_offload_all_reduce xla_tpu_enable_windowed_einsum_for_all_gather
+xla_tpu_megacore_fusion_allow_ags xla_tpu_overlap_compute_collective_tc
+xla_tpu_use_bundle_aware_cost_model_for_fusions xla_tpu_use_minor_sharding_for_major_trivial_input
+xla_tpu_use_tc_device_shape_on_sc
+"""
+
+INTS = """
+xla_backend_optimization_level xla_dot_merger_threshold_mb xla_latency_hiding_scheduler_rerun
+xla_max_concurrent_host_send_recv xla_multiheap_size_constraint_per_heap
+xla_cpu_parallel_codegen_split_count xla_cpu_prefer_vector_width
+xla_gpu_all_gather_combine_threshold_bytes xla_gpu_all_reduce_combine_threshold_bytes xla_gpu_autotune_level
+xla_gpu_collective_permute_combine_threshold_bytes xla_gpu_collective_permute_decomposer_threshold
+xla_gpu_cudnn_gemm_fusion_level xla_gpu_experimental_parallel_collective_overlap_limit
+xla_gpu_force_compilation_parallelism xla_gpu_graph_min_graph_size xla_gpu_memory_limit_slop_factor
+xla_gpu_reduce_scatter_combine_threshold_bytes xla_gpu_threshold_for_windowed_einsum_mib
+xla_tpu_host_transfer_overlap_limit xla_tpu_relayout_group_size_threshold_for_reduce_scatter
+xla_tpu_scheduler_percent_shared_memory_limit xla_tpu_scoped_vmem_limit_kib
+"""
+
+OPTIONS: dict[str, type] = dict.fromkeys(BOOLS.split(), bool) | dict.fromkeys(INTS.split(), int)
+"""Name of an option -> type of its value.
+
+Sources: for CPUs and GPUs, the compiler of jaxlib 0.10.2 or 0.12.0 accepts the option with this type; for TPUs,
+MaxText, benchmarks/xla_flags_library.py @05d3525.
+"""
 
 NONE = "none"
 DEFAULT = "default"
@@ -143,7 +194,7 @@ def checked(flag: str) -> str:
         example = "--xla-flags none, default, or xla_gpu_triton_gemm_any=true"
         raise FormatError(
             f"cannot set the option '{name[:100]}' for XLA: it is not among those that change the program alone.",
-            where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment accepts any option",
+            where="listed in spanax/hardware/flags.py; XLA_FLAGS in the environment accepts any option",
             fix=f"did you mean '{close[0]}'?" if close else example,
         )
     if not VALUES[kind].fullmatch(value):

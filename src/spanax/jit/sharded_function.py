@@ -25,8 +25,7 @@ from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
 from spanax.processes.process_batches import global_batch
-from spanax.step.compile_notice import compile_notice
-from spanax.step.compiled_function import CompiledFunction
+from spanax.step.compiled_function import CompiledFunction, compile_notice
 from spanax.step.donation import REFERENCES, check_state, expected_references, lost, note_failure, unshared
 from spanax.step.placement import place_argument, platform_of
 from spanax.step.replay.callbacks import raise_deferred

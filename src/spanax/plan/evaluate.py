@@ -14,8 +14,8 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, rounded_up
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
+from spanax.plan.cost.memory.tiles import OnChip
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Costs, Grid, GridTable, price

@@ -1,17 +1,25 @@
-"""A function of NNX objects and arrays, compiled under a plan."""
+"""A function of NNX objects and arrays, compiled under a plan, and the notice if XLA ends the process meanwhile."""
 
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 
+from spanax.errors import CompilerError
 from spanax.hardware.flags import for_platform
+from spanax.plan.plan import Plan
 from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback
 from spanax.step.train_step import PlacedProgram
 from spanax.trace.user_mesh import sharding_on
+
+
+SCRIPT = 'read -r ended || printf "%s\\n" "$1" >&2'
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,3 +108,32 @@ class CompiledFunction(PlacedProgram):
             for leaf, sharding in zip(self.program.batch, self.batch, strict=True)
         ]
         return [state[index] for index in self.donated], [state[index] for index in self.read], batch
+
+
+@contextmanager
+def compile_notice(name: str, plan: Plan) -> Iterator[None]:
+    """Prints an error if the process ends within the `with` statement.
+
+    Args:
+      name: what is compiled.
+      plan: the plan that it is compiled for.
+    """
+    shell = shutil.which("sh") if plan.mesh.size > 1 else None
+    if shell is None:
+        yield
+        return
+    error = CompilerError(
+        f"the process ended while XLA compiled {name}.",
+        where=f"layout {plan.layout.name} on {plan.mesh}, jax {jax.__version__}; XLA's own error is above",
+        fix="JAX_USE_SHARDY_PARTITIONER=0, which selects another partitioner of XLA; or another layout",
+    )
+    command = [shell, "-c", SCRIPT, shell, str(error)]
+    # In a session of its own: Ctrl-C must not end the shell before the process.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        try:
+            yield
+        finally:
+            assert watcher.stdin is not None
+            with suppress(BrokenPipeError):
+                watcher.stdin.write(b"ended\n")
+                watcher.stdin.flush()

@@ -16,7 +16,7 @@ from spanax.errors import LossError
 from spanax.plan.plan import Plan
 from spanax.processes.compile_barrier import compiled_with_barrier
 from spanax.processes.process_batches import global_batch
-from spanax.step.compile_notice import compile_notice
+from spanax.step.compiled_function import compile_notice
 from spanax.step.donation import check_state, note_failure
 from spanax.step.guard import LATE, STEP_OK, Guard, History, check_steps_per_call
 from spanax.step.guarded_step import invalid_leaves

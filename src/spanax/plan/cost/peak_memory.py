@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.plan.cost.memory.columns import Column, Columns
-from spanax.plan.cost.memory.on_chip import OnChip
 from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, is_table, state_padding, table_copies
 from spanax.plan.cost.memory.tables import Counts, counted, num_window_tuples, table_bytes
-from spanax.plan.cost.memory.tiles import Tiled
+from spanax.plan.cost.memory.tiles import OnChip, Tiled
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.pipeline.bubble import num_in_flight, num_pending

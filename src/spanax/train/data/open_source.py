@@ -16,6 +16,7 @@ from spanax.sealed import digest
 from spanax.train.data.destination import BatchLeaf, Destination, Leaves, conform_array, example_shape
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
+from spanax.train.data.order import check_split
 from spanax.train.data.source import (
     Examples,
     Passes,
@@ -26,7 +27,6 @@ from spanax.train.data.source import (
     in_order,
     sequence_examples,
 )
-from spanax.train.data.split import check_split
 from spanax.train.data.text.corpus import Corpus, load_corpus
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens

@@ -1,4 +1,4 @@
-"""The order of examples as a pure function of the seed and the position.
+"""The order of examples as a pure function of the seed and the position, and the splits of a source.
 
 It is not Grain's `index_shuffle`, because saved positions depend on the order. Grain's takes one index per call (a
 million places in 7.7 s, here 0.4 s: `benchmarks/data_formats.py`) and at most 32 bits of it.
@@ -6,9 +6,19 @@ million places in 7.7 s, here 0.4 s: `benchmarks/data_formats.py`) and at most 3
 Shape suffix: R rows of one batch.
 """
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from spanax.errors import FileError, UnknownNameError, nearest
+
+SPLITS = ("train", "validation")
+
+HELD_OUT = 20
+"""One in this many parts is held out for validation."""
 
 FEISTEL_ROUNDS = 8
 
@@ -59,3 +69,23 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
+
+
+def check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Checks that no file is a link out of the folder, which could expose any file of this machine."""
+    root = Path(os.path.realpath(folder))
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(root):
+            raise FileError(
+                f"'{path}' is a link out of the data folder.",
+                where=f"to {target}",
+                fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
+            )
+
+
+def check_split(split: str) -> str:
+    """Returns `split`; raises SpanaxError if it is not in `SPLITS`."""
+    if split not in SPLITS:
+        raise UnknownNameError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
+    return split

@@ -7,7 +7,7 @@ import pytest
 
 import spanax
 from programs import zoo_program
-from spanax.plan.cost.memory.on_chip import OnChip
+from spanax.plan.cost.memory.tiles import OnChip
 from spanax.plan.evaluate import evaluate
 
 ON_CHIP = OnChip(112 << 20)

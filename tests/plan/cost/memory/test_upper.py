@@ -15,7 +15,7 @@ from flax import nnx
 import spanax
 from programs import workload, zoo_program
 from sampling import sampled
-from spanax.plan.cost.memory.on_chip import OnChip
+from spanax.plan.cost.memory.tiles import OnChip
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.trace.program import Program
 

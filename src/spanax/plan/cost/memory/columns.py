@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spanax.plan.cost.memory.on_chip import OnChip
-from spanax.plan.cost.memory.tiles import Tiled
+from spanax.plan.cost.memory.tiles import OnChip, Tiled
 
 Array = np.ndarray
 

@@ -1,4 +1,4 @@
-"""Computes the bytes of an array in TPU memory, where the two minor dims are padded to tiles.
+"""Computes the bytes of an array in TPU memory, where the two minor dims are padded to tiles, and what stays on the chip.
 
 The compiler orders the dims of an array to minimize padding. Source: the layouts of programs compiled by libtpu 0.0.51
 and 0.0.52 for v5e, v5p and v6e: of arguments in tests/check/test_compiler.py, and of temporaries in
@@ -7,11 +7,17 @@ tests/data/memory_cells.json.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from spanax.hardware.chip import Chip
 from spanax.plan.spmd.tiled_scatter import LANES, ROWS, WORD_BYTES
+
+RESERVED_BYTES = 16 << 20
+"""On-chip memory that kernels use themselves. Source: 112 of the 128 MiB of a v5e are allocated to values at most, in
+the buffer assignments of libtpu 0.0.52 in tests/data/memory_cells.json."""
 
 FEW_EXAMPLES = 7
 COPIES = 2
@@ -146,3 +152,35 @@ def _round_up(size: Array, multiple: Array | float) -> Array:
 
 def _granules(num_bytes: Array) -> Array:
     return _round_up(num_bytes, GRANULE_BYTES)
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """The bytes that a compiler can allocate in the memory on a chip."""
+
+    num_bytes: int
+
+    @staticmethod
+    def of(chip: Chip) -> "OnChip | None":
+        """Returns the memory of a chip; None for chips whose compiler does not manage it."""
+        return None if chip.on_chip_bytes is None else OnChip(max(chip.on_chip_bytes - RESERVED_BYTES, 0))
+
+    def share_in_main_memory(self, total: np.ndarray, small: np.ndarray) -> np.ndarray:
+        """Returns the share of the live bytes that main memory stores.
+
+        Parts of values that are too large pass through the memory on the chip, in proportion to their bytes.
+
+        Args:
+          total: the live bytes of each candidate.
+          small: those of values that are small enough for the memory on the chip.
+        """
+        share = small / np.maximum(total, 1.0)
+        return 1 - share * np.minimum(small, self.num_bytes) / np.maximum(total, 1.0)
+
+    def most_in_main_memory(self, total: np.ndarray) -> np.ndarray:
+        """Returns the most live bytes that main memory stores: a tenth of those that take much less than the chip's."""
+        return np.clip(4 * total - 3 * self.num_bytes, total / 10, total)
+
+    def free_share(self, total: np.ndarray) -> np.ndarray:
+        """Returns the share of the memory on the chip that the live values of each candidate leave free."""
+        return 1 - np.minimum(total / max(self.num_bytes, 1), 1.0)

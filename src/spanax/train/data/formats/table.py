@@ -15,7 +15,7 @@ import numpy as np
 from spanax.errors import DataError, FileError, MissingFileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, exclusive, reserve, writing
-from spanax.train.data.split import HELD_OUT, SPLITS, check_inside, check_split
+from spanax.train.data.order import HELD_OUT, SPLITS, check_inside, check_split
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 1024

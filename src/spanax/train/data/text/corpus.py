@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spanax.errors import DataError, FileError, MissingFileError
 from spanax.sealed import digest
-from spanax.train.data.split import HELD_OUT, check_inside
+from spanax.train.data.order import HELD_OUT, check_inside
 
 TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"
 """The kinds of tables, which are read by rows; other files are read as text."""

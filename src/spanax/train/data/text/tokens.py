@@ -20,7 +20,7 @@ from spanax.errors import DataError, FileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, keep
 from spanax.train.data.formats.table import Table, read_array
-from spanax.train.data.split import HELD_OUT
+from spanax.train.data.order import HELD_OUT
 from spanax.train.data.text.corpus import Corpus
 from spanax.train.data.text.tokenizer import Tokenizer
 
