@@ -355,7 +355,7 @@ PROSE = {
     "steps and epochs",
     "epochs of data without a length", "a flag of another tool", "a table of numbers", "no command yet",
     "a host without a port", "importing nothing", "importing pickled weights", "importing without a config",
-    "exporting nothing", "beginning from nothing", "no checkpoints",
+    "exporting nothing", "beginning from nothing", "no checkpoints", "no layout, over a file",
 }  # fmt: skip
 """Errors whose fix a user carries out in a file, or chooses: nothing to append to the command."""
 

@@ -12,7 +12,11 @@ A message has at most four lines: the error, `where` with the values involved, a
 """
 
 import difflib
+import os
+import shlex
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import ClassVar
 
 from spanax.printable import printable
@@ -254,6 +258,26 @@ class MissingFileError(DataError, code="SPX503"):
 
 class FileError(DataError, code="SPX504"):
     """A file cannot be read, is damaged, or is of another kind."""
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> "FileError":
+        """Returns the error for a file that cannot be opened; a missing one names the files of its kind beside it.
+
+        Example:
+          >>> print(FileError.of(Path("no/a.csv"), PermissionError(13, "Permission denied")))
+          cannot read 'no/a.csv': Permission denied. [SPX504]
+            fix: chmod u+r no/a.csv
+        """
+        fix = "copy it to a regular file"
+        if isinstance(error, PermissionError):
+            fix = f"chmod u+r {shlex.quote(str(path))}"
+        elif isinstance(error, FileNotFoundError):
+            folder = path.absolute().parent
+            names = list[str]()
+            with suppress(OSError):
+                names = sorted(name for name in os.listdir(folder) if name.endswith(path.suffix))
+            fix = nearest(path.name, names) if names else f"another path: '{folder}' has no {path.suffix or 'file'}"
+        return cls(f"cannot read '{path}': {error.strerror}.", fix=fix)
 
 
 class EntryError(DataError, code="SPX505"):

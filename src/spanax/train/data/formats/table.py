@@ -274,9 +274,7 @@ def _size_bytes(path: Path) -> int:
             raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise FileError(
-            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
-        ) from None
+        raise FileError.of(path, error) from None
 
 
 def _digests(paths: Sequence[Path]) -> tuple[str, str]:

@@ -89,9 +89,7 @@ def _read_text(path: Path, *, may_be_binary: bool = False) -> bytes:
             raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
-        raise FileError(
-            f"cannot read '{path}': {error.strerror}.", fix="an existing file that this user may read"
-        ) from None
+        raise FileError.of(path, error) from None
     if may_be_binary and b"\0" in text[:8192]:  # git's test for a binary file
         return b""
     try:

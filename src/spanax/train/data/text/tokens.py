@@ -86,7 +86,7 @@ def bin_tokens(path: Path, split: str) -> Tokens:
     try:
         size_bytes = path.stat().st_size
     except OSError as error:
-        raise FileError(f"cannot read '{path}': {error.strerror}.", fix="the path of a .bin file of tokens") from None
+        raise FileError.of(path, error) from None
     if size_bytes == 0:
         raise DataError(f"'{path}' is empty.", fix="a file of token ids")
     if size_bytes % dtype.itemsize:
