@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_arrays_that_are_on_the_mesh_keep_their_sharding() -> None:
     plan = spanax.jit(train_step, mesh=MESH).prepare(*objects_of(), X)
     spanax.jit(train_step, plan=plan)(model, optimizer, X)
     assert model.up.kernel.sharding.spec == plan["up.kernel"].partition_spec == jax.P("fsdp", "model")
+
+
+@pytest.mark.parametrize(("on", "is_other"), [("h100:8", True), ("v5e:8", True), ("cpu:8", False), (None, False)])
+def test_a_call_on_other_devices_than_it_is_planned_for_warns(on: str | None, is_other: bool) -> None:
+    model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+    step = spanax.jit(lambda model, x: model(x).sum(), on=on, layout="fsdp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.prepare(model, X)
+        assert not caught
+        step(model, X)
+    messages = [str(warning.message) for warning in caught]
+    assert any("and runs on 8 devices of kind 'cpu'" in each for each in messages) == is_other
 
 
 def test_a_function_describes_its_last_call() -> None:

@@ -55,8 +55,8 @@ def jit(  # noqa: PLR0913
         PyTorch's or JAX's.
       layout: as in `spanax.plan`.
       mesh: as in `spanax.plan`. Without layout and mesh, the fastest layout on all devices that fits.
-      on: the devices to plan for. By default those of this process group, or the first of them if the size of the mesh
-        divides their number.
+      on: the devices to plan for; a call on other ones warns. By default those of this process group, or the first of
+        them if the size of the mesh divides their number.
       pin: as in `spanax.plan`.
       plan: a plan of this function, instead of a layout.
       remat: as in `spanax.trace`; this and the next three apply to losses differentiated by `spanax.value_and_grad`.

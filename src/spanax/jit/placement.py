@@ -20,7 +20,7 @@ from spanax.errors import (
     VariantError,
     first_line,
 )
-from spanax.hardware.cluster import Cluster, cluster_of, local
+from spanax.hardware.cluster import Cluster, cluster_of, is_of_kind, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import decided, requested_layout
@@ -197,6 +197,15 @@ class SharedPlacement:
             # Of 8 devices, a mesh of 4 is a choice, and one of 6 a mistake: the plan refuses it.
             devices = devices[:size] if len(devices) % size == 0 else devices
         return local(devices)
+
+    def other_kind(self) -> str:
+        """Returns the kind of the devices that functions run on, if they are planned for another; otherwise nothing."""
+        if self.on is None or self.mesh is None:
+            return ""
+        machine = self.cluster()
+        device = self.mesh.devices.flat[0]
+        is_unnamed = not machine.chip.device_kinds and machine.platform == device.platform
+        return "" if is_of_kind(machine, device.device_kind) or is_unnamed else str(device.device_kind)
 
     def _follow(self, mesh: jax.sharding.Mesh | None) -> None:
         """Requests the user's mesh that arrays are on if no other is requested and the layout is one of that mesh."""

@@ -260,6 +260,11 @@ class ShardedFunction:
     def _compiled(self, key: Key, objects: Objects, arrays: Sequence[Any]) -> Executable:
         compiled = self._planned(key[0], objects, arrays)
         self._report(key, compiled.program, objects)
+        if kind := self.placement.other_kind():
+            where = f"{compiled.mesh.size} devices of kind '{kind}'"
+            warnings.warn(
+                f"`{self._name}` is planned for {self.placement.cluster()}, and runs on {where}.", stacklevel=3
+            )
         platform = platform_of(compiled.mesh)
         with compile_notice(f"`{self._name}`", compiled.plan):
             jitted = outside_meshes(compiled_with_barrier)(
