@@ -1,8 +1,8 @@
 """Options of the XLA compiler for the chips of a cluster: a table with the reason and source of each.
 
 They apply to the compilation of the step only. Options in XLA_FLAGS apply to the process, and are not changed. A user
-may set options that affect just the speed or the rounding of a program, and none that names a file, such as `xla_dump_to`:
-that accepts any text, even `7`, so a value does not show what an option does.
+may set options that affect just the speed or the rounding of a program. None of them names a file, as `xla_dump_to`
+does, which accepts any text, even `7`: a value does not show what an option does.
 """
 
 import difflib

@@ -18,7 +18,6 @@ from spanax.step.replay.callbacks import is_callback
 from spanax.step.train_step import PlacedProgram
 from spanax.trace.user_mesh import sharding_on
 
-
 SCRIPT = 'read -r ended || printf "%s\\n" "$1" >&2'
 
 

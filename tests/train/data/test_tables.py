@@ -423,7 +423,7 @@ def test_a_missing_field_raises(tmp_path: Path) -> None:
     assert message_of(DataError, path, expected) == (
         "'a.jsonl' has no field 'picture'.\n"
         "  where: it has text, ids, image, label; the plan expects picture, label\n"
-        "  fix: --field picture=NAME"
+        "  fix: --field picture=NAME; docs/data.md has a model for the columns of a table"
     )
     assert message_of(SpanaxError, path, expected, field="pic=image").startswith("the plan has no leaf 'pic'.")
 

@@ -1,4 +1,4 @@
-"""Computes the bytes of an array in TPU memory, where the two minor dims are padded to tiles, and what stays on the chip.
+"""The bytes of an array in TPU memory, where the two minor dims are padded to tiles, and those that stay on the chip.
 
 The compiler orders the dims of an array to minimize padding. Source: the layouts of programs compiled by libtpu 0.0.51
 and 0.0.52 for v5e, v5p and v6e: of arguments in tests/check/test_compiler.py, and of temporaries in
