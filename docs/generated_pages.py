@@ -15,12 +15,14 @@ import spanax
 from spanax import cli
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
-from spanax.train.config import MAX, MIN, TYPES, TrainConfig
-from spanax.usage import EXAMPLES
+from spanax.train.flags import MAX, MIN
+from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
 
-TROUBLESHOOTING = Path(__file__).parent / "troubleshooting.md"
+DOCS = Path(__file__).parent
+COMMANDS_PAGE, ERRORS_PAGE = (DOCS / name for name in ("commands.md", "errors.md"))
 
-NOTE = "`make golden` generates this page from the source."
+FIRST = "## Flags of other tools"
+"""The first generated section of docs/commands.md; what precedes it is written by hand."""
 
 API: dict[str, tuple[str, ...]] = {
     "Sharded functions": ("jit", "init", "reshard", "shardings", "value_and_grad", "stack", "Stack"),
@@ -106,65 +108,46 @@ def metavar(hint: Any) -> str:
 
 
 def commands_page() -> str:
-    """Returns docs/commands.md: every command with its examples, and every flag with its value, default and help."""
+    """Returns docs/commands.md: the page as it is up to `FIRST`, then every command with its examples and flags."""
     overview = [
         [f"[`spanax {name}`](#spanax-{name.replace(' ', '-')})", summary(flags)] for name, flags in COMMANDS.items()
     ]
-    parts = [
-        f"# Commands and flags\n\n{NOTE} [The command line](command-line.md) describes what all\n"
-        "commands share. `--help` prints the flags of a command.",
-        table(("command", ""), overview),
-    ]
+    parts = [COMMANDS_PAGE.read_text().partition(FIRST)[0].strip(), other_tools(), "## The commands"]
+    parts.append(table(("command", ""), overview))
     for name, flags in COMMANDS.items():
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
-        parts.append("```bash\n" + "\n".join(EXAMPLES[name]) + "\n```")
+        parts.append("```text\n" + "\n".join(EXAMPLES[name]) + "\n```")
         parts.append(flag_table(listed(flags)))
     return "\n\n".join(parts) + "\n"
 
 
+def other_tools() -> str:
+    """Returns the section on flags of other tools: those with one answer share a row."""
+    answers = {name: f"`--{ours}`, the same" for name, ours in SAME_FLAGS.items()}
+    answers |= {name: sentence(text) for name, text in OTHER_FLAGS.items()}
+    names: dict[str, list[str]] = {}
+    for name, text in answers.items():
+        names.setdefault(text, []).append(code(f"--{name}"))
+    head = (
+        "`spanax train` accepts flags of accelerate, torchrun, Hugging Face, Lightning, MaxText and Levanter that\n"
+        "mean the same as one of its own. For the others an error says what to write."
+    )
+    return f"{FIRST}\n\n{head}\n\n" + table(("flag", ""), [[", ".join(flags), text] for text, flags in names.items()])
+
+
 def flag_table(flags: Sequence[Flag]) -> str:
     """Returns a table with a row for each flag."""
-    rows = [[code(flag.text), code(flag.default), sentence(flag.summary)] for flag in flags]
-    return table(("flag", "default", ""), rows)
-
-
-def settings_page() -> str:
-    """Returns docs/settings.md: every key of the TOML file of `spanax train --config`."""
-    defaults, hints = TrainConfig(), get_type_hints(TrainConfig, include_extras=True)
-    rows = []
-    for flag in listed(TrainConfig):
-        if flag.field in ("config", "traceback"):
-            continue
-        default = getattr(defaults, flag.field)
-        shown = "" if default is None else toml(default)
-        rows.append(
-            [code(flag.field), type_name(hints[flag.field]), limits(flag.field), code(shown), sentence(flag.summary)]
-        )
-    head = f"""# Settings in TOML
-
-{NOTE} `spanax train --config settings.toml` reads
-settings from a file; flags override it. The keys are the flags of
-[`spanax train`](commands.md#spanax-train), with underscores. An unknown key, a value of another type and
-a value out of its range raise. The `config.toml` of a run folder has the same keys.
-[A cluster file](hardware.md#a-cluster-file) describes devices.
-
-```toml
-workload = "gpt2"
-mesh = "fsdp=4,model=2"
-steps = 1000
-lr = 3e-4
-output_dir = "runs/a"
-```"""
-    return "\n\n".join([head, table(("key", "type", "range", "default", ""), rows)]) + "\n"
+    rows = [[code(flag.text), limits(flag.field), code(flag.default), sentence(flag.summary)] for flag in flags]
+    return table(("flag", "range", "default", ""), rows)
 
 
 def api_page() -> str:
     """Returns docs/api.md: the public names by task, each with its documentation."""
     parts = [
-        f"# Python API\n\n{NOTE} `import spanax` starts no device;\n"
+        "# Python API\n\n`import spanax` starts no device;\n"
         "each name is imported on first use. These names and their members are public ([stability](stability.md)).\n"
         "Values such as plans, searches and reports draw themselves as the last value of a notebook cell\n"
-        "([pictures](pictures.md)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
+        "([pictures](monitoring.md)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
     ]
     for task, names in API.items():
         rows = [[code(f"spanax.{name}"), sentence(first_line(getattr(spanax, name)))] for name in names]
@@ -210,13 +193,6 @@ def first_line(value: Any) -> str:
     return summary(value).partition(". ")[0].rstrip(".") + "."
 
 
-def type_name(hint: Any) -> str:
-    """Returns the words for the type of a TOML value."""
-    while get_origin(hint) is not None or hasattr(hint, "__metadata__"):
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    return TYPES[hint]
-
-
 def limits(name: str) -> str:
     """Returns the range of a number, such as `1 to 1024`."""
     if name not in MIN:
@@ -233,19 +209,12 @@ def number(value: float) -> str:
     return f"{value:,g}"
 
 
-def toml(value: Any) -> str:
-    """Returns a default as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def troubleshooting_page() -> str:
-    """Returns docs/troubleshooting.md: the page as it is, with the head of each entry from the type of its error.
+def errors_page() -> str:
+    """Returns docs/errors.md: the page as it is, with the head of each entry from the type of its error.
 
     Causes and fixes are written by hand, below the head.
     """
-    introduction, *entries = re.split(r"^## ", TROUBLESHOOTING.read_text(), flags=re.MULTILINE)
+    introduction, *entries = re.split(r"^## ", ERRORS_PAGE.read_text(), flags=re.MULTILINE)
     bodies = {
         entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
     }
@@ -261,8 +230,7 @@ def troubleshooting_page() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
-    "settings.md": settings_page,
     "api.md": api_page,
-    "troubleshooting.md": troubleshooting_page,
+    "errors.md": errors_page,
 }
 """By file: the function that returns its text."""

@@ -1,6 +1,5 @@
 """The pages that are generated from parsers, schemas and docstrings are current, and complete."""
 
-import dataclasses
 import os
 import re
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import spanax
-from generated_pages import API, COMMANDS, PAGES, flags_of
+from generated_pages import API, COMMANDS, FIRST, PAGES, flags_of
 from requested import flag_names
 from spanax import cli, sealed
 from spanax.check import report
@@ -17,10 +16,9 @@ from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.hardware.chips import CHIP_KEYS, DTYPE_KEYS, LINK_KEYS, LINKS
 from spanax.plan import plan
-from spanax.train.config import TrainConfig
 from spanax.train.record.events import KINDS
 from spanax.train.store import manifest
-from spanax.usage import EXAMPLES
+from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -49,10 +47,9 @@ def test_every_flag_is_listed(name: str) -> None:
     assert not [flag.text for flag in flags if f"| `{flag.text}`".replace("|", "\\|")[1:] not in section]
 
 
-def test_every_setting_is_listed() -> None:
-    page = (DOCS / "settings.md").read_text()
-    settings = {field.name for field in dataclasses.fields(TrainConfig)} - {"config", "traceback"}
-    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == settings
+def test_every_flag_of_another_tool_is_listed() -> None:
+    page = (DOCS / "commands.md").read_text().partition(FIRST)[2].partition("\n## ")[0]
+    assert set(re.findall(r"`--([a-z0-9-]+)`[,| ]", page)) >= {*SAME_FLAGS, *OTHER_FLAGS}
 
 
 def test_every_public_name_has_a_task() -> None:
@@ -72,7 +69,7 @@ def test_every_kind_of_event_is_described() -> None:
 
 
 def test_every_code_of_an_error_has_an_entry() -> None:
-    page = (DOCS / "troubleshooting.md").read_text()
+    page = (DOCS / "errors.md").read_text()
     codes = [kind.code for kind in error_types()]
     assert re.findall(r"^## (SPX\d+): ", page, re.MULTILINE) == codes == sorted(set(codes))
     entries = re.split(r"^## (SPX\d+): ", page, flags=re.MULTILINE)[1:]

@@ -1,6 +1,6 @@
 """The exceptions that Spanax raises, and the format of their messages.
 
-Each type has a stable code, which its message ends the first line with: docs/troubleshooting.md has an entry for each.
+Each type has a stable code, which its message ends the first line with: docs/errors.md has an entry for each.
 Codes begin with 1 for arguments, 2 for machines and meshes, 3 for layouts and plans, 4 for the program, 5 for data and
 files, 6 for runs; SPX0xx are those of lint rules. A type inherits the exit code of its base: 2, an invalid request, by
 default; 65, 70, 73 and 78 as in sysexits.h.
@@ -36,7 +36,7 @@ class SpanaxError(ValueError):
       fix: the closest valid alternative, in a separate line.
 
     Attributes:
-      code: identifies the type of the error in docs/troubleshooting.md.
+      code: identifies the type of the error in docs/errors.md.
       exit_code: the exit code of a command that it ends.
 
     Example:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from spanax.errors import OptimizerError
 from spanax.trace.jaxpr.graph import METRIC, Graph, marked
-from spanax.trace.recipe import AVERAGED
+from spanax.trace.optimizers.recipe import AVERAGED
 from spanax.trace.variables import Leaf, optimizer_of
 
 PREFIX = "optimizer.opt_state.0.gradients."

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spanax.trace.optimizers import logged, stored_as
+from spanax.trace.optimizers.wrapped import logged, stored_as
 
 Schedule = Callable[[Any], Any]
 
@@ -180,7 +180,7 @@ def matrix_dims(shape: Sequence[int], axes: Sequence[str | None]) -> tuple[tuple
 
 
 class Average(NamedTuple):
-    """The state of an average of the parameters; `spanax.trace.recipe.AVERAGED` is the name of its field."""
+    """The state of an average of the parameters; `spanax.trace.optimizers.recipe.AVERAGED` is the name of its field."""
 
     count: Any
     averaged_params: Any
@@ -219,4 +219,4 @@ def _wide(array: jax.Array) -> jax.Array:
 NAMED: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon,
 }  # fmt: skip
-"""By name, as in `spanax.trace.recipe.OPTIMIZERS`."""
+"""By name, as in `spanax.trace.optimizers.recipe.OPTIMIZERS`."""
