@@ -16,10 +16,10 @@ SEARCHES := $(addprefix tests/plan/, calibration/ candidates/ $(addsuffix .py, t
 PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_api.py tests/test_docs.py tests/test_dist.py \
   tests/trace tests/hardware tests/plan/*/ tests/plan/test_*.py))
 
-# What `make test PART=versions` leaves out: hardly anything in it depends on the versions of Python, JAX and Flax. `make check` runs
-# a part of it.
-INDEPENDENT := $(patsubst %/,%,$(SEARCHES)) $(addprefix tests/, hardware entries doctor show commands faults interop launch lint models \
-  check/measure train/data train/job train/record test_cli.py test_defaults.py test_house.py test_manners.py test_mistakes.py test_scale.py test_shown.py test_terminal.py)
+# What `make test PART=versions` runs: the oracles (the numbers of one device, XLA's collectives, bit-equal round trips) and the examples
+# of the pages. They find what a version of Python, JAX or Flax changes; `make check` adds everything up to the Plan.
+VERSIONS := $(addprefix tests/, jit byo stack check step/replay step/pipeline step/attention step/test_accumulation.py train/state \
+  train/store train/test_init.py train/test_parity.py processes test_api.py test_compat.py test_docs.py test_errata.py)
 
 # `make check test` runs no test twice: of what `make check` ran, `make test` runs what was left out there, for want of devices.
 CHECKED := $(if $(filter check, $(MAKECMDGOALS)), --checked="$(PLANNING)")
@@ -57,7 +57,7 @@ train: $(STAMP)
 
 # Two processes: one alone leaves a core idle while it traces. Each begins with half, and takes from the other at the end.
 test: lint types doctest
-	$(PYTEST) -n 2 --dist worksteal $(CHECKED) $(if $(PART),$(INDEPENDENT:%=--ignore=%)) $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal $(CHECKED) $(if $(PART),$(VERSIONS)) $(ARGS)
 
 check: lint types
 	JAX_PLATFORMS=none_such $(PYTEST) -n 2 --dist worksteal $(PLANNING) $(ARGS)

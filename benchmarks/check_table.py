@@ -3,7 +3,7 @@
 Needs both extras (`pip install -e '.[tpu,cuda12]'`) and no accelerator; about a quarter of a minute a cell.
 
 Usage:
-  python benchmarks/check_table.py [--write docs/check.md] [--json FILE] [--only TEXT]
+  python benchmarks/check_table.py [--write notes/check-accuracy.md] [--json FILE] [--only TEXT]
 """
 
 import argparse

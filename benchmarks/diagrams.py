@@ -95,7 +95,7 @@ def context(layout: str) -> Diagram:
 
 
 def specs() -> Diagram:
-    """The specs of docs/meshes.md."""
+    """The specs of docs/by-hand.md."""
     mesh, dims = MeshShape.of("data=4,model=2"), ("rows", "columns")
     shown: list[Spec] = [(("data",), ()), (("data",), ("model",)), ((), ("model",)), (("data", "model"), ())]
     leaves = [array("x", (64, 32), dims, spec, mesh) for spec in shown]
@@ -103,7 +103,7 @@ def specs() -> Diagram:
 
 
 def schedules() -> Diagram:
-    """The schedules without chunks of docs/pipeline-schedules.md, with as many stages and microbatches as its table."""
+    """The schedules without chunks of docs/pipelines.md, with as many stages and microbatches as its table."""
     tables = [ticks(name, 4, 8) for name in ("gpipe", "1f1b", "zero-bubble")]
     return schedules_diagram(tables, "Schedules of 4 stages and 8 microbatches")
 

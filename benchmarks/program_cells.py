@@ -2,7 +2,7 @@
 
 `--compile FOLDER` compiles each cell for its TPU (needs libtpu and no accelerator, 5 to 60 s a cell) and writes a JSON
 file per cell; `--store FOLDER` then writes tests/data/program_cells.json. Without them, the stored figures are compared
-with predictions; `--write docs/check.md` puts the table into the page.
+with predictions; `--write notes/check-accuracy.md` puts the table into the page.
 
 Usage:
   python benchmarks/program_cells.py [--compile FOLDER | --store FOLDER] [--only TEXT] [--json | --write PAGE]

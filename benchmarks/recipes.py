@@ -4,7 +4,7 @@ Each run is planned by `spanax plan` with its defaults, from a laptop: no accele
 Published runs use other software, so a ratio of 1 is not a target. The notes explain large ratios.
 
 Usage:
-  python benchmarks/recipes.py [--write docs/recipes.md] [--only TEXT]
+  python benchmarks/recipes.py [--write notes/recipes.md] [--only TEXT]
 """
 
 import argparse

@@ -13,16 +13,29 @@ from tyro.conf import Positional
 
 import spanax
 from spanax import cli
+from spanax.check.lint.lint import PROFILE_RULES, RULES
+from spanax.commands import models
 from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
+from spanax.hardware.chip import Chip, Link
+from spanax.hardware.chips import catalogue
+from spanax.hardware.slices import shape_text
+from spanax.plan.presets import MEANING, PRESETS, STORED
+from spanax.train.config import TYPES, TrainConfig
 from spanax.train.flags import MAX, MIN
+from spanax.units import bytes_text, quantity_text
 from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
 
 DOCS = Path(__file__).parent
-COMMANDS_PAGE, ERRORS_PAGE = (DOCS / name for name in ("commands.md", "errors.md"))
+END = "<!-- end -->"
 
-FIRST = "## Flags of other tools"
-"""The first generated section of docs/commands.md; what precedes it is written by hand."""
+NOTE = "`make golden` generates this page from the source."
+
+GENERATED = "<!-- generated: make golden -->"
+"""What follows this line of a page is generated; what precedes it is written by hand."""
+
+RUNS_ANYWHERE = r"spanax (axes|plan|models|doctor|export-rules|(train|check|compare|launch local .*) ?gpt-nano)"
+NEEDS_FILES = r"\.(json|toml|py)\b|my_|runs/a|weights/|--hosts"
 
 API: dict[str, tuple[str, ...]] = {
     "Sharded functions": ("jit", "init", "reshard", "shardings", "value_and_grad", "stack", "Stack"),
@@ -108,17 +121,60 @@ def metavar(hint: Any) -> str:
 
 
 def commands_page() -> str:
-    """Returns docs/commands.md: the page as it is up to `FIRST`, then every command with its examples and flags."""
+    """Returns docs/commands.md: every command with its examples and flags, and the keys of TOML files."""
     overview = [
         [f"[`spanax {name}`](#spanax-{name.replace(' ', '-')})", summary(flags)] for name, flags in COMMANDS.items()
     ]
-    parts = [COMMANDS_PAGE.read_text().partition(FIRST)[0].strip(), other_tools(), "## The commands"]
-    parts.append(table(("command", ""), overview))
+    parts = [written("commands.md"), table(("command", ""), overview)]
     for name, flags in COMMANDS.items():
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
-        parts.append("```text\n" + "\n".join(EXAMPLES[name]) + "\n```")
+        parts += examples(EXAMPLES[name])
         parts.append(flag_table(listed(flags)))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, settings(), other_tools()]) + "\n"
+
+
+def written(name: str) -> str:
+    """Returns the part of a page that is written by hand, with the line that ends it."""
+    return (DOCS / name).read_text().partition(GENERATED)[0] + GENERATED
+
+
+def examples(lines: Sequence[str]) -> list[str]:
+    """Returns blocks of example commands: those that run on any machine, and those that need files."""
+    is_run = {line: bool(re.match(RUNS_ANYWHERE, line)) and not re.search(NEEDS_FILES, line) for line in lines}
+    runs = "\n".join(line for line in lines if is_run[line])
+    others = "\n".join(line for line in lines if not is_run[line])
+    blocks = [runs, others and f"# needs: your own files\n{others}"]
+    return [f"```bash\n{block}\n```" for block in blocks if block]
+
+
+def flag_table(flags: Sequence[Flag]) -> str:
+    """Returns a table with a row for each flag."""
+    rows = [[code(flag.text), code(flag.default), sentence(flag.summary)] for flag in flags]
+    return table(("flag", "default", ""), rows)
+
+
+def settings() -> str:
+    """Returns the section on the keys of the TOML file of `spanax train --config`."""
+    hints = get_type_hints(TrainConfig, include_extras=True)
+    rows = [
+        [code(flag.field), type_name(hints[flag.field]), limits(flag.field)]
+        for flag in listed(TrainConfig)
+        if flag.field not in ("config", "traceback")
+    ]
+    head = """## Settings
+
+`spanax train --config settings.toml` reads settings from a file; flags override it. The keys are the flags of
+[`spanax train`](#spanax-train), with underscores. An unknown key, a value of another type and a value out of its range
+raise. The `config.toml` of a run folder has the same keys.
+
+```toml
+workload = "gpt2"
+mesh = "fsdp=4,model=2"
+steps = 1000
+learning_rate = 3e-4
+output_dir = "runs/a"
+```"""
+    return f"{head}\n\n{table(('key', 'type', 'range'), rows)}"
 
 
 def other_tools() -> str:
@@ -128,26 +184,20 @@ def other_tools() -> str:
     names: dict[str, list[str]] = {}
     for name, text in answers.items():
         names.setdefault(text, []).append(code(f"--{name}"))
-    head = (
-        "`spanax train` accepts flags of accelerate, torchrun, Hugging Face, Lightning, MaxText and Levanter that\n"
-        "mean the same as one of its own. For the others an error says what to write."
-    )
-    return f"{FIRST}\n\n{head}\n\n" + table(("flag", ""), [[", ".join(flags), text] for text, flags in names.items()])
+    head = """## Flags of other tools
 
-
-def flag_table(flags: Sequence[Flag]) -> str:
-    """Returns a table with a row for each flag."""
-    rows = [[code(flag.text), limits(flag.field), code(flag.default), sentence(flag.summary)] for flag in flags]
-    return table(("flag", "range", "default", ""), rows)
+`spanax train` accepts flags of accelerate, torchrun, Hugging Face, Lightning, MaxText and Levanter that mean the same
+as one of its own. For the others an error says what to write."""
+    return f"{head}\n\n" + table(("flag", ""), [[", ".join(flags), text] for text, flags in names.items()])
 
 
 def api_page() -> str:
     """Returns docs/api.md: the public names by task, each with its documentation."""
     parts = [
-        "# Python API\n\n`import spanax` starts no device;\n"
+        f"# Python API\n\n{NOTE} `import spanax` starts no device;\n"
         "each name is imported on first use. These names and their members are public ([stability](stability.md)).\n"
         "Values such as plans, searches and reports draw themselves as the last value of a notebook cell\n"
-        "([pictures](monitoring.md)). The site shows every signature and docstring; in a clone, use `help(spanax.jit)`."
+        "([pages](monitoring.md#report)). The site shows every docstring; in a clone, use `help(spanax.jit)`."
     ]
     for task, names in API.items():
         rows = [[code(f"spanax.{name}"), sentence(first_line(getattr(spanax, name)))] for name in names]
@@ -193,6 +243,13 @@ def first_line(value: Any) -> str:
     return summary(value).partition(". ")[0].rstrip(".") + "."
 
 
+def type_name(hint: Any) -> str:
+    """Returns the words for the type of a TOML value."""
+    while get_origin(hint) is not None or hasattr(hint, "__metadata__"):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    return TYPES[hint]
+
+
 def limits(name: str) -> str:
     """Returns the range of a number, such as `1 to 1024`."""
     if name not in MIN:
@@ -214,7 +271,7 @@ def errors_page() -> str:
 
     Causes and fixes are written by hand, below the head.
     """
-    introduction, *entries = re.split(r"^## ", ERRORS_PAGE.read_text(), flags=re.MULTILINE)
+    introduction, *entries = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
     bodies = {
         entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
     }
@@ -228,9 +285,109 @@ def errors_page() -> str:
     return "\n\n".join([*filter(None, parts), *others]) + "\n"
 
 
+def check_page() -> str:
+    """Returns docs/check.md: the page as it is, with the table of lint rules."""
+    rows = []
+    for rule in sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code):
+        meaning = f"{' '.join((rule.find.__doc__ or '').split())} {rule.why}"
+        rows.append([rule.code, rule.find.__name__.replace("_", " "), rule.severity.value, sentence(meaning)])
+    before, mark, _ = (DOCS / "check.md").read_text().partition("<!-- table: lint (make golden) -->\n")
+    return f"{before}{mark}{table(('code', 'problem', 'severity', 'meaning'), rows)}\n<!-- end -->\n"
+
+
+def with_tables(page: str, tables: dict[str, Callable[[], str]]) -> str:
+    """Returns a page as it is, with each table of it from the source: name to the function that returns it."""
+    text = (DOCS / page).read_text()
+    for name, table_of in tables.items():
+        begin, rest = text.split(f"<!-- generated: {name} -->\n")
+        text = f"{begin}<!-- generated: {name} -->\n{table_of()}\n{END}{rest.partition(END)[2]}"
+    return text
+
+
+def layouts_table() -> str:
+    """Returns the presets: their mesh axes, and the state that they shard in storage besides."""
+    words = {"optimizer": "optimizer state", "gradient": "gradients", "param": "parameters"}
+    rows = []
+    for name, axes in PRESETS.items():
+        stored = [words[kind] for kind in STORED.get(name, words)]
+        rows.append([code(name), ", ".join(axes), f"{', '.join(stored)} over fsdp" if "fsdp" in axes else ""])
+    return table(("layout", "mesh axes", "also sharded in storage"), rows)
+
+
+def mesh_axes_table() -> str:
+    """Returns the axes that each mesh axis shards."""
+    return table(("mesh axis", "shards"), [[code(axis), ", ".join(names)] for axis, names in MEANING.items()])
+
+
+def models_table() -> str:
+    """Returns the named workloads; descriptions and sources are written by hand, in the table of the page."""
+    cells = [re.split(r" ?\| ?", line) for line in (DOCS / "models.md").read_text().splitlines()]
+    written = {row[1]: (row[2], row[5]) for row in cells if len(row) == 7}
+    rows = []
+    for workload in models.answer(models.ModelsCommand()).data["models"]:
+        name = code(workload["name"])
+        model, source = written.get(name, ("", ""))
+        rows.append([name, model, f"{workload['parameters']:,}", batch_text(workload["batch"]), source])
+    return table(("workload", "model", "parameters", "batch", "source"), rows)
+
+
+def batch_text(batch: dict[str, list[int]]) -> str:
+    """Returns the size of a batch, such as `8 of 1,024 tokens`."""
+    examples, *size = next(iter(batch.values()))
+    what = f"{size[0]:,} tokens" if len(size) == 1 else f"{size[0]} x {size[1]} pixels"
+    return f"{examples} of {what}"
+
+
+def chips_table() -> str:
+    """Returns the peaks of the chips."""
+    rows = []
+    for chip in catalogue().values():
+        bf16 = peak_text(chip, "bf16") if "bf16" in chip.peak_flops else f"none; fp16: {peak_text(chip, 'fp16')}"
+        rows.append([code(chip.name), bf16, *(peak_text(chip, dtype) for dtype in ("fp32", "fp8", "int8"))])
+    return table(("chip", "bf16", "float32", "fp8", "int8"), rows)
+
+
+def links_table() -> str:
+    """Returns the memory and the links of the chips."""
+    rows = []
+    for chip in catalogue().values():
+        sizes = [bytes_text(size) for size in (chip.memory_bytes, chip.usable_bytes) if size]
+        rate = rate_text(chip.memory_bytes_per_second, "bytes per second", chip.memory_share)
+        inside = link_text(chip.inside) + largest_text(chip.inside)
+        rows.append([code(chip.name), ", ".join(sizes) or "the host's", rate, inside, link_text(chip.between)])
+    return table(("chip", "memory, usable", "memory rate", "inside, largest", "between"), rows)
+
+
+def peak_text(chip: Chip, dtype: str) -> str:
+    """Returns the peak of a dtype, with the share that the best matmul achieves."""
+    return rate_text(chip.peak_flops.get(dtype), "operations per second", chip.matmul_shares.get(dtype, 1.0))
+
+
+def rate_text(value: float | None, kind: str, share: float) -> str:
+    """Returns a rate with the share of it that is achieved."""
+    if value is None:
+        return "-"
+    return quantity_text(value, kind) + (f" x {quantity_text(share, 'share', 3)}" if share != 1 else "")
+
+
+def largest_text(link: Link | None) -> str:
+    """Returns how many devices a link joins at most, or the largest torus, after a comma; empty if unknown."""
+    largest = link and (shape_text(link.max_shape) if link.max_shape else link.max_devices)
+    return f", {largest}" if largest else ""
+
+
+def link_text(link: Link | None) -> str:
+    """Returns a link with its rate."""
+    return f"{link.name} {rate_text(link.bytes_per_second, 'bytes per second', link.share)}" if link else "-"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "api.md": api_page,
+    "check.md": check_page,
+    "layouts.md": lambda: with_tables("layouts.md", {"mesh axes": mesh_axes_table, "layouts": layouts_table}),
+    "models.md": lambda: with_tables("models.md", {"workloads": models_table}),
+    "hardware.md": lambda: with_tables("hardware.md", {"chips": chips_table, "memory and links": links_table}),
     "errors.md": errors_page,
 }
 """By file: the function that returns its text."""

@@ -1,5 +1,6 @@
 """The command line: its surface, and what it says to bad input."""
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -103,6 +104,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a length that is none": (["axes", "resnet50", "--seq-len", "8"], 2, "sequence length of 'resnet50' is fixed"),
     "unknown file": (["train", "nowhere.py:x"], 2, "'nowhere.py' does not exist"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
+    "no layout, over a file": (
+        ["train", "--config", "layout.toml", "--layout", "None"],
+        2,
+        "unknown layout 'None'",
+    ),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no default meaning"),
     "mesh of another size": (["train", "--mesh", "data=4"], 2, "needs 4 devices, and the cluster has 8"),
     "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
@@ -282,6 +288,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 1000)
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "bad.toml").write_text("step = 3\n")
+    (tmp_path / "layout.toml").write_text('layout = "fsdp"\n')
     (tmp_path / "type.toml").write_text('steps = "3"\n')
     (tmp_path / "units.toml").write_text('like = "h100"\nmemory = "80"\n')
     for name in ("old", "pickled", "bare", "odd", "cut"):
@@ -318,6 +325,14 @@ def test_bad_input_is_reported_in_four_lines(name: str, folder: Path, capsys: py
     assert not (folder / "new").exists(), "something was left behind"
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "something was left behind"
     golden_messages.compare(GOLDEN, BAD, name, f"spanax {' '.join(args)}\n{err.replace(str(folder), 'FOLDER')}")
+
+
+def test_one_function_parses_every_command_line() -> None:
+    """It lets `None` be no value of a flag: tyro would take the word for the absence of a value."""
+    files = [path.read_text() for path in (Path(__file__).parents[1] / "src").rglob("*.py")]
+    calls = [ast.unparse(node) for text in files for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    (parser,) = [call for call in calls if call.startswith("tyro.cli(")]
+    assert "DisallowNone" in parser
 
 
 def test_the_golden_messages_are_those_of_the_bad_input() -> None:

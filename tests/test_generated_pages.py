@@ -1,5 +1,6 @@
 """The pages that are generated from parsers, schemas and docstrings are current, and complete."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import spanax
-from generated_pages import API, COMMANDS, FIRST, PAGES, flags_of
-from requested import flag_names
+from generated_pages import API, COMMANDS, PAGES, flags_of
+from requested import flag_names, groups
 from spanax import cli, sealed
 from spanax.check import report
 from spanax.check.lint.lint import PROFILE_RULES, RULES
@@ -16,6 +17,7 @@ from spanax.commands.launch import LAUNCHERS
 from spanax.errors import error_types
 from spanax.hardware.chips import CHIP_KEYS, DTYPE_KEYS, LINK_KEYS, LINKS
 from spanax.plan import plan
+from spanax.train.config import TrainConfig
 from spanax.train.record.events import KINDS
 from spanax.train.store import manifest
 from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
@@ -47,8 +49,26 @@ def test_every_flag_is_listed(name: str) -> None:
     assert not [flag.text for flag in flags if f"| `{flag.text}`".replace("|", "\\|")[1:] not in section]
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_flag_that_is_on_is_described_by_what_turning_it_off_does(name: str) -> None:
+    """Help lists it as `--no-...`, and so does the page of commands."""
+    kind = COMMANDS[name]
+    fields = [field for each in (kind, *map(type, groups(kind).values())) for field in dataclasses.fields(each)]
+    on = {field.name for field in fields if field.default is True}
+    negated = {
+        flag.field for flag in flags_of(kind) if flag.summary.startswith(f"--no-{flag.field.replace('_', '-')} ")
+    }
+    assert negated == on
+
+
+def test_every_setting_is_listed() -> None:
+    page = (DOCS / "commands.md").read_text().partition("\n## Settings\n")[2]
+    settings = {field.name for field in dataclasses.fields(TrainConfig)} - {"config", "traceback"}
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == settings
+
+
 def test_every_flag_of_another_tool_is_listed() -> None:
-    page = (DOCS / "commands.md").read_text().partition(FIRST)[2].partition("\n## ")[0]
+    page = (DOCS / "commands.md").read_text().partition("\n## Flags of other tools\n")[2]
     assert set(re.findall(r"`--([a-z0-9-]+)`[,| ]", page)) >= {*SAME_FLAGS, *OTHER_FLAGS}
 
 

@@ -504,7 +504,7 @@ def tree_of(page: str) -> set[str]:
 
 def test_the_page_on_architecture_draws_every_folder() -> None:
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "notes" / "architecture.md").read_text()
     assert tree_of(page) == folders
     assert tree_of(page.replace("  spmd/", "  mpmd/")) != folders
 

@@ -1,4 +1,4 @@
-"""The loop of docs/loops.md, verbatim: killed, it continues bit for bit, and it goes back before a bad step."""
+"""The loop of docs/training.md, verbatim: killed, it continues bit for bit, and it goes back before a bad step."""
 
 import contextlib
 import io
@@ -18,8 +18,15 @@ from spanax.train.data.batches import Batches
 from spanax.train.state.named_objects import NamedObjects, is_nnx
 from written import blocks
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "loops.md"
-MODEL, LOOP, *REST = [block.text for block in blocks(PAGE.read_text()) if block.kind == "python"]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
+
+
+def block_with(text: str) -> str:
+    """The first block of Python of the page with this text."""
+    return next(block.text for block in blocks(PAGE.read_text()) if block.kind == "python" and text in block.text)
+
+
+MODEL, LOOP, WEIGHTS = block_with("class Classifier"), block_with("spanax.track("), block_with("trained = ")
 
 KILLED = """
 import os, signal, time
@@ -77,7 +84,7 @@ def test_a_killed_loop_continues_bit_for_bit(folder: Path, monkeypatch: pytest.M
     assert bits(resumed["objects"]) == bits(expected["objects"])
     assert events(folder / "killed") == events(folder)
     assert events(folder)[-1]["val_accuracy"] > 0.6
-    again = run(between=REST[0].replace("checkpoints", "spanax.Checkpoints('runs/mine/checkpoints')"))
+    again = run(between=WEIGHTS.replace("checkpoints", "spanax.Checkpoints('runs/mine/checkpoints')"))
     assert bits(again["objects"]) == bits(expected["objects"])  # a loop that has ended takes no step
     assert bits({"model": again["trained"]}) == bits({"model": expected["model"]})
 

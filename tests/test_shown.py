@@ -1,27 +1,29 @@
-"""Commands whose output a page shows print it: lines in order, numbers by pattern (`make golden` updates them).
+"""Every command of a page runs and prints what the page shows: in order, numbers by pattern (`make golden` updates it).
 
-A block fenced as `console` holds commands after `$ ` and their output; `...` stands for any lines. Python that begins
-with `# NAME.py` is the file of that name, or a part of it. The commands of a page run in order, in one folder with
-these files.
+A block fenced as `console` holds commands after `$ ` and their output; `...` stands for any lines. A block fenced as
+`bash` is a script. Python that begins with `# NAME.py` is the file of that name, or a part of it. The commands of a
+page run in order, in one folder with these files. A block that needs what is not here says so in its first line, such
+as `# needs: Slurm`.
 """
 
 import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from sampling import sampled
-from written import blocks, pages
+from written import blocks, commands, is_run_here, pages
 
 ROOT = Path(__file__).resolve().parent.parent
 ELLIPSIS = "..."
 SECONDS = 300
 
-BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
 
 
@@ -82,33 +84,58 @@ def run(command: str, folder: Path) -> list[str]:
 
 
 PARTS = [
-    (path, match[1], block.text)
+    (path.relative_to(ROOT).as_posix(), match[1], block.text)
     for path in pages(ROOT)
     for block in blocks(path.read_text())
     if (match := re.match(r"# (\w+\.py)\n", block.text))
 ]
 
-FILES = {
-    name: "\n".join(text for part, other, text in PARTS if (part, other) == (path, name)) for path, name, _ in PARTS
-}
-"""The files that the pages write, by name, from all blocks of that name; a page may use those of another one."""
 
-SHOWING = [path.relative_to(ROOT).as_posix() for path in pages(ROOT) if BLOCK.search(path.read_text())]
+def files(page: str) -> dict[str, str]:
+    """The files that the pages write, by name; a page may use those of another one, unless it writes its own."""
+    result = {}
+    for path, name, _ in sorted(PARTS, key=lambda part: part[0] == page):
+        result[name] = "\n".join(text for part, other, text in PARTS if (part, other) == (path, name))
+    return result
 
 
-@pytest.mark.parametrize("page", sampled(SHOWING, ["README.md", "docs/tutorial-slurm.md"]))
-def test_the_commands_of_a_page_print_what_it_shows(page: str, tmp_path: Path) -> None:
+WITH_COMMANDS = [path.relative_to(ROOT).as_posix() for path in pages(ROOT) if BLOCK.search(path.read_text())]
+TODAY = WITH_COMMANDS[datetime.now(UTC).toordinal() % len(WITH_COMMANDS)]
+"""The page whose turn it is in `make test`; `make slow` runs the others."""
+
+
+@pytest.mark.parametrize("page", sampled(WITH_COMMANDS, {"README.md", TODAY}))
+def test_the_commands_of_a_page_run_and_print_what_it_shows(page: str, tmp_path: Path) -> None:
     text = (ROOT / page).read_text()
-    for name, code in FILES.items():
+    for name, code in files(page).items():
         (tmp_path / name).write_text(code)
 
     def anew(match: re.Match[str]) -> str:
-        items = [Shown(item.command, compared(item.lines, run(item.command, tmp_path))) for item in shown(match[1])]
-        return "```console\n" + "".join("\n".join([f"$ {item.command}", *item.lines, ""]) for item in items) + "```"
+        language, block = match.groups()
+        if not is_run_here(block):
+            return match[0]
+        if language == "bash":
+            run(f"set -e\n{block}", tmp_path)
+            return match[0]
+        items = [Shown(item.command, compared(item.lines, run(item.command, tmp_path))) for item in shown(block)]
+        shown_again = "".join("\n".join([f"$ {item.command}", *item.lines, ""]) for item in items)
+        return f"```console\n{block.partition('$ ')[0]}{shown_again}```"
 
     result = BLOCK.sub(anew, text)
     if os.environ.get("SPANAX_GOLDEN") == "update":
         (ROOT / page).write_text(result)
+
+
+@pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in pages(ROOT)])
+def test_commands_are_fenced_so_that_they_run(page: str) -> None:
+    lines = [block for block in blocks((ROOT / page).read_text()) if block.info not in ("console", "bash")]
+    assert not [command for block in lines if block.info in ("", "sh", "shell") for command in commands(block.text)]
+
+
+def test_a_block_says_what_it_needs() -> None:
+    assert is_run_here("spanax plan gpt2 --on h100:8\n") and not is_run_here("# needs: Slurm\nsbatch job.sh\n")
+    with pytest.raises(KeyError):
+        is_run_here("# needs: patience\nspanax train gpt2\n")
 
 
 def test_output_that_differs_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""docs/vocabulary.md defines each term once; public names consist of its words."""
+"""notes/vocabulary.md defines each term once; public names consist of its words."""
 
 import dataclasses
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 import spanax
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "vocabulary.md").read_text()
+PAGE = (ROOT / "notes" / "vocabulary.md").read_text()
 DEFINITIONS, _, LISTED = PAGE.partition("## Ordinary words")
 DEFINITIONS, _, AVOIDED = DEFINITIONS.partition("## Words that are not used")
 
@@ -70,7 +70,7 @@ def test_public_names_use_the_vocabulary() -> None:
     known = spellings()
     ordinary = set(words_of(LISTED.partition(":\n")[2]))
     used = {word for name in public_names() for word in words_of(name) if stem(word) not in known}
-    assert not used - ordinary, f"define these in docs/vocabulary.md: {sorted(used - ordinary)}"
+    assert not used - ordinary, f"define these in notes/vocabulary.md: {sorted(used - ordinary)}"
     assert not ordinary - used, f"these are terms, or in no public name: {sorted(ordinary - used)}"
 
 

@@ -1,6 +1,7 @@
 """Code and commands in pages and help texts."""
 
 import ast
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -132,6 +133,28 @@ def _known(command: Any) -> None:
         shape = MeshShape.of(mesh)
         if layout is None:
             layout_for(shape)
+
+
+NEEDS = re.compile(r"# needs: ([\w ]+)")
+EXTRAS = {"tpu extra": "libtpu", "cuda12 extra": "jax_plugins.xla_cuda12", "tensorboardX": "tensorboardX"}
+ELSEWHERE = {
+    "a GPU", "a TPU", "Slurm", "Kubernetes", "Ray", "a network", "several machines", "your own files", "an install",
+    "a clone",
+}  # fmt: skip
+"""What a block of commands can need that is not there when the pages are tested."""
+
+
+def is_run_here(block: str) -> bool:
+    """Whether the commands of a block can run here: its first line may say what they need."""
+    match = NEEDS.match(block)
+    if not match:
+        return True
+    if match[1] in ELSEWHERE:
+        return False
+    try:
+        return importlib.util.find_spec(EXTRAS[match[1]]) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
 
 
 def pages(root: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import unicodedata
 _JOINERS = "\u200c\u200d"
 """Format characters in words and emoji, which are not escaped."""
 
-_STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 """Unicode categories of control characters, format characters (bidi overrides), surrogates and line separators."""
 
 
@@ -46,7 +46,7 @@ def is_printable(text: str) -> bool:
       >>> is_printable("caf\\u00e9 \\U0001f40d"), is_printable("two\\nlines")
       (True, False)
     """
-    return text.isprintable() or not any(map(_steers, text))
+    return text.isprintable() or not any(map(_is_control, text))
 
 
 def to_stderr(line: object) -> None:
@@ -62,8 +62,8 @@ def to_stdout(text: str) -> None:
 def _escaped(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(letter.encode("unicode_escape").decode() if _steers(letter) else letter for letter in text)
+    return "".join(letter.encode("unicode_escape").decode() if _is_control(letter) else letter for letter in text)
 
 
-def _steers(letter: str) -> bool:
-    return unicodedata.category(letter) in _STEERING and letter not in _JOINERS
+def _is_control(letter: str) -> bool:
+    return unicodedata.category(letter) in _CONTROL and letter not in _JOINERS

@@ -174,7 +174,7 @@ def parse_flags(kind: Any, name: str, argv: Sequence[str], **options: Any) -> An
     import tyro
 
     words = {"prog": f"spanax {name}", "description": described(kind, name)} | options
-    # Help names the type `PATH`, and not `{None}|PATH`.
+    # `None` is no value of an optional flag, typed or in the help.
     return tyro.cli(kind, args=translated(argv, name), config=(tyro.conf.DisallowNone,), **words)
 
 

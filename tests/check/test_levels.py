@@ -178,6 +178,11 @@ def test_a_report_is_cached_by_its_inputs(monkeypatch: pytest.MonkeyPatch) -> No
             spanax.check(program, plan, MACHINE, level=2, **changed)
     with pytest.raises(pytest.fail.Exception):
         spanax.check(other, another, MACHINE, level=2)
+    with pytest.raises(pytest.fail.Exception):  # a cluster file with less memory
+        spanax.check(program, plan, dataclasses.replace(MACHINE, memory_bytes=1 << 20), level=2)
+    monkeypatch.setattr(report_cache, "OURS", Path(__file__).parent)
+    with pytest.raises(pytest.fail.Exception):  # another source of the same version
+        spanax.check(program, plan, MACHINE, level=2)
 
 
 def test_a_broken_report_in_the_cache_is_ignored(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import spanax
 from requested import with_flags
 from spanax import cli
 from spanax.check.report import Buffer, Figures, Report
+from spanax.commands import plan
 from spanax.commands.check import CheckCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
@@ -42,6 +43,23 @@ def test_the_json_output_has_its_documented_keys() -> None:
         assert data[side]["collectives"]["fsdp"]["all-gather"] > 0
     reported = sum(collective["bytes"] for collective in data["collectives"] if collective["axes"] == "fsdp")
     assert reported == sum(data["compiled"]["collectives"]["fsdp"].values())
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.7, None), (0.8, ".95"), (0.94, ".96")])
+def test_what_a_gpu_needs_beyond_the_default_of_jax(
+    share: float, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the text and in the JSON of both commands."""
+    need = ask(on="h100:8", level=0)[1]["upper_bytes"]
+    h100 = spanax.cluster("h100:8")
+    memory = round(need / share)
+    chip = dataclasses.replace(h100.chip, memory_bytes=memory)
+    cluster = dataclasses.replace(h100, chip=chip, memory_bytes=memory)
+    monkeypatch.setattr("spanax.hardware.cluster.cluster", lambda *_: cluster)
+    planned = plan.answer(with_flags(plan.PlanCommand("gpt-nano", "h100:8"), global_batch_size=16, mesh="fsdp=8"))
+    for text, data in (ask(on="h100:8", level=0), (planned.text, planned.data["best"])):
+        assert data["environment"] == ({} if value is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": value})
+        assert text.count(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={value}: by default") == (value is not None)
 
 
 def test_the_text_output() -> None:

@@ -52,7 +52,7 @@ def test_all_reduce_by_size(device: str, name: str, bound: float, large_bound: f
 
 
 def test_the_page_states_the_measured_errors() -> None:
-    page = (Path(__file__).parent.parent.parent / "docs" / "hardware.md").read_text()
+    page = (Path(__file__).parent.parent.parent / "notes" / "planner.md").read_text()
     for device, name, *_ in CURVES:
         link = over_all(cluster(name))
         every, large = (100 * np.abs(errors(device, link, size)).mean() for size in (0, 512 * MIB))

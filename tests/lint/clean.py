@@ -68,6 +68,9 @@ zoo_compiled = functools.partial(compiled, programs.zoo_program)
 
 NEAR: dict[str, Near] = {
     "1,024 columns": Near("SPX001", planned(wide, 1024, 1024, on="a100:8", layout="fsdp")),
+    "counters of an optimizer in host memory": Near(
+        "SPX001", planned(model, "gpt-nano", on="v5e:2x4", layout="fsdp", offload="optimizer")
+    ),
     "replicated, as in data parallelism": Near("SPX001", planned(wide, 1024, 1021, on="a100:8", layout="data")),
     "an axis of one device": Near("SPX002", planned(model, "gpt2", on="v5e:2x4", mesh="x=8,y=1", layout=own_layout())),
     "an axis that shards the sequence": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +12,9 @@ import pytest
 
 from sampling import sampled
 from spanax.errors import SpanaxError
+from spanax.processes import devices as given
 from spanax.processes.devices import simulate
+from spanax.processes.gpu_memory import VARIABLE, missing_setting
 
 LOOP = """
 import os, sys
@@ -91,3 +94,44 @@ def test_after_jax_has_started_on_an_accelerator_nothing_is_simulated() -> None:
     with mock.patch.object(jax, "devices", lambda: accelerators):
         with pytest.raises(SpanaxError, match="with 8 gpu devices"):
             simulate(8)
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "is_set"),
+    [
+        ("dev/nvidiactl", {}, True),
+        ("dev/kfd", {"JAX_PLATFORMS": "rocm,cpu"}, True),
+        ("dev/nvidiactl", {"JAX_PLATFORMS": "cpu"}, False),
+        ("dev/accel0", {}, False),
+        ("dev/nvidiactl", {VARIABLE: ".8"}, False),
+        ("dev/nvidiactl", {"XLA_CLIENT_MEM_FRACTION": ".8"}, False),
+        ("dev/nvidiactl", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False),
+        ("dev/nvidiactl", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, False),
+    ],
+)
+def test_jax_gets_most_of_a_gpu_unless_the_user_decides(
+    file: str, environ: dict[str, str], is_set: bool, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).touch()
+    assert missing_setting(environ, tmp_path) == ({VARIABLE: ".95"} if is_set else {})
+
+
+@pytest.mark.parametrize(("platform", "count"), [("gpu", 1), ("cpu", 0)])
+def test_the_share_of_a_gpu_is_set_before_jax_starts_and_printed_once(
+    platform: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", {"SPANAX_NUM_HOSTS": "1"})
+    monkeypatch.setattr(given, "has_backend", lambda: bool(seen))
+    monkeypatch.setattr(given, "missing_setting", lambda: {VARIABLE: ".95"})
+    seen = list[str]()
+
+    def started(_: int | None) -> list[SimpleNamespace]:
+        seen.append(os.environ[VARIABLE])
+        return [SimpleNamespace(platform=platform)]
+
+    monkeypatch.setattr(given, "_started", started)
+    for _ in range(2):
+        given.devices(1)
+    assert seen == [".95", ".95"]
+    assert capsys.readouterr().err.count("XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set: by default, JAX") == count

@@ -253,7 +253,13 @@ def test_a_long_table_is_sorted_and_filtered_by_words(tmp_path: Path) -> None:
     twice = cells(drawn(page, tmp_path, "memory,memory", ""))
     assert [mesh for _, mesh in twice] == [mesh for _, mesh in reversed(once)]
     assert [mesh for _, mesh in cells(drawn(page, tmp_path, "mesh", ""))][:3] == ["data=2", "fsdp=0", "fsdp=1"]
-    assert "<button" not in drawn(of_parts(table("few", ("a",), [("b",)]), text("lines", "a\n b")), tmp_path)
+    few = drawn(of_parts(table("few", ("a",), [("b",)]), text("lines", "a\n b")), tmp_path)
+    assert "<button" not in few and "wide" not in few
+
+
+def test_a_table_of_many_columns_wraps_on_a_phone(tmp_path: Path) -> None:
+    result = drawn(of_parts(table("layouts", (*"abcde",), [(*"12345",)])), tmp_path)
+    assert '<table class="wide">' in result and '<td data-head="e">5</td>' in result
 
 
 # ---- layouts, and values in a notebook

@@ -192,8 +192,8 @@ def _by_compiler(
     lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
     report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
-    options = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}
-    key = report_cache.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **options)
+    # The report so far has the predictions, the limit of the memory, the program, flags and versions.
+    key = report_cache.key_of(report=report.to_json(), plan=plan.to_json(), target=target)
     if cache and (cached := report_cache.find(key)):
         return cached
     compiled = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags, is_whole=report.is_whole)

@@ -21,7 +21,7 @@ LEVELS = {0: "static", 1: "partitioner, abstract", 2: "partitioner, simulated de
 """The source of the compiled figures of each level."""
 
 
-ADDED = ("version", "errors", "by", "findings", "parity", "plan")
+ADDED = ("version", "errors", "by", "findings", "parity", "plan", "environment")
 """The keys of a certificate, or of the output of `spanax check --json`, that are not fields of a report."""
 
 

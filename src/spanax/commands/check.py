@@ -49,7 +49,7 @@ class CheckCommand:
       timeout: time limit of a compiler, in seconds.
       codegen: also generate machine code; takes minutes and adds no figures.
       inputs_only: constrain only the state and the batch, as a jit with in_shardings does.
-      cache: use the cached report of the same program; --no-cache compiles it again.
+      cache: --no-cache compiles again, instead of using the cached report of the same program.
       collectives: list every collective: bytes, mesh axes, tensors, and source line.
       explain_collective: show the details of one collective, by its number in that list.
       profiled: a run folder with a profile; adds findings on the measured steps.
@@ -110,6 +110,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
     from spanax.check.profile import read_profile
     from spanax.processes.devices import DEFAULT_SIMULATED, simulate
+    from spanax.processes.gpu_memory import needed_text
 
     machine = _machine(command)
     # Before the workload, whose file may make arrays and start JAX with fewer devices.
@@ -133,8 +134,11 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
         most_severe_first([*lint(program, plan, machine, report), *profile_findings]), source, plan.allow
     )
     notes = [] if command.out is None else _certify(command.out, report, findings, program, plan, machine)
+    environment = machine.memory_setting(report.compiled.peak_bytes or report.upper_bytes or 0) if report.fits else {}
+    notes += [needed_text(environment)] if environment else []
     parity = _parity(command, load, program, plan, devices) if command.parity else None
-    return _answer(command, report, findings, parity, notes)
+    reply = _answer(command, report, findings, parity, notes)
+    return replace(reply, data=reply.data | {"environment": environment})
 
 
 def _named(workload: str) -> Load:

@@ -326,7 +326,7 @@ def _compared_with_best(command: PlanCommand, load: Load, search: "Search", mach
     """Returns warnings on a requested layout, compared with the best of all layouts."""
     from spanax.plan.advice.rules_of_thumb import warnings
 
-    open_command = replace(command, request=replace(command.request, layout=None, mesh=None))
+    open_command = replace(command, request=replace(command.request, layout=None, mesh=None, pad=None))
     unrestricted, _ = _search(open_command, load, machine)
     assert search.best is not None
     lines = warnings(unrestricted, search.best)

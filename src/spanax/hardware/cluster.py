@@ -11,6 +11,7 @@ from spanax.errors import ArgumentError, ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_names, chip_of_kind, file_text, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
+from spanax.processes.gpu_memory import needed_setting
 from spanax.processes.processes import join_group
 
 MAX_DEVICES = 1 << 20
@@ -108,6 +109,16 @@ class Cluster:
         if self.chip.shared:
             return "cpu"
         return "tpu" if self.is_torus else "gpu"
+
+    def memory_setting(self, num_bytes: int) -> dict[str, str]:
+        """Returns the variable with which JAX can allocate `num_bytes` of each GPU; none if it can by default.
+
+        Example:
+          >>> cluster("h100:8").memory_setting(69 << 30), cluster("v5p:8").memory_setting(69 << 30)
+          ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.95'}, {})
+        """
+        memory_bytes = self.chip.memory_bytes
+        return needed_setting(num_bytes, memory_bytes) if self.platform == "gpu" and memory_bytes else {}
 
     @property
     def devices_per_node(self) -> int:

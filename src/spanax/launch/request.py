@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
+from spanax.processes.gpu_memory import missing_setting
 from spanax.train.config import TrainConfig, check, check_path, with_settings
 from spanax.train.record.folder import read_config
 from spanax.train.record.heartbeat import FOLDER_VARIABLE
@@ -71,9 +72,9 @@ class Request:
     def environment(self) -> dict[str, str]:
         """The environment that its processes need besides that of their group."""
         if not self.is_program:
-            return {}
+            return missing_setting()
         # A killed process would lose the last lines of its log in Python's buffer.
-        return {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
+        return missing_setting() | {FOLDER_VARIABLE: str(self.folder.absolute()), "PYTHONUNBUFFERED": "1"}
 
 
 def request_of(argv: Sequence[str], logs: str | None) -> Request:

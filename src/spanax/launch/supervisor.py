@@ -22,6 +22,7 @@ from spanax.launch.guard import Guard, kill_all, started_by, state_of
 from spanax.launch.log_copy import LogCopy
 from spanax.launch.request import Request
 from spanax.printable import to_stderr
+from spanax.processes.gpu_memory import missing_setting, setting_text
 from spanax.train.record import heartbeat, time_account
 from spanax.train.record.events import Events
 from spanax.train.record.run_lock import supervised
@@ -157,6 +158,8 @@ class Supervisor:
         with supervised(self.folder, self.rank):
             if self.is_program:
                 self.say(f"the logs of all processes are in {self.folder / LOGS}")
+            if missing := missing_setting():
+                self.say(setting_text(missing))
             return self._watch()
 
     def _watch(self) -> int:

@@ -127,7 +127,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a candidate; MFU and HFU are fractions, None where the peak of the chip is unknown."""
+    """The speed of a candidate; MFU and HFU are fractions, None where the peak of the chip is unknown.
+
+    HFU is None, too, unless recomputed or repeated FLOPs make it higher than MFU: MFU counts the masked scores that an
+    attention kernel skips, as is the convention (PaLM, appendix B), and HFU only FLOPs that run.
+    """
 
     examples_per_second: float
     tokens_per_second: float | None
@@ -241,11 +245,12 @@ class Search:
         seconds = candidate.step_seconds
         num_devices = self.cluster.num_devices
         peak = num_devices * self.peak_flops * seconds
+        executed = candidate.flops * num_devices
         return Rates(
             examples_per_second=self.batch_size / seconds,
             tokens_per_second=self.tokens_per_step / seconds if self.tokens_per_step else None,
             mfu=self.model_flops / peak if peak else None,
-            hfu=candidate.flops * num_devices / peak if peak else None,
+            hfu=executed / peak if peak and executed > 1.001 * self.model_flops else None,
         )
 
     def program_of(self, candidate: Candidate) -> Program:

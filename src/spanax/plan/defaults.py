@@ -36,20 +36,20 @@ STAGE_MARGIN = 0.05
 """How much faster than the fastest plan without stages one with stages must be, as a fraction.
 
 A bubble assumes equal stages, and a step in stages compiles longer. Source: a judgment, about the mean error of
-predicted step times (docs/planning.md): a smaller difference says nothing.
+predicted step times (notes/planner.md): a smaller difference says nothing.
 """
 
 ASSIGNMENT_MARGIN = 0.1
 """How much faster than the fastest preset a layout of a local search must be, as a fraction.
 
-Source: a judgment, about the mean error of predicted step times of compiled programs (docs/planning.md).
+Source: a judgment, about the mean error of predicted step times of compiled programs (notes/planner.md).
 """
 
 PARTIAL_REMAT_MARGIN = 0.02
 """How much faster than the fastest plan a partial remat policy must be, as a fraction.
 
 It runs the layers as two loops, which compile longer. Source: a judgment; predicted times of one sharding under two
-policies differ by the recomputed FLOPs, which are exact in compiled programs (docs/planning.md), so that the errors of
+policies differ by the recomputed FLOPs, which are exact in compiled programs (notes/planner.md), so that the errors of
 the times are nearly equal.
 """
 
@@ -58,7 +58,7 @@ REPEATED_MARGIN = 0.5
 
 Such a plan is faster only where latency exceeds computation, and predicted times are least accurate there: those of a
 small model on simulated devices have a mean error of 105 % without calibration, those of large models one of about
-10 %. Source: a judgment, between both (docs/planning.md).
+10 %. Source: a judgment, between both (notes/planner.md).
 """
 
 ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)

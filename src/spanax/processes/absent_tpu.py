@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 PCI_VENDORS = "sys/bus/pci/devices/*/vendor"
@@ -33,10 +33,15 @@ def has_only_cpus(root: Path = Path("/"), environ: Mapping[str, str] = os.enviro
     """
     if any(environ.get(name) for name in SETTINGS) or importlib.util.find_spec("libtpu") is None:
         return False
-    if any(any(root.glob(pattern)) for pattern in (*TPU_FILES, *GPU_FILES)):
+    if has_device(root, (*TPU_FILES, *GPU_FILES)):
         return False
     vendors = {path.read_text().strip() for path in root.glob(PCI_VENDORS)}
     return GOOGLE_PCI_VENDOR not in vendors and not _other_plugins()
+
+
+def has_device(root: Path, patterns: Iterable[str]) -> bool:
+    """Returns whether a device with one of these names is below `root`."""
+    return any(any(root.glob(pattern)) for pattern in patterns)
 
 
 def _other_plugins() -> list[str]:

@@ -1,9 +1,13 @@
 """Provides devices for a process that has not started JAX's backend yet: accelerators, or simulated CPU devices."""
 
+import os
 from typing import Any
 
+from spanax.compat import has_backend
 from spanax.errors import DeviceCountError, RangeError
-from spanax.processes.processes import Hosts, prepare_devices
+from spanax.printable import to_stderr
+from spanax.processes.gpu_memory import missing_setting, setting_text
+from spanax.processes.processes import Hosts, is_first, prepare_devices
 
 DEFAULT_SIMULATED = 8
 MAX_SIMULATED = 4096
@@ -38,12 +42,18 @@ def simulate(num_devices: int) -> list[Any]:
 def devices(num_devices: int | None) -> list[Any]:
     """Returns the devices to run on: accelerators if there are any, else simulated ones.
 
+    A process that has not started JAX gives it most of the memory of its GPUs, and says so.
+
     Raises:
       SpanaxError: there are fewer devices than requested.
     """
     if num_devices is not None and num_devices < 1:
         raise RangeError(f"--devices is {num_devices}; expected an integer >= 1.", fix="--devices 8")
+    missing = {} if has_backend() else missing_setting()
+    os.environ.update(missing)
     available = _started(num_devices)
+    if missing and available[0].platform == "gpu" and is_first():
+        to_stderr(setting_text(missing))
     if num_devices is not None and len(available) < num_devices:
         platform = available[0].platform
         raise DeviceCountError(

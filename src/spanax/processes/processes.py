@@ -42,7 +42,7 @@ THREADS_PER_DEVICE = 2
 """XLA's CPU collectives wait for each other on one thread pool. With its default of one thread per device, a step that
 is dispatched while another runs can deadlock; with two none did. More threads make each step slower.
 
-Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
+Source: notes/speed.md, 2, 4 and 8 devices on one core and two.
 """
 
 ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"

@@ -51,7 +51,7 @@ def report_text(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Returns whether the step fits in memory, and by whose count."""
+    """Returns whether the step fits in memory, and whether XLA or the plan says so."""
     limit = f" of {bytes_text(report.limit_bytes)}" if report.limit_bytes else ""
     peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
     need = f"{bytes_text(peak)} per device{limit}"

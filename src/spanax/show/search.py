@@ -9,14 +9,14 @@ from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
+from spanax.processes.gpu_memory import needed_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.units import bytes_text
 
-FLOP_CONVENTION = (
-    "3 x the forward pass's matmul FLOPs, attention scores in full; HFU is of the FLOPs that run: "
-    "recomputed ones count again, scores that a kernel skips do not"
-)
+MFU_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full"
+
+HFU_CONVENTION = "; HFU is of the FLOPs that run: recomputed ones count again, scores that a kernel skips do not"
 
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
 
@@ -113,8 +113,9 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "restore_bytes": search.best.state_bytes,
             "rule": best.rule,
             "why": [str(reason) for reason in _reasons(search)],
-            "flop_convention": FLOP_CONVENTION,
+            "flop_convention": MFU_CONVENTION + HFU_CONVENTION,
             "counts_all_experts": search.counts_all_experts,
+            "environment": search.cluster.memory_setting(search.best.upper_bytes),
         }
     }
 
@@ -167,14 +168,17 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
     moved = [(kind, axes, size) for axes, kinds in best.collectives.items() for kind, size in kinds.items()]
-    mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %, HFU {100 * (rates.hfu or 0):.1f} %"
+    mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
+    hfu = "" if rates.hfu is None else f", HFU {100 * rates.hfu:.1f} %"
+    convention = MFU_CONVENTION + (HFU_CONVENTION if hfu else "") + (ALL_EXPERTS if search.counts_all_experts else "")
+    needed = search.cluster.memory_setting(candidate.upper_bytes)
     stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
         f"{candidate.layout} on {search.cluster} ({candidate.mesh}{stages}): {search.setting}, "
         f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}"
         + "".join(f", {form}" for form in _forms(search, candidate)),
         *(f"  why     {reason}" for reason in _reasons(search)),
-        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
+        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}{hfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
         *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
@@ -182,12 +186,13 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
+        *([f"          {needed_text(needed)}"] if needed else []),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
         *(f"  attention {choice}" for choice in search.attention),
-        f"  MFU is {FLOP_CONVENTION}{ALL_EXPERTS if search.counts_all_experts else ''}" if mfu else "",
+        f"  MFU is {convention}" if mfu else "",
     ]
 
 

@@ -90,7 +90,7 @@ class Layer:
             )
         result = run.stack(run.x, *extra[0], **extra[1])
         if jax.tree.structure(result) != structure:
-            self._refuse("has layers that return another structure than that of x")
+            self._refuse("has layers whose result differs in structure from x")
         return result
 
     def _continued(self, x: Any, extra: Any) -> Pass:

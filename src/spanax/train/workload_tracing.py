@@ -30,7 +30,7 @@ def trace_workload(
       SpanaxError: the workload has no data, or the step cannot be traced.
       DataError: the tokens need a larger vocabulary than the model has.
     """
-    workload, config = _settled(load, config)
+    workload, config = _with_defaults(load, config)
     dtype = config.dtype if planned is None else planned.schedule.compute_dtype
     program = config.trace(
         workload,
@@ -43,7 +43,7 @@ def trace_workload(
     return workload, config, program
 
 
-def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
+def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
     """Returns the workload in the configured sizes with the tokenizer's vocabulary, and the settings with defaults."""
     workload = config.load(load)
     config = replace(

@@ -246,7 +246,7 @@ def test_an_example_batch_may_be_sharded(text: Path, opened: Callable[..., Batch
     assert batch["inputs"].sharding == sharding and values(batch) == values(next(planned))
     with pytest.raises(SpanaxError, match="'targets' of the example batch has no sharding"):
         opened(text, like | {"targets": jax.ShapeDtypeStruct((B, T), "int32")})
-    with pytest.raises(SpanaxError, match="an example batch has no plan"):
+    with pytest.raises(SpanaxError, match="`mesh` needs a plan"):
         opened(text, like, mesh=mesh)
     for wrong in (None, {}, {"inputs": 3}, "fsdp"):
         with pytest.raises(SpanaxError, match="batches need a plan, or an example batch"):

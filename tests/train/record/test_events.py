@@ -57,7 +57,7 @@ def test_every_kind_that_is_written_can_be_read(tmp_path: Path) -> None:
 
 
 def test_the_last_of_many_events_are_read_in_bounded_memory(tmp_path: Path) -> None:
-    line = b'{"event": "skipped", "time": 9, "by": "rank 0"}\n'
+    line = b'{"event": "skipped", "time": 9, "by": "rank 0", "reason": "%s"}\n' % (b"x" * 250)
     with open(tmp_path / EVENTS, "wb") as file:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)

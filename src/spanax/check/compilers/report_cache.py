@@ -1,5 +1,6 @@
 """A cache of reports on disk, keyed by the inputs of a check."""
 
+import functools
 import hashlib
 import json
 import os
@@ -11,17 +12,28 @@ from typing import Any
 
 from spanax.check.report import Report
 from spanax.documents import read_bytes
+from spanax.frames import OURS
 from spanax.train.data.cache import cache_folder, keep
 
 
 def key_of(**parts: Any) -> str:
-    """Returns the cache key of a check, a hash of its program, devices, flags and versions.
+    """Returns the cache key of a check, a hash of what it depends on and of the source of Spanax.
 
     Example:
       >>> key_of(program="a", level=3) == key_of(level=3, program="a") != key_of(program="b", level=3)
       True
     """
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    text = json.dumps(parts, sort_keys=True, default=str) + _source_digest(OURS)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest(folder: Path) -> str:
+    """Returns a hash of the code and tables in a folder: between two releases they change, and the version does not."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def find(key: str) -> Report | None:

@@ -42,7 +42,7 @@ def indivisible_dim(subject: LintSubject) -> Iterator[Message]:
             by_reason.setdefault((leaf.kind, reason), []).append(leaf)
     seen = set[Reason]()
     for (kind, reason), leaves in by_reason.items():
-        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= UNEVEN * subject.plan.state_bytes(kind):
+        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= UNEVEN * _kind_bytes(subject, kind):
             seen.add(reason)
             leaf = max(leaves, key=lambda placement: placement.local_bytes)
             if fix := _divisible(reason):
@@ -149,7 +149,12 @@ def _unknown_names(subject: LintSubject) -> dict[str, str]:
 
 
 def _large(subject: LintSubject, kind: str) -> float:
-    return LARGE_SHARE * subject.plan.state_bytes(kind)
+    return LARGE_SHARE * _kind_bytes(subject, kind)
+
+
+def _kind_bytes(subject: LintSubject, kind: str) -> int:
+    """Returns bytes per device of the state of one kind, offloaded arrays included."""
+    return sum(leaf.local_bytes for leaf in subject.plan.leaves if leaf.kind == kind)
 
 
 def _global_bytes(leaf: Placement) -> int:

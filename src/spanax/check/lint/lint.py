@@ -20,15 +20,6 @@ from spanax.trace.program import Program
 ALLOW_COMMENT = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")
 
 
-PAGE_HEAD = """# Lint rules of `spanax check`
-
-Each finding names the array or mesh axis, its bytes per device, and a fix. With `--fail-on warning`, the exit code is 1
-if there is a warning or an error. To allow a finding, write `# spanax: allow SPX001 embed` in the file of the workload,
-or `"allow": ["SPX001 embed"]` in a plan file; without a path, all findings with that code are allowed. `make golden`
-generates this page from the rules.
-"""
-
-
 T = TypeVar("T")
 
 
@@ -192,17 +183,6 @@ def source_text(workload: str) -> str:
     """
     path = Path(workload.partition(":")[0])
     return path.read_text() if path.suffix == ".py" and path.is_file() else ""
-
-
-def rules_page() -> str:
-    """Returns a Markdown page with the code, severity, condition and cost of each rule."""
-    parts = [PAGE_HEAD]
-    for rule in _all_rules():
-        when = " ".join((rule.find.__doc__ or "").split())
-        parts.append(
-            f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {when} {rule.why}\n"
-        )
-    return "\n".join(parts)
 
 
 def _all_rules() -> list[Rule[LintSubject] | Rule[StepProfile]]:

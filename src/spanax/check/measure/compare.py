@@ -129,8 +129,8 @@ def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str
         search_result,
         tuple(rows),
         tuple(collectives_of(search_result, row.candidate) for row in rows),
-        distance(rows),
-        core_distance(rows) if search_result.cluster.chip.shared else None,
+        regret(rows),
+        core_regret(rows) if search_result.cluster.chip.shared else None,
         rank_correlation(rows),
         device_kind,
     )
@@ -358,13 +358,13 @@ def _check_memory(plans: Sequence[Plan]) -> None:
         )
 
 
-def distance(rows: Sequence[Compared]) -> float:
+def regret(rows: Sequence[Compared]) -> float:
     """Returns the step time of the planner's choice, the cheapest prediction, relative to the fastest layout."""
     return min(rows, key=lambda row: row.candidate.step_seconds).ratio
 
 
-def core_distance(rows: Sequence[Compared]) -> float:
-    """Returns `distance` in CPU time, which is more reliable for simulated devices on a busy machine."""
+def core_regret(rows: Sequence[Compared]) -> float:
+    """Returns `regret` in CPU time, which is more reliable for simulated devices on a busy machine."""
     choice = min(rows, key=lambda row: row.candidate.step_seconds)
     return choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
 

@@ -30,10 +30,10 @@ TOLERANCE: dict[str, dict[Group, float]] = {
     "float32": {"loss": 1e-5, "gradients": 1e-5, "parameters": 1e-5},
     "bfloat16": {"loss": 0.1, "gradients": 0.25, "parameters": 2.0},
 }
-"""Relative differences attributed to rounding, by compute dtype. Source: measured, docs/comparing.md."""
+"""Relative differences attributed to rounding, by compute dtype. Source: measured, notes/check-accuracy.md."""
 
 MARGIN = {"float32": 20.0, "bfloat16": 2.0}
-"""The allowed ratio of a layout's difference to the noise on one device. Source: measured, docs/comparing.md."""
+"""The allowed ratio of a layout's difference to the noise on one device. Source: measured, notes/check-accuracy.md."""
 
 NUM_NOISE_RUNS = 2
 """The number of perturbed runs on one device that measure the noise."""

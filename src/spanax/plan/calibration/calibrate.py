@@ -16,7 +16,7 @@ from spanax.plan.evaluate import main_dtype
 TRANSFER_ERROR = 0.15
 """Relative standard error of what one program or number of devices says of another on the same chip.
 
-Source: the error of layouts predicted from one other measured layout, 16 %, with noise of 6 %, docs/planning.md.
+Source: the error of layouts predicted from one other measured layout, 16 %, with noise of 6 %, notes/planner.md.
 """
 
 

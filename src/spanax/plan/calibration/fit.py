@@ -15,7 +15,7 @@ Array = np.ndarray
 COMMON_WIDTH = 0.5
 """Prior standard deviation of the common factor, in logarithms.
 
-Source: predictions are 1.4 to 2.1 times the measured times on 8 simulated devices, docs/planning.md.
+Source: predictions are 1.4 to 2.1 times the measured times on 8 simulated devices, notes/planner.md.
 """
 
 SEPARATE_WIDTH = 0.25

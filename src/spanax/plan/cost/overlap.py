@@ -66,7 +66,7 @@ RUNTIMES: dict[str, Overlap] = {
 }
 """The runtimes, by name.
 
-Source: `xla-*`: schedules of compiled programs (`python benchmarks/overlap.py`, docs/speed.md): the share of a layer's
+Source: `xla-*`: schedules of compiled programs (`python benchmarks/overlap.py`, notes/speed.md): the share of a layer's
 weights that are gathered or scattered asynchronously, and with `--of activations` the collectives of tensor parallelism
 with sequences sharded. Of a layer's 12 on a TPU, 3 of the 6 reduce-scatters become loops of permutes and matmuls; of
 the 6 gathers none run during a matmul on v5p and v6e, 2 on v5e, and 4 by the SparseCores. `fsdp`: Zhao et al., arXiv

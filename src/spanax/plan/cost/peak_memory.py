@@ -50,7 +50,7 @@ TABLES = "compiler's tables"
 
 LIVE_MARGIN = 0.15
 """Fraction of the live values that an upper estimate for a TPU adds: fragmentation, and the order of operations.
-Source: the programs in docs/planning.md."""
+Source: the programs in notes/planner.md."""
 
 SMALL_MARGIN = 0.95
 MARGIN = 0.12

@@ -14,7 +14,7 @@ class Compiler:
 
     Attributes:
       adds_first: whether it adds partial sums before it all-reduces them, once: those for TPUs and GPUs do, XLA's for
-        CPUs does not. Source: the programs of docs/check.md.
+        CPUs does not. Source: the programs of notes/check-accuracy.md.
       narrows_first: whether it converts a sum to a narrower dtype before it all-reduces it, where only the converted
         sum is used: that for TPUs does. Source: programs of tests/byo for v5e:2x4, libtpu 0.0.52.
       rounds_first: whether it gathers float32 operands in 16 bits where matmuls round them: that for TPUs does.

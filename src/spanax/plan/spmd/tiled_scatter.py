@@ -1,4 +1,4 @@
-"""Tiles of a TPU's memory, and the sums of matmuls that its compiler scatters by permutes between parts of the matmul.
+"""Tiles of a TPU's memory, and the reduce-scatters that its compiler lowers to windowed einsums (collective matmuls).
 
 Source: gradients of 60 shapes in programs for v5e:2x4, libtpu 0.0.52 (`spanax check --level 3`).
 """
@@ -22,7 +22,7 @@ WORD_BYTES = 4
 """Bytes of an element of a tile."""
 
 WINDOWED_BYTES = 1 << 20
-"""Larger results of matmuls are reduce-scattered by permutes between parts of the matmul, however they are tiled."""
+"""XLA lowers reduce-scatters of larger results of matmuls to windowed einsums, however they are tiled."""
 
 SMALL_BYTES = 1 << 10
 """Smaller partial sums of matmuls on each device are, too. Source: 70 matmuls for v5e:1x2 to v5e:4x4."""
@@ -34,7 +34,7 @@ takes longer than the permutes. Source: the same matmuls; on v5e, 4,208 products
 
 
 def is_windowed_sum(sharded: ShardedProgram, shift: Reshard) -> bool:
-    """Returns whether a sum is that of a matmul, scattered by permutes between parts of the matmul.
+    """Returns whether XLA lowers this reduce-scatter to a windowed einsum (collective matmul).
 
     Args:
       sharded: the program's step under the layout, on a mesh with the sizes that it runs on.
@@ -87,7 +87,7 @@ def is_vector_product(graph: Graph, op: Op) -> bool:
 def is_windowed(
     partial: PartialSum, over: Count, unchanged: Count, others: Count, scale: Count = 1.0
 ) -> np.ndarray | bool:
-    """Returns whether a sum is scattered by permutes between parts of its matmul; no device may repeat that of another.
+    """Returns whether XLA lowers a reduce-scatter to a windowed einsum; no device may repeat the matmul of another.
 
     Args:
       partial: the sum.

@@ -3,12 +3,19 @@
 
 const SVG = new Set(["svg", "path"]);
 const MANY_ROWS = 12;
+const MANY_COLUMNS = 4;
 
 function el(tag, attributes, ...children) {
   const node = SVG.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, setting] of Object.entries(attributes ?? {})) if (setting != null) node.setAttribute(name, setting);
   node.append(...children.filter((child) => child != null && child !== ""));
   return node;
+}
+
+// A table of many columns does not fit a phone: there each row wraps, and each cell has its own head.
+function tableOf(part, names, head, body) {
+  const caption = el("caption", { class: "unseen" }, part.caption);
+  return el("table", { class: names.length > MANY_COLUMNS ? "wide" : null }, caption, el("thead", {}, head), body);
 }
 
 function scrolled(name, ...children) {
@@ -24,7 +31,7 @@ function drawTable(part) {
   const rows = part.rows.map((cells) => {
     const nodes = cells.map((cell, column) => {
       const setting = { class: isNumber[column] ? "number" : null };
-      return column ? el("td", setting, textOf(cell)) : el("th", { ...setting, scope: "row" }, textOf(cell));
+      return column ? el("td", { ...setting, "data-head": part.columns[column] }, textOf(cell)) : el("th", { ...setting, scope: "row" }, textOf(cell));
     });
     return { cells, node: el("tr", {}, ...nodes), text: cells.map(textOf).join(" ").toLowerCase() };
   });
@@ -43,9 +50,7 @@ function drawTable(part) {
     rows.sort((a, b) => sign * compare(a, b) || 0); // two unknown values are equal
     body.append(...rows.map((row) => row.node));
   };
-  const caption = el("caption", { class: "unseen" }, part.caption);
-  const head = el("thead", {}, el("tr", {}, ...heads));
-  const table = scrolled(part.caption, el("table", {}, caption, head, body));
+  const table = scrolled(part.caption, tableOf(part, part.columns, el("tr", {}, ...heads), body));
   if (!isLong) return table;
   heads.forEach((node, column) => node.firstChild.addEventListener("click", () => sort(column)));
   table.setAttribute("class", "scroll long");
@@ -85,12 +90,12 @@ function drawBars(part) {
     const parts = part.bars.map((bar) => bar.parts.find((item) => item.name === name));
     const share = isSingle ? number("td", percent(parts[0].size, totals[0])) : null;
     const head = el("th", { scope: "row" }, el("span", { class: `swatch ${color(name)}` }), name);
-    return el("tr", {}, head, ...parts.map((item) => number("td", item ? item.text : "–")), share);
+    const cells = parts.map((item, index) => number("td", item ? item.text : "–", { "data-head": part.bars[index].label }));
+    return el("tr", {}, head, ...cells, share);
   });
   const heads = [...part.bars.map((bar) => bar.label), ...(isSingle ? ["share"] : [])];
   const head = el("tr", {}, el("th", { scope: "col" }, "of"), ...heads.map((name) => number("th", name, { scope: "col" })));
-  const caption = el("caption", { class: "unseen" }, part.caption);
-  const legend = el("table", {}, caption, el("thead", {}, head), el("tbody", {}, ...rows));
+  const legend = tableOf(part, ["of", ...heads], head, el("tbody", {}, ...rows));
   const where = isNear ? " (dashed line)" : `; the peak is ${limit ? percent(largest, limit.size) : ""} of it`;
   const note = limit ? el("p", { class: "note" }, `Memory of a device: ${limit.text}${where}.`) : null;
   return el("figure", {}, ...drawn, note, scrolled(part.caption, legend));

@@ -63,7 +63,7 @@ def liveness(
       in_matmuls: whether the compiler fuses producers into matmuls that are their only consumers, and recomputes
         constants in their consumers. On TPU it does; on GPU, matmuls are library calls and read from memory.
 
-    Source: the buffers of steps compiled for TPUs, tests/data/truth/aot_probe.csv, and for both, docs/check.md.
+    Source: buffers of steps compiled for TPUs, tests/data/truth/aot_probe.csv; for both, notes/check-accuracy.md.
     """
     graph = traced.graph
     inputs = traced.graph.body.inputs
@@ -185,7 +185,7 @@ def order(
 ) -> dict[Body, tuple[Op, ...]]:
     """Returns the operations of every body in execution order.
 
-    Source: the schedules of steps compiled for TPUs and GPUs, docs/check.md.
+    Source: the schedules of steps compiled for TPUs and GPUs, notes/check-accuracy.md.
     """
     return {body: _ordered(graph, body, _batched(body, keys, batch)) for body in bodies}
 

@@ -3,7 +3,7 @@
 The rewrite precedes differentiation. Where the loss is linear in its per-token terms, the weight of each token is known
 in advance; a chunk computes its gradients in the forward pass and nothing is computed twice.
 
-The part that handles logits token by token begins with a product of activations and a weight, and ends where tokens are
+The part that handles logits token by token begins with a matmul with a weight, and ends where tokens are
 reduced or the vocabulary dim is gone. An operation that is independent per row can be evaluated on some of the rows.
 """
 
@@ -330,7 +330,7 @@ def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: in
     if candidates is None:
         raise VariantError(
             "the loss has no logits to compute in chunks.",
-            where="a product of activations and a weight, and the operations that follow it token by token",
+            where="a matmul with a weight whose result is used token-wise",
             fix="loss_chunks=1",
         )
     if isinstance(candidates, Mismatch):

@@ -245,7 +245,7 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
     leaves = [ExampleLeaf(path, tuple(leaf.shape), dtypes[path]) for path, leaf in by_path.items()]
     if mesh is not None:
         raise PlanMismatchError(
-            "an example batch has no plan, and so no layout on a mesh.",
+            "`mesh` needs a plan; an example batch carries its own shardings.",
             fix="jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P('data')))",
         )
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in by_path.items()}

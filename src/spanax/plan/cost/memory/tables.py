@@ -23,8 +23,8 @@ compiled by libtpu 0.0.52 for v5e:2x4 in tests/data/memory_cells.json."""
 
 WINDOW = 8
 WINDOW_OF_TWO = 3
-"""Tuples of a sum that is scattered by permutes between parts of its matmul: four permutes of a loop, its kernels, and
-the permute of the result; the loop over two devices has one permute. Source: 11 and 14 loops in such assignments."""
+"""Tuples of a windowed einsum (collective matmul): four permutes of a loop, its kernels, and the permute of the result;
+the loop over two devices has one permute. Source: 11 and 14 loops in such assignments."""
 
 
 class Counts(NamedTuple):
@@ -88,7 +88,7 @@ def counted(sharded: ShardedProgram, live: Liveness, body: Body, ops: Sequence[O
 
 
 def num_window_tuples(sums: Sequence[PartialSum], num_shards: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Returns the tuples of the sums that are scattered by permutes, on every mesh.
+    """Returns the tuples of the reduce-scatters that XLA lowers to windowed einsums, on every mesh.
 
     Args:
       sums: those of the program.
@@ -117,7 +117,7 @@ def table_bytes(
       state: the sharded leaves.
       counts: those of the program.
       free_share: the share of the memory on the chip that live values leave free.
-      num_window_tuples: the tuples of sums that are scattered by permutes.
+      num_window_tuples: the tuples of windowed einsums.
       is_upper: whether to return an upper estimate.
     """
     copied = (COPIES * state.num_arrays + state.num_updated) * free_share

@@ -18,7 +18,7 @@ COPIES = 2
 WINDOW_COPIES = 3
 """Convolutions of at most so many examples on a device fold parts of an image into the batch: so many copies of each
 activation are live, and so many of all columns of the windows of one convolution. Source: convolutions compiled by
-libtpu 0.0.52 for v5e:2x4, docs/planning.md."""
+libtpu 0.0.52 for v5e:2x4, notes/planner.md."""
 
 MOST_PADDING = 4
 MANY_LOOKUPS = 2048
