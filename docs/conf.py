@@ -13,6 +13,7 @@ release = version = installed("spanax")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
+smartquotes = False  # it renders `--layout` in text as a dash
 
 nb_execution_mode = "force"  # notebooks have no stored outputs: every picture is of this build
 nb_execution_raise_on_error = True

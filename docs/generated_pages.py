@@ -21,9 +21,10 @@ from spanax.hardware.chip import Chip, Link
 from spanax.hardware.chips import catalogue
 from spanax.hardware.slices import shape_text
 from spanax.plan.presets import MEANING, PRESETS, STORED
-from spanax.train.config import MAX, MIN, TYPES, TrainConfig
+from spanax.train.config import TYPES, TrainConfig
+from spanax.train.flags import MAX, MIN
 from spanax.units import bytes_text, quantity_text
-from spanax.usage import EXAMPLES
+from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
 
 DOCS = Path(__file__).parent
 END = "<!-- end -->"
@@ -129,7 +130,7 @@ def commands_page() -> str:
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
         parts += examples(EXAMPLES[name])
         parts.append(flag_table(listed(flags)))
-    return "\n\n".join([*parts, settings()]) + "\n"
+    return "\n\n".join([*parts, settings(), other_tools()]) + "\n"
 
 
 def written(name: str) -> str:
@@ -170,10 +171,24 @@ raise. The `config.toml` of a run folder has the same keys.
 workload = "gpt2"
 mesh = "fsdp=4,model=2"
 steps = 1000
-lr = 3e-4
+learning_rate = 3e-4
 output_dir = "runs/a"
 ```"""
     return f"{head}\n\n{table(('key', 'type', 'range'), rows)}"
+
+
+def other_tools() -> str:
+    """Returns the section on flags of other tools: those with one answer share a row."""
+    answers = {name: f"`--{ours}`, the same" for name, ours in SAME_FLAGS.items()}
+    answers |= {name: sentence(text) for name, text in OTHER_FLAGS.items()}
+    names: dict[str, list[str]] = {}
+    for name, text in answers.items():
+        names.setdefault(text, []).append(code(f"--{name}"))
+    head = """## Flags of other tools
+
+`spanax train` accepts flags of accelerate, torchrun, Hugging Face, Lightning, MaxText and Levanter that mean the same
+as one of its own. For the others an error says what to write."""
+    return f"{head}\n\n" + table(("flag", ""), [[", ".join(flags), text] for text, flags in names.items()])
 
 
 def api_page() -> str:

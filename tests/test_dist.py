@@ -145,7 +145,7 @@ def test_the_site_is_built_from_the_sdist(built: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(folder / "src")}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "spx101-unknown-name" in (folder / "site" / "troubleshooting.html").read_text()
+    assert "spx101-unknown-name" in (folder / "site" / "errors.html").read_text()
 
 
 @pytest.mark.slow

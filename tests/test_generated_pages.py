@@ -20,7 +20,7 @@ from spanax.plan import plan
 from spanax.train.config import TrainConfig
 from spanax.train.record.events import KINDS
 from spanax.train.store import manifest
-from spanax.usage import EXAMPLES
+from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -65,6 +65,11 @@ def test_every_setting_is_listed() -> None:
     page = (DOCS / "commands.md").read_text().partition("\n## Settings\n")[2]
     settings = {field.name for field in dataclasses.fields(TrainConfig)} - {"config", "traceback"}
     assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == settings
+
+
+def test_every_flag_of_another_tool_is_listed() -> None:
+    page = (DOCS / "commands.md").read_text().partition("\n## Flags of other tools\n")[2]
+    assert set(re.findall(r"`--([a-z0-9-]+)`[,| ]", page)) >= {*SAME_FLAGS, *OTHER_FLAGS}
 
 
 def test_every_public_name_has_a_task() -> None:

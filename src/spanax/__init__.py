@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from spanax.step.guard import Guard as Guard
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
     from spanax.trace.loss import value_and_grad as value_and_grad
-    from spanax.trace.optimizers import logged as logged
+    from spanax.trace.optimizers.wrapped import logged as logged
     from spanax.trace.program import Program as Program
     from spanax.trace.tracing import trace as trace
     from spanax.trace.variables import Leaf as Leaf
@@ -83,7 +83,7 @@ _NAMES = {
     "stack.block_lists": "stack",
     "stack.stack": "Stack",
     "trace.jaxpr.dim_maps.rule": "rule",
-    "trace.optimizers": "logged",
+    "trace.optimizers.wrapped": "logged",
     "trace.program": "Program",
     "trace.tracing": "trace",
     "trace.loss": "value_and_grad",

@@ -9,8 +9,7 @@ import pytest
 from machines import Device
 from spanax.errors import SpanaxError
 from spanax.hardware.chips import chip_named
-from spanax.hardware.cluster import Cluster, cluster, local
-from spanax.hardware.machine_types import TYPES
+from spanax.hardware.cluster import TYPES, Cluster, cluster, local
 
 
 @pytest.mark.parametrize(("args", "text"), [(("cpu:8",), "cpu:8"), (("cpu", 4), "cpu:4"), (("cpu:8", 2), "cpu:2")])

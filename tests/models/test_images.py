@@ -10,7 +10,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.models import images, resnet, vit
-from spanax.trace.optimizers import sgd
+from spanax.trace.optimizers.named import sgd
 
 TINY_VIT = vit.ViTConfig(16, 4, num_layers=2, num_heads=4, embed_dim=32, mlp_dim=64, num_classes=7)
 TINY_RESNET = resnet.ResNetConfig(32, stage_sizes=(2,), width=8, num_classes=7)

@@ -12,7 +12,8 @@ import spanax
 import zoo
 from spanax.errors import SpanaxError
 from spanax.models.unet import adam
-from spanax.trace.optimizers import adamw, lion, muon, sgd, stored_as
+from spanax.trace.optimizers.named import adamw, lion, muon, sgd
+from spanax.trace.optimizers.wrapped import stored_as
 from spanax.train.run import Run
 
 MLP = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(32), loss=zoo.squared_error)

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, first_line
-from spanax.trace.recipe import Recipe
+from spanax.trace.optimizers.recipe import Recipe
 from spanax.train.flags import (
     LayoutFlags,
     LayoutRequest,

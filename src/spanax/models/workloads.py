@@ -16,7 +16,7 @@ from spanax import Workload
 from spanax.errors import RangeError, SizeError, UnknownNameError, WorkloadError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported
-from spanax.trace.optimizers import sgd
+from spanax.trace.optimizers.named import sgd
 
 
 def text_workload(  # noqa: PLR0913  its options are settings

@@ -17,7 +17,7 @@ from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.remat_policies import GATHERED
 from spanax.trace.loss import as_metrics, chosen_step, dtype_error, loss_form
-from spanax.trace.optimizers import injected_rate, observing, of_loss, recording, with_logged
+from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import Microbatches, microbatches_of

@@ -13,9 +13,10 @@ from flax import nnx
 from spanax.errors import OptimizerError, UnknownNameError, nearest
 from spanax.trace.batch import AUTO
 from spanax.trace.jaxpr.remat_policies import EXACT
-from spanax.trace.optimizers import NAMED, STATE_DTYPES, adamw, averaging
+from spanax.trace.optimizers.named import NAMED, adamw, averaging
+from spanax.trace.optimizers.recipe import AS_DEFINED, Recipe
+from spanax.trace.optimizers.wrapped import STATE_DTYPES
 from spanax.trace.program import Program
-from spanax.trace.recipe import AS_DEFINED, Recipe
 from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
 from spanax.usage import flag

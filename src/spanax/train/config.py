@@ -13,7 +13,7 @@ from spanax.hardware.flags import NONE, flags_of
 from spanax.printable import is_printable
 from spanax.schema import SchemaError, parsed, short
 from spanax.step.guard import POLICIES, Guard, check_steps_per_call
-from spanax.trace.recipe import Recipe
+from spanax.trace.optimizers.recipe import Recipe
 from spanax.train.flags import BatchSizes, LayoutRequest, Precision, check_numbers
 from spanax.train.record.folder import config_text
 from spanax.train.record.trackers import check_trackers

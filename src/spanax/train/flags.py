@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from spanax.errors import RangeError
-from spanax.trace.recipe import AS_DEFINED, Recipe
+from spanax.trace.optimizers.recipe import AS_DEFINED, Recipe
 from spanax.usage import flag
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from spanax.step.guarded_step import invalid_leaves
 from spanax.step.placement import platform_of, to_device, validate_batch
 from spanax.step.replay.callbacks import raise_deferred
 from spanax.step.train_step import EvalStep, TrainStep
-from spanax.trace.optimizers import averages
+from spanax.trace.optimizers.wrapped import averages
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import methods_outside_meshes
 from spanax.train.data.batches import Batches

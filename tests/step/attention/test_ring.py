@@ -16,7 +16,7 @@ from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.plan import Plan, Schedule
 from spanax.stack.stack import Stack
-from spanax.trace.optimizers import PREFIX
+from spanax.trace.optimizers.wrapped import PREFIX
 from spanax.trace.program import Program
 from spanax.train.run import Run
 

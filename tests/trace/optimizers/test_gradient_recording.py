@@ -10,7 +10,7 @@ import spanax
 import zoo
 from programs import zoo_program
 from spanax.errors import SpanaxError
-from spanax.trace.optimizers import PREFIX
+from spanax.trace.optimizers.wrapped import PREFIX
 from spanax.trace.program import Program
 
 

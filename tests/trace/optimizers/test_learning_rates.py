@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 from sampling import sampled
-from spanax.trace.optimizers import adamw
+from spanax.trace.optimizers.named import adamw
 from spanax.train.config import TrainConfig
 from spanax.train.trainer import train
 

@@ -16,8 +16,8 @@ from spanax.errors import ConfigError, SpanaxError
 from spanax.interop.hf_export import export_weights
 from spanax.interop.safetensors import tensors
 from spanax.models.workloads import load
-from spanax.trace.optimizers import scheduled
-from spanax.trace.recipe import OPTIMIZERS, Recipe
+from spanax.trace.optimizers.named import scheduled
+from spanax.trace.optimizers.recipe import OPTIMIZERS, Recipe
 from spanax.train.config import TrainConfig
 from spanax.train.record.folder import recorded
 from spanax.train.trainer import train

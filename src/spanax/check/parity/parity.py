@@ -17,7 +17,7 @@ from spanax.plan.plan import Plan
 from spanax.step.pipeline.layer_order import layer_order
 from spanax.step.sharded_init import placed
 from spanax.trace.jaxpr.remat_policies import GATHERED
-from spanax.trace.optimizers import PREFIX
+from spanax.trace.optimizers.wrapped import PREFIX
 from spanax.trace.program import Program
 from spanax.trace.user_mesh import on_host
 from spanax.train.run import Run

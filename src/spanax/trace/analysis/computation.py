@@ -22,7 +22,7 @@ from jax.extend import core
 from spanax.schema import parsed
 from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.graph import BODIES, GRADIENT, METRIC, REMAT, Body, Graph, Op
-from spanax.trace.optimizers import LEARNING_RATE
+from spanax.trace.optimizers.wrapped import LEARNING_RATE
 from spanax.trace.variables import Leaf
 
 FORMAT = "1"

@@ -14,7 +14,7 @@ from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, from_jaxpr
-from spanax.trace.optimizers import with_logged
+from spanax.trace.optimizers.wrapped import with_logged
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of every leaf of the state."""

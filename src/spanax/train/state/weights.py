@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.errors import WeightsError, WriteError
-from spanax.trace.recipe import AVERAGED
+from spanax.trace.optimizers.recipe import AVERAGED
 from spanax.train.store import checkpoint, manifest, view
 from spanax.train.store.loaded import Loaded, difference
 from spanax.train.store.pending import failure
