@@ -138,7 +138,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     ),
     "epochs of data without a length": (["train", "stream.py:workload", "--num-epochs", "1"], 65, "data with a length"),
     "a flag of another tool": (["train", "--per_device_batch_size", "4"], 2, "--global-batch-size N"),
-    "a table of numbers": (["train", "--data", "numbers.csv"], 2, "docs/data.md has a model"),
+    "a table of numbers": (["train", "--data", "numbers.csv"], 2, "A CSV file, docs/data.md"),
     "no command yet": (["generate", "runs/a"], 2, "docs/generate.md"),
     "unknown optimizer state": (["train", "--optimizer-state", "bfloat8"], 2, "did you mean 'bfloat16'"),
     "an option that is none": (["train", "--xla-flags", "xla_dump_to=7"], 2, "cannot set the option 'xla_dump_to"),

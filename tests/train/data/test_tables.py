@@ -415,7 +415,7 @@ def test_a_missing_field_raises(tmp_path: Path) -> None:
     assert message_of(SpanaxError, tmp_path / "b.jsonl") == (
         "'b.jsonl' has no field 'text' or 'input_ids'.\n"
         "  where: it has id, content; the plan expects inputs, targets\n"
-        "  fix: --field NAME, the column with the text; docs/data.md has a model for the columns of a table"
+        "  fix: --field NAME, the column with the text; for a model of the columns see A CSV file, docs/data.md"
     )
     assert message_of(DataError, path, field="txt") == (
         "'a.jsonl' has no field 'txt'.\n  fix: did you mean 'text'? known: text, ids, image, label"
@@ -423,7 +423,7 @@ def test_a_missing_field_raises(tmp_path: Path) -> None:
     assert message_of(DataError, path, expected) == (
         "'a.jsonl' has no field 'picture'.\n"
         "  where: it has text, ids, image, label; the plan expects picture, label\n"
-        "  fix: --field picture=NAME; docs/data.md has a model for the columns of a table"
+        "  fix: --field picture=NAME; for a model of the columns see A CSV file, docs/data.md"
     )
     assert message_of(SpanaxError, path, expected, field="pic=image").startswith("the plan has no leaf 'pic'.")
 

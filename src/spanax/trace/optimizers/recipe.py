@@ -46,7 +46,7 @@ class Recipe:
         """Raises SpanaxError if the optimizer or the schedule is unknown."""
         for name, value, known in (("optimizer", self.optimizer, OPTIMIZERS), ("schedule", self.schedule, SCHEDULES)):
             if value not in (None, *known):
-                raise UnknownNameError(f"unknown {name} '{value}'.", fix=nearest(value, known))
+                raise UnknownNameError(f"unknown {name} '{value}'.", fix=nearest(str(value), known))
 
 
 AS_DEFINED = Recipe()

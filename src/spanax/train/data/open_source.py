@@ -34,7 +34,7 @@ from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tok
 WINDOWS = {"inputs", "targets"}
 """The leaves of batches of text or tokens."""
 
-OWN_MODEL = "docs/data.md has a model for the columns of a table"
+OWN_MODEL = "for a model of the columns see A CSV file, docs/data.md"
 """What to do with a table of other data than the workload's."""
 
 NUM_ROWS_HASHED = 16
