@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -285,22 +286,22 @@ def errors_page() -> str:
     return "\n\n".join([*filter(None, parts), *others]) + "\n"
 
 
-def check_page() -> str:
-    """Returns docs/check.md: the page as it is, with the table of lint rules."""
+def lint_table() -> str:
+    """Returns the lint rules: when each of them reports, and the cost of the problem."""
     rows = []
     for rule in sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code):
         meaning = f"{' '.join((rule.find.__doc__ or '').split())} {rule.why}"
         rows.append([rule.code, rule.find.__name__.replace("_", " "), rule.severity.value, sentence(meaning)])
-    before, mark, _ = (DOCS / "check.md").read_text().partition("<!-- table: lint (make golden) -->\n")
-    return f"{before}{mark}{table(('code', 'problem', 'severity', 'meaning'), rows)}\n<!-- end -->\n"
+    return table(("code", "problem", "severity", "meaning"), rows)
 
 
 def with_tables(page: str, tables: dict[str, Callable[[], str]]) -> str:
     """Returns a page as it is, with each table of it from the source: name to the function that returns it."""
     text = (DOCS / page).read_text()
     for name, table_of in tables.items():
-        begin, rest = text.split(f"<!-- generated: {name} -->\n")
-        text = f"{begin}<!-- generated: {name} -->\n{table_of()}\n{END}{rest.partition(END)[2]}"
+        mark = f"<!-- table: {name} (make golden) -->\n"
+        begin, rest = text.split(mark)
+        text = f"{begin}{mark}{table_of()}\n{END}{rest.partition(END)[2]}"
     return text
 
 
@@ -381,13 +382,18 @@ def link_text(link: Link | None) -> str:
     return f"{link.name} {rate_text(link.bytes_per_second, 'bytes per second', link.share)}" if link else "-"
 
 
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "check.md": {"lint": lint_table},
+    "hardware.md": {"chips": chips_table, "links": links_table},
+    "layouts.md": {"axes": mesh_axes_table, "layouts": layouts_table},
+    "models.md": {"workloads": models_table},
+}
+"""By file and name: the functions that return the tables of pages that are written by hand."""
+
 PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "api.md": api_page,
-    "check.md": check_page,
-    "layouts.md": lambda: with_tables("layouts.md", {"mesh axes": mesh_axes_table, "layouts": layouts_table}),
-    "models.md": lambda: with_tables("models.md", {"workloads": models_table}),
-    "hardware.md": lambda: with_tables("hardware.md", {"chips": chips_table, "memory and links": links_table}),
     "errors.md": errors_page,
+    **{page: partial(with_tables, page, tables) for page, tables in TABLES.items()},
 }
 """By file: the function that returns its text."""

@@ -110,7 +110,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
     from spanax.check.profile import read_profile
     from spanax.processes.devices import DEFAULT_SIMULATED, simulate
-    from spanax.processes.gpu_memory import needed_text
+    from spanax.processes.gpu_memory import setting_text
 
     machine = _machine(command)
     # Before the workload, whose file may make arrays and start JAX with fewer devices.
@@ -135,7 +135,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     )
     notes = [] if command.out is None else _certify(command.out, report, findings, program, plan, machine)
     environment = machine.memory_setting(report.compiled.peak_bytes or report.upper_bytes or 0) if report.fits else {}
-    notes += [needed_text(environment)] if environment else []
+    notes += [setting_text(environment, is_set=False)] if environment else []
     parity = _parity(command, load, program, plan, devices) if command.parity else None
     reply = _answer(command, report, findings, parity, notes)
     return replace(reply, data=reply.data | {"environment": environment})

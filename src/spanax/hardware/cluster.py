@@ -111,12 +111,7 @@ class Cluster:
         return "tpu" if self.is_torus else "gpu"
 
     def memory_setting(self, num_bytes: int) -> dict[str, str]:
-        """Returns the variable with which JAX can allocate `num_bytes` of each GPU; none if it can by default.
-
-        Example:
-          >>> cluster("h100:8").memory_setting(69 << 30), cluster("v5p:8").memory_setting(69 << 30)
-          ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.95'}, {})
-        """
+        """Returns the variable with which JAX can allocate `num_bytes` of each GPU; none if it can by default."""
         memory_bytes = self.chip.memory_bytes
         return needed_setting(num_bytes, memory_bytes) if self.platform == "gpu" and memory_bytes else {}
 

@@ -159,7 +159,7 @@ class Supervisor:
             if self.is_program:
                 self.say(f"the logs of all processes are in {self.folder / LOGS}")
             if missing := missing_setting():
-                self.say(setting_text(missing))
+                self.say(setting_text(missing, is_set=True))
             return self._watch()
 
     def _watch(self) -> int:

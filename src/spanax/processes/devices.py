@@ -53,7 +53,7 @@ def devices(num_devices: int | None) -> list[Any]:
     os.environ.update(missing)
     available = _started(num_devices)
     if missing and available[0].platform == "gpu" and is_first():
-        to_stderr(setting_text(missing))
+        to_stderr(setting_text(missing, is_set=True))
     if num_devices is not None and len(available) < num_devices:
         platform = available[0].platform
         raise DeviceCountError(

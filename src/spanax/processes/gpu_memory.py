@@ -12,32 +12,18 @@ VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SETTINGS = (VARIABLE, "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR")
 """The variables by which a user decides how JAX allocates; it refuses both names of the share together."""
 
-DEFAULT_SHARE = 0.75
-"""Source: https://docs.jax.dev/en/latest/gpu_memory_allocation.html."""
-
-SHARE = 0.95
+OURS = ".95"
 """The share in processes of Spanax; the rest holds the context of CUDA and the buffers of NCCL."""
 
-MAX_SHARE = 0.99
+DEFAULT_SHARE = 0.75
+"""Source: https://docs.jax.dev/en/latest/gpu_memory_allocation.html."""
 
 REPORTED_SHARE = 0.98
 """The least share of a GPU's memory that CUDA reports, of which JAX takes its own. Source: hardware/chips.toml."""
 
-DEFAULT = f"by default, JAX takes {100 * DEFAULT_SHARE:.0f} % of a GPU"
-
-
-def setting(share: float = SHARE) -> dict[str, str]:
-    """Returns the variable that sets the share.
-
-    Example:
-      >>> setting()
-      {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.95'}
-    """
-    return {VARIABLE: f"{share:.2f}".lstrip("0")}
-
 
 def missing_setting(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> dict[str, str]:
-    """Returns the setting that a process of Spanax needs: none without GPUs, or if the user decides how JAX allocates.
+    """Returns the variable that a process of Spanax sets; none without GPUs, or if the user decides how JAX allocates.
 
     Args:
       environ: the environment of the process.
@@ -45,40 +31,30 @@ def missing_setting(environ: Mapping[str, str] = os.environ, root: Path = Path("
     """
     platforms = {*(environ.get("JAX_PLATFORMS") or "gpu").split(",")}
     has_gpus = has_device(root, GPU_FILES) and not platforms.isdisjoint(("gpu", "cuda", "rocm"))
-    return setting() if has_gpus and not any(environ.get(name) for name in SETTINGS) else {}
+    return {VARIABLE: OURS} if has_gpus and not any(environ.get(name) for name in SETTINGS) else {}
 
 
 def needed_setting(num_bytes: int, memory_bytes: int) -> dict[str, str]:
-    """Returns the setting with which JAX can allocate `num_bytes` of `memory_bytes`; none if it can by default.
+    """Returns the variable with which JAX can allocate `num_bytes` of `memory_bytes`; none if it can by default.
 
     Example:
       >>> needed_setting(58 << 30, 80 << 30), needed_setting(69 << 30, 80 << 30)
       ({}, {'XLA_PYTHON_CLIENT_MEM_FRACTION': '.95'})
     """
     share = num_bytes / (REPORTED_SHARE * memory_bytes)
-    return {} if share <= DEFAULT_SHARE else setting(min(max(SHARE, math.ceil(100 * share) / 100), MAX_SHARE))
+    value = f"{min(math.ceil(100 * share), 99) / 100:.2f}"[1:]
+    return {} if share <= DEFAULT_SHARE else {VARIABLE: max(OURS, value)}
 
 
-def setting_text(variables: Mapping[str, str]) -> str:
-    """Returns the setting, and why it is set.
+def setting_text(variables: Mapping[str, str], *, is_set: bool) -> str:
+    """Returns that the variable is set, or where to set it.
 
     Example:
-      >>> setting_text(setting())
+      >>> setting_text({VARIABLE: ".95"}, is_set=True)
       'XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set: by default, JAX takes 75 % of a GPU'
     """
-    return f"{_assigned(variables)} is set: {DEFAULT}"
-
-
-def needed_text(variables: Mapping[str, str]) -> str:
-    """Returns where a user needs to set it.
-
-    Example:
-      >>> needed_text(setting(0.97)).partition(" (")[0]
-      'in your own loop, set XLA_PYTHON_CLIENT_MEM_FRACTION=.97: by default, JAX takes 75 % of a GPU'
-    """
-    ours = setting()[VARIABLE]
-    return f"in your own loop, set {_assigned(variables)}: {DEFAULT} (`spanax train` and `launch` set {ours})"
-
-
-def _assigned(variables: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items())
+    assigned = f"{VARIABLE}={variables[VARIABLE]}"
+    reason = f"by default, JAX takes {100 * DEFAULT_SHARE:.0f} % of a GPU"
+    if is_set:
+        return f"{assigned} is set: {reason}"
+    return f"in your own loop, set {assigned}: {reason} (`spanax train` and `launch` set {OURS})"

@@ -9,7 +9,7 @@ from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
-from spanax.processes.gpu_memory import needed_text
+from spanax.processes.gpu_memory import setting_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.units import bytes_text
@@ -186,7 +186,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
-        *([f"          {needed_text(needed)}"] if needed else []),
+        *([f"          {setting_text(needed, is_set=False)}"] if needed else []),
         "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
         f"{bytes_text(candidate.state_bytes)} per device",

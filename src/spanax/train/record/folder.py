@@ -27,6 +27,7 @@ from spanax.schema import parsed
 from spanax.sealed import DamagedError, VersionError, checksum, opened, sealed
 from spanax.train.record.run_lock import holds_run
 from spanax.train.store import manifest
+from spanax.usage import flag
 
 SAME_RUN = (
     "workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state", "optimizer",
@@ -146,10 +147,10 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
     check_steps(folder, config["steps"])
     for key in SAME_RUN:
         if (key in before or key in OPTIONAL) and before.get(key) != config.get(key):
-            flag = f"--{key.replace('_', '-')}"
-            had = f"with {key} {before[key]}" if key in before else f"without {flag}"
-            now = config.get(key) if key in before else f"{flag} {config.get(key)}"
-            fix = f"{flag} {before[key]}" if key in before else f"no {flag}"
+            name = flag(key)
+            had = f"with {key} {before[key]}" if key in before else f"without {name}"
+            now = config.get(key) if key in before else f"{name} {config.get(key)}"
+            fix = f"{name} {before[key]}" if key in before else f"no {name}"
             raise ConfigError(
                 f"the run was started {had}, and cannot be resumed with {now}.",
                 where=f"'{folder}'",
