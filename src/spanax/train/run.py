@@ -251,10 +251,14 @@ class Run:
         pairs = zip(self.program.leaves, self._in_order(), strict=True)
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
 
+    @cached_property
+    def _averages(self) -> dict[int, int]:
+        return averages(self.program.leaves)
+
     def _averaged(self) -> list[jax.Array]:
         """Returns the state, with the average of each parameter that the optimizer averages in its place."""
         state = list(self.state)
-        for param, average in averages(self.program.leaves).items():
+        for param, average in self._averages.items():
             value = jax.device_put(self.state[average], self.state[param].sharding)
             state[param] = value.astype(self.state[param].dtype)
         return state
