@@ -11,7 +11,7 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
-from spanax.plan.defaults import NARROWER, contraction_dtypes
+from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
@@ -203,11 +203,6 @@ class Search:
         return not next(iter(self.programs.values())).step.active.is_exact
 
     @property
-    def has_other_dtype(self) -> bool:
-        """Whether most FLOPs are in float32 although a narrower compute dtype was requested or is the default."""
-        return self.dtype == "fp32" and next(iter(self.programs.values())).compute_dtype in NARROWER
-
-    @property
     def peak_flops(self) -> float:
         """Peak FLOPs per second of one device in `dtype`; 0 if unknown."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
@@ -230,11 +225,10 @@ class Search:
         """The batch, sequence and dtype of every candidate, and the attention of the best."""
         program = next(iter(self.programs.values()))
         context = self.best.context if self.best else program.context
-        dtypes = (program.compute_dtype,) if program.compute_dtype is not None else contraction_dtypes(program)
         return Setting(
             batch_size=self.batch_size,
             sequence_lengths=sequence_lengths(program.batch),
-            dtypes=dtypes,
+            dtypes=contraction_dtypes(program),
             attention=attention_names(
                 context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
             ),

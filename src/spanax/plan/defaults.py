@@ -162,13 +162,6 @@ def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | 
     return program.loss_chunks if program.loss_chunks > 1 else defaults(cluster).loss_chunks
 
 
-NARROWER = ("bfloat16", "float16")
-"""Compute dtypes whose matmuls become float32 after a layer that returns float32."""
-
-SAME_DTYPE = "set dtype= in each layer with a dtype of its own, such as nnx.Embed, which keeps that of its parameters"
-"""How a model computes in the requested dtype."""
-
-
 def contraction_dtypes(program: Program) -> tuple[str, ...]:
     """Returns the floating dtypes of the operands of a step's matmuls and convolutions, sorted."""
     graph = program.step.graph

@@ -6,13 +6,13 @@ from typing import Any
 
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
-from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
-from spanax.units import bytes_text
+from spanax.units import bytes_text, quantity_text
 
 MFU_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full"
 
@@ -171,6 +171,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
     hfu = "" if rates.hfu is None else f", HFU {100 * rates.hfu:.1f} %"
     convention = MFU_CONVENTION + (HFU_CONVENTION if hfu else "") + (ALL_EXPERTS if search.counts_all_experts else "")
+    peak = quantity_text(search.peak_flops, "operations per second", digits=3)
     needed = search.cluster.memory_setting(candidate.upper_bytes)
     stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
@@ -181,7 +182,6 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}{hfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
-        *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
         + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
@@ -192,7 +192,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
         *(f"  attention {choice}" for choice in search.attention),
-        f"  MFU is {convention}" if mfu else "",
+        f"  MFU is of {peak} in {search.dtype}: {convention}" if mfu else "",
     ]
 
 

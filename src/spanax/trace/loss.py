@@ -28,6 +28,7 @@ from spanax.trace.jaxpr.remat_policies import (
 )
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
+from spanax.trace.rewrites.matmul_dtype import matmuls_in
 from spanax.trace.rewrites.microbatches.accumulation import accumulated, examples, mean_of_microbatches
 from spanax.trace.rewrites.pure_loss import check_unmoved, numbers_of, pure_function, pure_loss
 from spanax.trace.rewrites.remat import rematerialized
@@ -78,6 +79,7 @@ def loss_gradient(
     params, rest, batch = operands
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
+        pure = matmuls_in(pure, variant.compute_dtype)
         attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions, 2)
         return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
 
