@@ -5,6 +5,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -219,6 +220,23 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
     assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
     room = 0.95 * data["usable_bytes"]
     assert room / 2 < data["best"]["memory"]["peak"] <= room
+
+
+@pytest.mark.parametrize("examples, expected", [(32, (32, 64)), (2, (8, 16))])
+def test_the_search_for_the_largest_batch_starts_at_that_of_the_workload(
+    monkeypatch: pytest.MonkeyPatch, examples: int, expected: tuple[int, ...]
+) -> None:
+    sizes = list[int]()
+
+    def search_at(command: PlanCommand, load: Any, machine: Any, name: str, size: int) -> Any:
+        sizes.append(size)
+        return SimpleNamespace(best=None if len(sizes) > 1 else "fits")
+
+    monkeypatch.setattr("spanax.commands.plan._search_at", search_at)
+    monkeypatch.setattr("spanax.commands.plan._sized", lambda text, *_: text)
+    command = PlanCommand("mine", "h100:8", solve_for="batch")
+    text: Any = answer(command, lambda: load("gpt-nano", batch_size=examples))
+    assert tuple(sizes[:2]) == expected and text.endswith(f"about {expected[0]}")
 
 
 def test_the_fewest_devices() -> None:

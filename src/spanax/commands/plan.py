@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
+from spanax.batch_dims import dims_by_name, num_examples
 from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
 from spanax.trace.optimizers.recipe import Recipe
@@ -352,9 +353,9 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
     from spanax.plan.advice.summary import summarize
     from spanax.plan.advice.what_if import largest
 
-    step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
-    default = {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
-    start = getattr(command.sizes, FIELDS[name]) or default
+    step = {"batch": machine.num_devices, "seq": 128, "layers": 1, "embed": 128}[name]
+    default = {"batch": _own_batch_size(command, load), "seq": 512, "layers": 8, "embed": 1024}[name]
+    start = max(step, getattr(command.sizes, FIELDS[name]) or default)
     search_at = partial(_search_at, command, load, machine, name)
 
     def search_or_none(size: int) -> "Search | None":
@@ -367,13 +368,21 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
                 raise
             return None  # no layout divides it
 
-    fitting = largest(search_or_none, start, machine.num_devices if name == "batch" else step)
+    fitting = largest(search_or_none, start, step)
     if fitting is None:
-        smallest = summarize(search_at(start))
+        smallest = summarize(search_at(step))
         raise CapacityError(
-            f"not even {name} {start} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
+            f"not even {name} {step} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
         )
     return _sized(f"the largest {name} that fits on {machine} is about {fitting[0]}", *fitting, name, command)
+
+
+def _own_batch_size(command: PlanCommand, load: Load) -> int:
+    """Returns the number of examples of the workload's own batch."""
+    import jax
+
+    leaves = jax.tree.leaves(command.sizes.load(load).batch)
+    return num_examples([leaf.shape for leaf in leaves], dims_by_name(leaves))
 
 
 def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":

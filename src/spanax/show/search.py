@@ -241,7 +241,7 @@ def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list
     memory = "" if leaf.memory_kind == DEVICE else " in host memory"
     lines = [
         f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}",
-        f"  {leaf.local_bytes} bytes per device{memory}; {leaf.reason or 'sharded as it is used'}",
+        f"  {bytes_text(leaf.local_bytes)} per device{memory}; {leaf.reason or 'sharded as it is used'}",
     ]
     sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
     return lines + (

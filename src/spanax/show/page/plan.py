@@ -7,7 +7,7 @@ from spanax.check.array_placement import copies
 from spanax.plan.advice.summary import Summary
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.plan import Plan, shared_path
 from spanax.plan.prediction import Moved
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.page.document import Block, Cell, Fact, Page, Part, bars, table, text
@@ -117,7 +117,7 @@ def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
     num_shards = plan.mesh.size // times
     where = "" if leaf.memory_kind == DEVICE else " in host memory"
     return [
-        leaf.path if len(alike) == 1 else f"{path_pattern(leaf.path)} ×{len(alike)}",
+        shared_path([leaf.path for leaf in alike]) + (f" ×{len(alike)}" if len(alike) > 1 else ""),
         KINDS[leaf.kind],
         dims_text(leaf),
         spec_text(leaf.spec),
