@@ -47,7 +47,7 @@ from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import check_request, search_in
+from spanax.plan.search import check_request, least_in, search_in
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import AXES, is_standard
@@ -55,6 +55,7 @@ from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
+from spanax.trace.rewrites.padding import Multiples
 from spanax.trace.variant import Variant
 from spanax.units import bytes_text
 
@@ -260,7 +261,8 @@ def searched(
         result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
     if not request.is_placed:
         if request.pad is None:
-            result = with_padding(result, requested.in_model, program, scope.stage_margin)
+            least = partial(requested.least_padded, next(iter(result.programs.values())))
+            result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
         if request.offload is None:
             find = partial(requested.in_host_memory, program)
             result = with_host_memory(result, find, has_policy=remat is not None)
@@ -302,6 +304,13 @@ class _Requested:
     def in_model(self, program: Program, model: int) -> Search:
         """Returns the search of the meshes with a size of `model`."""
         return replace(self, scope=replace(self.scope, model=model)).fastest(program)
+
+    def least_padded(self, program: Program, padded: Multiples) -> float:
+        """Returns a lower bound of the step time of the meshes with a size of `model` that padded axes are for."""
+        names = program.step.labels_by_name
+        labels = {label for name, _ in padded for label in names.get(name, ())}
+        scope = replace(self.scope, model=padded[0][1], pipeline=self.request.pipeline is not False)
+        return least_in(program, self.cluster, scope, labels)
 
     def in_host_memory(self, program: Program, offload: tuple[str, ...], policy: str | None) -> Search:
         """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
