@@ -47,7 +47,7 @@ from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import check_request, search_in
+from spanax.plan.search import check_request, least_in, search_in
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import AXES, is_standard
@@ -55,6 +55,8 @@ from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
+from spanax.trace.rewrites.padding import Multiples
+from spanax.trace.variant import Variant
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
@@ -167,19 +169,34 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     return make(program) if count else in_chunks(program, cluster, make)
 
 
-def _dtype(program: Program, cluster: Cluster, request: Request) -> tuple[str | None, Reason | None]:
-    """Returns the compute dtype of a plan, and why the program keeps its own instead of the default."""
+def _dtype(
+    program: Program, cluster: Cluster, request: Request, policy: str | None = AS_WRITTEN
+) -> tuple[str | None, Reason | None]:
+    """Returns the compute dtype of a plan, and why the program keeps its own instead of the default.
+
+    Args:
+      program: what `spanax.trace` returned.
+      cluster: the devices.
+      request: the requirements of the plan.
+      policy: the remat policy; None for the fastest.
+    """
     if request.schedule is not None and request.schedule.compute_dtype is not None:
         return request.schedule.compute_dtype, None
     dtype = default_dtype(program, cluster)
     try:  # the form that a search traces first
-        in_attention(program, cluster, request, form_in(program, dtype))
+        in_attention(program, cluster, request, _form(program, dtype, policy))
     except VariantError:
         reason = untraceable_in(program, dtype)
         if reason is None:
             raise
         return array_dtype(program), reason
     return dtype, None
+
+
+def _form(program: Program, dtype: str | None, policy: str | None) -> Variant:
+    """Returns the form of a program that a search traces first: in a dtype, under a remat policy or the fastest."""
+    first = REMAT[0] if policy is None else policy
+    return replace(form_in(program, dtype), remat=None if first == AS_WRITTEN else first)
 
 
 def searched(
@@ -220,7 +237,7 @@ def searched(
         remat = program.remat
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
-    dtype, dtype_reason = _dtype(program, cluster, request)
+    dtype, dtype_reason = _dtype(program, cluster, request, remat)
     attention = request.attention or usual.attention
     scope = Scope(
         batch_size=program.batch_size,
@@ -244,7 +261,8 @@ def searched(
         result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
     if not request.is_placed:
         if request.pad is None:
-            result = with_padding(result, requested.in_model, program, scope.stage_margin)
+            least = partial(requested.least_padded, next(iter(result.programs.values())))
+            result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
         if request.offload is None:
             find = partial(requested.in_host_memory, program)
             result = with_host_memory(result, find, has_policy=remat is not None)
@@ -287,6 +305,13 @@ class _Requested:
         """Returns the search of the meshes with a size of `model`."""
         return replace(self, scope=replace(self.scope, model=model)).fastest(program)
 
+    def least_padded(self, program: Program, padded: Multiples) -> float:
+        """Returns a lower bound of the step time of the meshes with a size of `model` that padded axes are for."""
+        names = program.step.labels_by_name
+        labels = {label for name, _ in padded for label in names.get(name, ())}
+        scope = replace(self.scope, model=padded[0][1], pipeline=self.request.pipeline is not False)
+        return least_in(program, self.cluster, scope, labels)
+
     def in_host_memory(self, program: Program, offload: tuple[str, ...], policy: str | None) -> Search:
         """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
         scope = replace(self.scope, offload=offload)
@@ -295,7 +320,7 @@ class _Requested:
     def fastest(self, program: Program) -> Search:
         """Returns the search under the remat policy, or any, in stages where they may be faster or fit."""
         request = self.request
-        program = in_attention(program, self.cluster, request, form_in(program, self.dtype))
+        program = in_attention(program, self.cluster, request, _form(program, self.dtype, self.policy))
         scope = replace(self.scope, remat=REMAT if self.policy is None else (self.policy,))
         is_open = request.pipeline is None and defaults(self.cluster).pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, self.cluster)
@@ -306,7 +331,7 @@ class _Requested:
             pipeline=in_stages or bool(request.pipeline),
         )
         result = search_in(program, self.cluster, first)
-        if result.best is None and is_open and program.evaluation is not None:
+        if result.best is None and is_open and program.has_evaluation:
             result = search_in(program, self.cluster, replace(scope, pipeline=True))
         refused = refused_stages(result)
         if refused is None or (refused.code is Code.NO_STAGES and not is_open):

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
@@ -14,7 +14,7 @@ from spanax.plan.candidates.attention_kernel import can_ring, with_attention
 from spanax.plan.candidates.forms import Forms, in_context
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
-from spanax.plan.candidates.pricer import Bound, Pricer, priced_forms
+from spanax.plan.candidates.pricer import Bound, Pricer, least_seconds, priced_forms
 from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
 from spanax.plan.candidates.request import Scope
 from spanax.plan.cost.calibration import Assumptions
@@ -141,26 +141,8 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     rejected: Rejections = Counter()
     forms = Forms(program, scope.remat, rejected, is_lazy=scope.fits_first)
     first = next(iter(forms.programs.values()))
-    space = families(first, cluster, scope.batch_size, rejected, scope.pins, scope.model)
-    if not space:
-        raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, forms.policies))
-    space = [_requested(family, scope.layout, scope.mesh, pipeline, rejected) for family in space]
-    num_layers = first.step.layer_carry[1]
-    sequences = [in_context(family, rejected) for family in space] if scope.ring else []
-    states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
-    grids = functools.partial(
-        grids_of,
-        batch_size=scope.batch_size,
-        traced_batch=traced_batch,
-        microbatches=scope.microbatches,
-        num_layers=num_layers,
-        schedules=scope.schedules,
-    )
-    pricers = [
-        Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
-        for some in (space, sequences)
-    ]
+    pricers = _pricers(first, cluster, replace(scope, pipeline=pipeline), rejected)
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
     possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
@@ -190,6 +172,43 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
         attention=program.attention,
         offload=scope.offload,
     )
+
+
+def _pricers(program: Program, cluster: Cluster, scope: Scope, rejected: Rejections) -> tuple[Pricer, Pricer]:
+    """Returns the layouts of a scope to be priced, and those of them with ring attention."""
+    space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model)
+    if not space:
+        raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
+    space = [_requested(family, scope.layout, scope.mesh, scope.pipeline, rejected) for family in space]
+    sequences = [in_context(family, rejected) for family in space] if scope.ring else []
+    states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
+    grids = functools.partial(
+        grids_of,
+        batch_size=scope.batch_size,
+        traced_batch=program.batch_size,
+        microbatches=scope.microbatches,
+        num_layers=program.step.layer_carry[1],
+        schedules=scope.schedules,
+    )
+    every = [list(map(grids, some)) for some in (space, sequences)]
+    plain = Pricer.of(space, cluster, scope.assumptions, every[0], states)
+    return plain, Pricer.of(sequences, cluster, scope.assumptions, every[1], states[: len(sequences)])
+
+
+def least_in(program: Program, cluster: Cluster, scope: Scope, labels: Container[int | None]) -> float:
+    """Returns a lower bound of the step time of every layout of a scope whose state fits, in any form of the program.
+
+    Args:
+      program: the program under the policy that recomputes least.
+      cluster: the devices.
+      scope: the layouts.
+      labels: classes that may be sharded in another way; without them, all others are sharded as in the program.
+
+    Raises:
+      NoLayoutError: the scope has no layout.
+    """
+    plain, _ = _pricers(program, cluster, scope, Counter())
+    return least_seconds(plain.possible(repeats=True), program, labels)
 
 
 def _no_layout(batch_size: int, num_devices: int, rejected: Rejections) -> NoLayoutError:

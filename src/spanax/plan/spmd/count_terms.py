@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -28,6 +28,7 @@ def count_terms(
     *,
     compiler: Compiler | None = None,
     late: DeferredReductions | None = None,
+    left_out: Container[Op] = (),
 ) -> Terms:
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
 
@@ -37,12 +38,13 @@ def count_terms(
       (`spanax.trace.analysis.liveness`).
       compiler: what the compiler changes; nothing by default.
       late: the reductions that loops defer; none by default.
+      left_out: operations that are not counted, for a lower bound.
     """
     compiler = compiler or Compiler()
     counter = _TermCounter(sharded, only, late or DeferredReductions(), compiler)
     traced = sharded.traced
     for group in traced.op_groups:
-        if group.op not in traced.inert:
+        if group.op not in traced.inert and group.op not in left_out:
             counter.add(group)
     counter.add_ends()
     counter.defer()
