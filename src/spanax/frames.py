@@ -1,6 +1,7 @@
 """Classification of the files in a traceback as user code, libraries or Spanax."""
 
 import functools
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -33,7 +34,7 @@ def is_library(file: str) -> bool:
     """
     if Path(file).is_relative_to(OURS):
         return not _is_model(file)
-    return _is_standard(file) or package_of(file) in LIBRARIES
+    return _is_standard(file) or _is_command(file) or package_of(file) in LIBRARIES
 
 
 @functools.cache
@@ -46,7 +47,8 @@ def is_user(file: str) -> bool:
     """
     # Names such as <string> denote generated code, such as that of dataclasses and of the import system.
     is_file = not file.startswith("<")
-    return is_file and not (_is_standard(file) or package_of(file) or Path(file).is_relative_to(OURS))
+    is_installed = _is_standard(file) or _is_command(file) or package_of(file) or Path(file).is_relative_to(OURS)
+    return is_file and not is_installed
 
 
 def user_frames(error: BaseException) -> traceback.StackSummary:
@@ -76,6 +78,11 @@ def is_spanax(file: str) -> bool:
 
 def _is_model(file: str) -> bool:
     return Path(file).is_relative_to(OURS / "models")
+
+
+def _is_command(file: str) -> bool:
+    """Returns whether a file is an installed command, such as `bin/spanax` or `bin/pytest`."""
+    return Path(file).parent == Path(sys.executable).parent
 
 
 def _is_standard(file: str) -> bool:

@@ -1,18 +1,34 @@
 """Collectives out of programs: everything that a naive reader gets wrong, on programs of a few lines."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo_programs as text
-from spanax.check.hlo.collectives import Collective, collectives, totals
+import programs
+import spanax
+from spanax.check.hlo.collectives import Collective, collectives, totals, with_arrays
 from spanax.check.hlo.module import OURS, Module, read_module, read_text, user_line
 from spanax.check.hlo.replica_groups import axes_of, groups_of
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.relu(self.up(x)))
+
 
 FLAT, SQUARE = MeshShape.of("data=8"), MeshShape.of("data=2,model=4")
 
@@ -159,6 +175,27 @@ def test_lines_of_libraries_are_ignored() -> None:
     assert user_line([(str(OURS / "models" / "gpt.py"), 4), (mine, 2)]).endswith("gpt.py:4")
     for runner in ("step/replay/replay.py", "train/run.py", "check/compilers/lowered_step.py"):
         assert user_line([(str(OURS / runner), 9), ("/venv/bin/spanax", 8)]) == ""
+    command = str(Path(sys.executable).parent / "spanax")
+    assert user_line([(str(OURS / "trace" / "step.py"), 2), (command, 8)]) == ""
+
+
+@pytest.mark.parametrize(
+    "kind, axes, shape, path",
+    [
+        ("all-reduce", "data", "f32[64,32]", "up"),  # of a gradient, whose other dim is sharded over `model`
+        ("all-gather", "model", "f32[64,128]", "up"),
+        ("all-reduce", "data", "f32[64,128]", "up"),
+        ("all-reduce", "data", "f32[64,64]", ""),
+    ],
+)
+def test_collectives_have_the_arrays_of_their_shape(kind: str, axes: str, shape: str, path: str) -> None:
+    program = spanax.trace(
+        build=Pair, optimizer=optax.sgd(1e-2), batch=programs.array(8, 64), loss=lambda model, x: model(x).mean()
+    )
+    plan = spanax.plan(program, "cpu:8", mesh="data=2,model=4")
+    move = Collective(kind, axes, "f32", shape, 4, 1, 2, "it", "", "")
+    [result] = with_arrays([move], plan)
+    assert [name.split(".")[0] for name in result.tensors] == [path] * bool(path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f", b"\x1b\x1b"])

@@ -301,28 +301,30 @@ def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
 def with_arrays(moves: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
     """Returns the collectives with the paths of the parameters that they gather or whose gradients they reduce.
 
-    A result matches a parameter if it has the same dims in any order, except for the stacked layer dim; a
-    reduce-scatter matches the dims of the local shard.
+    A result matches a parameter if it has the dims of a shard in any order, without the stacked layer dim. A gather or
+    a sum is sharded over the other mesh axes only, a reduce-scatter over its own as well. If no parameter matches, dims
+    that are not sharded count too.
     """
     params = [leaf for leaf in plan.leaves if leaf.kind == "param"]
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    by_local_shape: dict[tuple[int, ...], list[str]] = {}
-    for leaf in params:
-        by_shape.setdefault(_key(leaf, leaf.shape), []).append(leaf.path)
-        by_local_shape.setdefault(_key(leaf, leaf.local_shape), []).append(leaf.path)
-    return tuple(_with(move, by_local_shape if move.kind == "reduce-scatter" else by_shape) for move in moves)
+    return tuple(_with(move, params, plan.mesh) for move in moves)
 
 
-def _with(move: Collective, paths: dict[tuple[int, ...], list[str]]) -> Collective:
+def _with(move: Collective, params: Sequence[Placement], mesh: MeshShape) -> Collective:
     if move.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
         return move
-    shapes = re.findall(r"\[([\d,]*)\]", move.shapes)
-    matches = {path: None for shape in shapes for path in paths.get(_sizes(shape), ())}
-    return replace(move, tensors=tuple(matches))
+    joined = () if move.kind == "reduce-scatter" else move.axes.removeprefix("~").split("+")
+    shapes = {_sizes(shape) for shape in re.findall(r"\[([\d,]*)\]", move.shapes)}
+    sharded = tuple(leaf.path for leaf in params if _shard(leaf, mesh, joined) in shapes)
+    gathered = tuple(leaf.path for leaf in params if _shard(leaf, mesh, mesh.names) in shapes)
+    return replace(move, tensors=sharded or gathered)
 
 
-def _key(leaf: Placement, shape: Sequence[int]) -> tuple[int, ...]:
-    return _without_ones(size for axis, size in zip(leaf.axes, shape, strict=True) if axis != "layers")
+def _shard(leaf: Placement, mesh: MeshShape, joined: Sequence[str]) -> tuple[int, ...]:
+    """Returns the sorted dims of a parameter that is sharded as planned, but not over `joined`; without the layers."""
+    dims = zip(leaf.axes, leaf.shape, leaf.spec, strict=True)
+    return _without_ones(
+        size // mesh.ways([axis for axis in by if axis not in joined]) for name, size, by in dims if name != "layers"
+    )
 
 
 def _sizes(shape: str) -> tuple[int, ...]:

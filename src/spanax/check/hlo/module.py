@@ -10,7 +10,7 @@ from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
 from spanax.compat import hlo_proto
-from spanax.frames import OURS, is_library
+from spanax.frames import OURS, is_library, is_spanax
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
@@ -213,7 +213,7 @@ def integers(instruction: Instruction) -> tuple[int, ...] | None:
 
 
 def user_line(lines: Sequence[tuple[str, int]]) -> str:
-    """Returns the innermost `file:line` of the user's code, or else of a library; empty if there is none.
+    """Returns the innermost `file:line` of the user's code, or else of a library; empty if it is one of Spanax.
 
     Frames outside of the replayed step belong to its caller, not to the model, and are ignored.
 
@@ -225,9 +225,8 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
     """
     traced = list(itertools.takewhile(lambda line: not _runs_the_step(line[0]), lines))
     user_lines = [line for line in traced if not is_library(line[0])]
-    for file, line in user_lines or traced:
-        return f"{file}:{line}"
-    return ""
+    file, number = next(iter(user_lines or traced), ("", 0))
+    return "" if not file or is_spanax(file) else f"{file}:{number}"
 
 
 def _runs_the_step(file: str) -> bool:
