@@ -39,8 +39,15 @@ class ShardingKey:
     number: int = field(compare=False)
 
 
-def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[ShardingKey]:
-    """Returns the sharding key of every value, by index; equal keys are one object."""
+def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int]) -> list[ShardingKey]:
+    """Returns the sharding key of every value, by index; equal keys are one object.
+
+    Args:
+      graph: the program.
+      axes: the classes of its dims.
+      routed: the classes of values that select experts.
+      once: values in loops that are gathered once, before the loop, or reduced once, after it.
+    """
     unsharded_dims: dict[int, set[int]] = {}
     for value, dim in axes.replicated:
         unsharded_dims.setdefault(value, set()).add(dim)
@@ -49,7 +56,7 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
     ]
     feeding = feeds(graph, is_activation)
     is_moved = _moved(graph)
-    in_chunks = _in_chunks(graph)
+    in_loops = _in_chunks(graph).union(once)
     keys: list[ShardingKey] = []
     known: dict[ShardingKey, ShardingKey] = {}
     for value, labels in enumerate(axes.classes):
@@ -60,7 +67,7 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or is_operand or value in in_chunks,
+            is_activation[value] or is_operand or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
             labels in routed,
             len(known),
