@@ -121,7 +121,7 @@ def _union(masks: Iterable[int]) -> int:
     return functools.reduce(operator.or_, masks, 0)
 
 
-def recurrences(graph: Graph, batch: Collection[int | None], classes: Sequence[Labels]) -> list[Op]:
+def recurrences(graph: Graph, batch: frozenset[int | None], classes: Sequence[Labels]) -> list[Op]:
     """Returns the loops in which every iteration needs all weights: over time, over tied layers, of a solver.
 
     They carry an activation. A loop over microbatches carries none, and has the weights of all layers.

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from spanax.trace.analysis.labels import Labels
+from spanax.trace.analysis.ragged_rows import ragged_rows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
@@ -49,7 +50,7 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Co
       once: values in loops that are gathered once, before the loop, or reduced once, after it.
     """
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.replicated:
+    for value, dim in axes.replicated | ragged_rows(graph):
         unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
