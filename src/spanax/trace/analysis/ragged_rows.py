@@ -25,9 +25,9 @@ def ragged_rows(graph: Graph) -> set[Dim]:
     if not matmuls:
         return set()
     neighbors = defaultdict[Dim, list[Dim]](list)
-    for dims in _equal(graph):
-        for dim in dims:
-            neighbors[dim] += dims
+    for same in _equal(graph):
+        for each in same:
+            neighbors[each] += same
     result = set[Dim]()
     for op in matmuls:
         rows = [(0, dim) for dim in op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions]
