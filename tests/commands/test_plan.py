@@ -45,7 +45,7 @@ def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, 
     top = {"best", "candidates", "rejected", "layouts_priced", "search_seconds", "trace_seconds"}
     best = {
         "layout", "mesh", "stored_axes", "computed_axes", "remat", "microbatches", "schedule", "memory", "collectives",
-        "step_seconds", "seconds", "mfu", "hfu", "bottleneck", "rule",
+        "step_seconds", "seconds", "mfu", "bottleneck", "rule",
     }  # fmt: skip
     assert top <= data.keys() and best <= data["best"].keys()
     assert data["candidates"][0]["step_seconds"] == data["best"]["step_seconds"]
@@ -54,7 +54,7 @@ def test_the_json_output_has_its_documented_keys(answered: tuple[str, dict[str, 
     for candidate in data["candidates"]:
         assert sum(candidate["seconds"].values()) == pytest.approx(candidate["step_seconds"])
         assert sum(size for name, size in candidate["memory"].items() if name != "peak") == candidate["memory"]["peak"]
-        assert 0 < candidate["mfu"] < (candidate["hfu"] or 1) <= 1
+        assert 0 < candidate["mfu"] < 1
         assert candidate["tokens_per_second"] == pytest.approx(16 * 64 / candidate["step_seconds"])
     plan = spanax.plan(load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9), spanax.cluster("cpu:1"))
     assert data["best"]["checkpoint_bytes"] == plan.state_bytes()
@@ -110,16 +110,6 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
     text, data = ask(workload="resnet-nano", on="h100:8", global_batch_size=None)
     assert re.search(r"\): batch \d+, bfloat16, remat", text.splitlines()[0]) and data["sequence_lengths"] == []
     assert "attention" not in text.splitlines()[0]
-
-
-@pytest.mark.parametrize("share, is_higher", [(0.9, False), (1.0, False), (1.3, True)])
-def test_hfu_is_reported_where_it_is_higher_than_mfu(share: float, is_higher: bool) -> None:
-    """An attention kernel skips masked scores, which MFU counts: without recomputation its HFU is the lower one."""
-    searched = search("mlp", "cpu:8")
-    best = dataclasses.replace(searched.candidates[0], flops=share * searched.model_flops / 8)
-    summary = summarize(dataclasses.replace(searched, candidates=(best,)))
-    assert (summary.search.rates(best).hfu is not None) == is_higher
-    assert search_text(summary, 1).count("HFU") == 2 * is_higher
 
 
 def test_the_order_of_a_table_is_explained(answered: tuple[str, dict[str, Any]]) -> None:

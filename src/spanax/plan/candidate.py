@@ -127,16 +127,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a candidate; MFU and HFU are fractions, None where the peak of the chip is unknown.
+    """The speed of a candidate; MFU is a fraction, None where the peak of the chip is unknown.
 
-    HFU is None, too, unless recomputed or repeated FLOPs make it higher than MFU: MFU counts the masked scores that an
-    attention kernel skips, as is the convention (PaLM, appendix B), and HFU only FLOPs that run.
+    It counts the masked scores that an attention kernel skips, as is the convention (PaLM, appendix B).
     """
 
     examples_per_second: float
     tokens_per_second: float | None
     mfu: float | None
-    hfu: float | None
 
 
 @dataclass(frozen=True)
@@ -235,16 +233,14 @@ class Search:
         )
 
     def rates(self, candidate: Candidate) -> Rates:
-        """Returns the speed of a candidate; MFU counts the FLOPs of the model, HFU also those of recomputation."""
+        """Returns the speed of a candidate; MFU counts the FLOPs of the model, and none of recomputation."""
         seconds = candidate.step_seconds
         num_devices = self.cluster.num_devices
         peak = num_devices * self.peak_flops * seconds
-        executed = candidate.flops * num_devices
         return Rates(
             examples_per_second=self.batch_size / seconds,
             tokens_per_second=self.tokens_per_step / seconds if self.tokens_per_step else None,
             mfu=self.model_flops / peak if peak else None,
-            hfu=executed / peak if peak and executed > 1.001 * self.model_flops else None,
         )
 
     def program_of(self, candidate: Candidate) -> Program:
