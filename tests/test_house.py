@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "spanax"
 # the public names. A new place needs an entry here. Inside a place, folders and modules have an order of their own:
 # no folder at any depth is part of a circle.
 ORDER: tuple[set[str], ...] = (
-    {"frames", "printable", "sealed", "displays", "batch_dims", "compat"},
+    {"activity", "frames", "printable", "sealed", "displays", "batch_dims", "compat"},
     {"errors", "documents"},
     {"units", "usage", "schema", "entries"},
     {"processes"},

@@ -1,5 +1,6 @@
 """`spanax plan`: ranks every layout of a workload on a cluster, and answers questions of size and budget."""
 
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -106,12 +107,19 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     Raises:
       SpanaxError: the request is invalid.
     """
-    from spanax.hardware.cluster import cluster
-    from spanax.models.workloads import load as load_by_name
+    from spanax.show.live.waiting import waiting
 
     if command.diff is not None:
         return _diff(*command.diff)
     _check(command)
+    with waiting(sys.stderr):
+        return _answer(command, load)
+
+
+def _answer(command: PlanCommand, load: Load | None) -> Answer:
+    from spanax.hardware.cluster import cluster
+    from spanax.models.workloads import load as load_by_name
+
     machine = cluster(command.on)
     load = load or partial(load_by_name, command.workload)
     if command.solve_for == "devices":

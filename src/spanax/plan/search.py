@@ -174,14 +174,20 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     )
 
 
-def _pricers(program: Program, cluster: Cluster, scope: Scope, rejected: Rejections) -> tuple[Pricer, Pricer]:
-    """Returns the layouts of a scope to be priced, and those of them with ring attention."""
+def _pricers(
+    program: Program, cluster: Cluster, scope: Scope, rejected: Rejections, left_out: Container[int | None] = ()
+) -> tuple[Pricer, Pricer]:
+    """Returns the layouts of a scope to be priced, and those of them with ring attention.
+
+    Leaves of the state with a class in `left_out` are not counted.
+    """
     space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model)
     if not space:
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     space = [_requested(family, scope.layout, scope.mesh, scope.pipeline, rejected) for family in space]
     sequences = [in_context(family, rejected) for family in space] if scope.ring else []
-    states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
+    offload = priced_offload(cluster, scope.offload)
+    states = [state_of(family.resolver, offload, left_out) for family in space]
     grids = functools.partial(
         grids_of,
         batch_size=scope.batch_size,
@@ -195,19 +201,28 @@ def _pricers(program: Program, cluster: Cluster, scope: Scope, rejected: Rejecti
     return plain, Pricer.of(sequences, cluster, scope.assumptions, every[1], states[: len(sequences)])
 
 
+UNSHARDED = (Code.BATCH_NOT_DIVISIBLE, Code.NOTHING_STORED, Code.NOT_REQUESTED, Code.RING_TOO_LONG)
+"""Why a mesh is rejected however the classes without a batch are sharded."""
+
+
 def least_in(program: Program, cluster: Cluster, scope: Scope, labels: Container[int | None]) -> float:
     """Returns a lower bound of the step time of every layout of a scope whose state fits, in any form of the program.
+
+    0 where a mesh is rejected that may have a layout if some classes are sharded in another way.
 
     Args:
       program: the program under the policy that recomputes least.
       cluster: the devices.
       scope: the layouts.
-      labels: classes that may be sharded in another way; without them, all others are sharded as in the program.
-
-    Raises:
-      NoLayoutError: the scope has no layout.
+      labels: the classes that may be sharded in another way; all others are sharded as in the program.
     """
-    plain, _ = _pricers(program, cluster, scope, Counter())
+    rejected: Rejections = Counter()
+    try:
+        plain, _ = _pricers(program, cluster, scope, rejected, labels)
+    except NoLayoutError:
+        return 0.0
+    if any(reason.code not in UNSHARDED for reason in rejected):
+        return 0.0
     return least_seconds(plain.possible(repeats=True), program, labels)
 
 

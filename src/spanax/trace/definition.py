@@ -8,6 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import jax
 from flax import nnx
 
+from spanax.activity import doing
 from spanax.batch_dims import ExampleDims, num_examples
 from spanax.compat import unsharded_tracers
 from spanax.errors import LossError, PipelineError, SpanaxError, StepError, VariantError
@@ -144,6 +145,7 @@ class Definition:
         Raises:
           SpanaxError: the step cannot be traced.
         """
+        doing(f"tracing the step: {variant}")
         if variant.padded:
             return self._padded(variant)
         state = self.state(variant)

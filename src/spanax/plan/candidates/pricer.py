@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spanax.activity import doing
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.attention_kernel import repeating_axes, ring_axes
@@ -166,7 +167,9 @@ class Pricer:
         """Prices every mesh of every family under every policy and schedule."""
         result = list[Priced]()
         cluster = self.cluster
+        num_families = sum(1 for grids in self.grids if grids)
         for program in programs:
+            num_priced = 0
             rejected.update(self.left_out)
             cache = ShardingCache()
             known = dict[object, LayoutCosts]()
@@ -176,6 +179,8 @@ class Pricer:
             for family, state, grids, table in rows:
                 if grids is None:
                     continue
+                num_priced += 1
+                doing(f"pricing shardings: {num_priced} of {num_families}, {program.form}")
                 resolver = family.resolver
                 last = layout if assignment is resolver.assignment else None
                 if last is None:
