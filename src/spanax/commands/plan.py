@@ -52,8 +52,7 @@ class PlanCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml; or a cloud's name: p5.48xlarge, v5litepod-16.
-        Several,
-        repeated or with commas, are compared in one table.
+        Several, with commas or repeated, are compared in one table.
       microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
@@ -116,15 +115,19 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     """
     from spanax.hardware.cluster import cluster
     from spanax.models.workloads import load as load_by_name
+    from spanax.plan.advice.quotes import checked_prices
+    from spanax.plan.plan import Plan
 
     if command.diff is not None:
-        return _diff(*command.diff)
+        first, second = map(Plan.load, command.diff)
+        return Answer("\n".join(first.diff(second) or ["the plans are the same"]))
     _check(command)
     load = load or partial(load_by_name, command.workload)
     names = _clusters(command)
     if len(names) > 1:
         return _quoted(command, load, names)
     machine = cluster(names[0])
+    checked_prices(command.price, names)
     if command.solve_for == "devices":
         return _fewest_devices(command, load, machine)
     if command.solve_for is not None:
@@ -141,48 +144,29 @@ def _clusters(command: PlanCommand) -> list[str]:
 
 def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
     """Returns the answers of several clusters as one table; the exit code is 2 if none has a plan."""
-    from spanax.plan.advice.quotes import quoted
+    from spanax.plan.advice.quotes import checked_prices, quoted
     from spanax.plan.choose import decided, largest_batch
+    from spanax.show.page.document import write
+    from spanax.show.page.plan import quotes_page
     from spanax.show.quotes import quotes_json, quotes_text
 
     single = ("out", "explain", "solve_for", "target_mfu", "budget_hours", "calibrate")
     if given := [flag(name) for name in single if getattr(command, name)]:
         raise ConflictError(f"{given[0]} is for one cluster, and --on has {len(names)}.", fix=f"--on {names[0]}")
-    prices = _prices(command)
+    prices = checked_prices(command.price, names)
     program = _traced(command, load)
     request = _request(command)
-    count = command.microbatches or 1
     quotes = quoted(
         names,
         lambda machine: _search(command, load, machine, program)[0],
         lambda machine, search: decided(program, machine, request, search),
-        lambda machine: largest_batch(program, machine, request, count),
+        lambda machine: largest_batch(program, machine, request, command.microbatches or 1),
     )
     quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
     lines = [f"{command.workload} on {len(names)} clusters:", "", quotes_text(quotes)]
     if command.html is not None:
-        from spanax.show.page.document import write
-        from spanax.show.page.plan import quotes_page
-
         lines.append(write(quotes_page(quotes, command.workload), command.html))
-    return Answer("\n".join(lines), quotes_json(quotes, command.top), exit_code=0 if any(q.plan for q in quotes) else 2)
-
-
-def _prices(command: PlanCommand) -> dict[str, float]:
-    """Returns the dollars per device-hour by device."""
-    from spanax.plan.advice.quotes import price_of
-
-    pairs = [price_of(text) for text in command.price]
-    prices = dict(pairs)
-    if len(prices) < len(pairs):
-        raise ConflictError(f"--price has two prices of one device: {' '.join(command.price)}.", fix="one of them")
-    return prices
-
-
-def _diff(first: Path, second: Path) -> Answer:
-    from spanax.plan.plan import Plan
-
-    return Answer("\n".join(Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]))
+    return Answer("\n".join(lines), quotes_json(quotes, command.top), exit_code=2 * (not any(q.plan for q in quotes)))
 
 
 def _check(command: PlanCommand) -> None:
@@ -404,29 +388,23 @@ def _compared_with_best(command: PlanCommand, load: Load, search: "Search", mach
 
 def _run(command: PlanCommand, search: "Search", machine: "Cluster") -> Extra:
     """Returns the hours of a run, and its cost if the price of a device is known."""
-    from spanax.plan.advice.quotes import dollars_of
+    from spanax.plan.advice.quotes import dollars_of, prices_of
     from spanax.plan.advice.what_if import budget
+    from spanax.show.quotes import run_text
 
-    (price,) = dollars_of(_prices(command), [machine])
-    at = f" at {price} dollars per device-hour"
-    if command.tokens is None and command.examples is None:
-        hourly = (price or 0.0) * machine.num_devices
-        return [f"{hourly:,.4g} dollars per hour{at}"], {"dollars_per_hour": hourly}
-    per_step = search.tokens_per_step if command.examples is None else search.batch_size
-    count = command.tokens if command.examples is None else command.examples
+    (price,) = dollars_of(prices_of(command.price), [machine])
     kind = "tokens" if command.examples is None else "examples"
-    if per_step is None or count is None:
-        raise ConflictError("--tokens: a batch of this model has no tokens.", fix=f"--examples {command.tokens:g}")
+    count = command.tokens if command.examples is None else command.examples
+    per_step = search.tokens_per_step if command.examples is None else search.batch_size
+    if count is None:
+        hourly = (price or 0.0) * machine.num_devices
+        return [f"{hourly:,.4g} dollars per hour, {price} per device"], {"dollars_per_hour": hourly}
+    if per_step is None:
+        raise ConflictError("--tokens: a batch of this model has no tokens.", fix=f"--examples {count:g}")
     total = budget(search, per_step, count, hours=command.budget_hours, save_seconds=command.save_seconds)
-    within = {None: "", True: ", within the budget", False: ", OVER the budget"}[total.within]
     cost = None if price is None else price * total.device_hours
-    costs = "" if cost is None else f", {cost:,.2f} dollars{at}"
-    line = (
-        f"{count:.3g} {kind} take {total.hours:.4g} hours, {total.device_hours:.4g} device-hours{costs}{within}; "
-        f"save every {total.checkpoint_seconds / 60:.0f} minutes"
-    )
     data = {"budget_hours": command.budget_hours, "dollars_per_device_hour": price, "cost_dollars": cost}
-    return [line], {"budget": asdict(total) | data}
+    return [run_text(total, kind, cost)], {"budget": asdict(total) | data}
 
 
 def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) -> Answer:

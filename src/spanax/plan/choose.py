@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from jax.sharding import Mesh
 
@@ -11,7 +11,6 @@ from spanax.errors import (
     CapacityError,
     ConflictError,
     DeviceCountError,
-    MissingError,
     SpanaxError,
     VariantError,
     first_line,
@@ -19,7 +18,7 @@ from spanax.errors import (
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
-from spanax.plan.advice.quotes import quoted
+from spanax.plan.advice.quotes import Quotes, quoted
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, plan_of, shortfall
@@ -31,7 +30,7 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.request import Request, Scope, pins_of
+from spanax.plan.candidates.request import Request, Scope, pins_of, requested_layout
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -47,7 +46,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
+from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, search_in
 from spanax.plan.sharding.assign import Pins, pinned_to
@@ -57,15 +56,19 @@ from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
-from spanax.units import bytes_text
-
-STATE_FRACTION = 0.5
-"""Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
 
 
-def plan(  # noqa: PLR0913
+@overload
+def plan(program: Program, cluster: Cluster | str, **options: Any) -> Plan: ...
+
+
+@overload
+def plan(program: Program, cluster: list[Any] | tuple[Any, ...], **options: Any) -> Quotes: ...
+
+
+def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the keywords
     program: Program,
-    cluster: Cluster | str | Sequence[Cluster | str],
+    cluster: Cluster | str | list[Any] | tuple[Any, ...],
     *,
     layout: str | Layout | None = None,
     mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
@@ -78,7 +81,7 @@ def plan(  # noqa: PLR0913
     pipeline: bool | None = None,
     pad: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
-) -> Any:
+) -> Plan | Quotes:
     """Returns the sharding of every array of a program on a cluster. Uses no devices.
 
     For a list of clusters, returns `Quotes`: an entry per cluster with its plan, which prints as a table.
@@ -134,7 +137,7 @@ def plan(  # noqa: PLR0913
     scheduled = None if schedule is None else schedule.offload or None
     kinds = scheduled if offload is None else known_offload(offload)
     request = replace(request, offload=kinds)
-    if isinstance(cluster, Sequence) and not isinstance(cluster, str):
+    if isinstance(cluster, list | tuple):
         count = max(1, schedule.microbatches) if schedule is not None else 1
         return quoted(
             cluster,
@@ -461,35 +464,6 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule.microbatches == 0:
         return replace(plan, why=f"{why}; {plan.schedule.microbatches} microbatches, as suits the stages")
     return plan
-
-
-def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
-    """Returns the layout and the mesh of a request, and why."""
-    layout = request.layout
-    mesh = request.mesh
-    if isinstance(layout, Layout):
-        if mesh is None:
-            raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
-        return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
-    if layout is not None:
-        shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
-        named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
-        return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
-    if mesh is not None:
-        shape = MeshShape.of(mesh)
-        named = layout_for(shape)
-        if request.sequence_parallel:
-            named = layout_named(named.name, shape, sequence_parallel=True)
-        return str(Reason(Code.MESH_NAMES)), named, shape
-    state = sum(leaf.num_bytes for leaf in program.leaves)
-    memory_bytes = cluster.memory_bytes
-    fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes
-    name = "data" if fits else "fsdp"
-    shape = default_mesh(name, cluster.num_devices)
-    limit = "unknown" if memory_bytes is None else bytes_text(memory_bytes)
-    verdict = "fits" if fits else "does not fit"
-    why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
-    return why, layout_named(name, shape), shape
 
 
 def refused_stages(result: Search) -> Reason | None:

@@ -1,9 +1,9 @@
 """Formats the answers of several clusters as a table, and as JSON."""
 
-from dataclasses import replace
 from typing import Any
 
 from spanax.plan.advice.quotes import Quote, Quotes
+from spanax.plan.advice.what_if import Budget
 from spanax.show.search import candidate_json, mfu_text, search_json
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -33,15 +33,12 @@ def cells(quotes: Quotes, quote: Quote) -> list[tuple[str, float | None]]:
     limit = search.cluster.memory_bytes
     room = f" of {bytes_text(limit)}" if limit else ""
     stages = f"; {best.stages_text}" if best.stages_text else ""
-    size = quote.largest and quote.largest.batch_size
+    size = None if quote.largest is None else quote.largest.batch_size
     hours = quotes.device_hours(quote)
     dollars = quote.dollars_per_hour_of_all
     if hours is not None and quote.dollars_per_hour is not None:
         dollars = hours * quote.dollars_per_hour
-    values = {
-        "device-hours": ("" if hours is None else f"{hours:,.4g}" if hours < 1e4 else f"{hours:,.0f}", hours),
-        "cost $": ("" if dollars is None else f"{dollars:,.2f}" if dollars < 1e4 else f"{dollars:,.0f}", dollars),
-    }
+    values = {"device-hours": (_rounded(hours, ",.4g"), hours), "cost $": (_rounded(dollars, ",.2f"), dollars)}
     values["$ per hour"] = values["cost $"]
     return [
         (quote.on, None),
@@ -53,6 +50,13 @@ def cells(quotes: Quotes, quote: Quote) -> list[tuple[str, float | None]]:
         (f"{size:,}" if size else "", size),
         *(values[head] for head in heads(quotes)[7:]),
     ]
+
+
+def _rounded(value: float | None, form: str) -> str:
+    """Returns a number in a format, or as an integer from 10,000 on; empty for none."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1e4 else format(value, form)
 
 
 def notes(quotes: Quotes) -> list[str]:
@@ -90,6 +94,17 @@ def quotes_text(quotes: Quotes) -> str:
     return "\n".join([*lines, "", *notes(quotes)]).rstrip()
 
 
+def run_text(total: Budget, kind: str, cost: float | None) -> str:
+    """Returns the hours and the dollars of a run of that many tokens or examples on one cluster."""
+    within = {None: "", True: ", within the budget", False: ", OVER the budget"}[total.within]
+    hours = f"{total.hours:.4g} hours, {total.device_hours:.4g} device-hours"
+    dollars = "" if cost is None else f", {cost:,.2f} dollars at {cost / total.device_hours:g} per device-hour"
+    return (
+        f"{total.tokens:.3g} {kind} take {hours}{dollars}{within}; "
+        f"save every {total.checkpoint_seconds / 60:.0f} minutes"
+    )
+
+
 def quotes_json(quotes: Quotes, top: int) -> dict[str, Any]:
     """Returns the object of `spanax plan --json` for several clusters."""
     return {
@@ -109,7 +124,7 @@ def _quote_json(quotes: Quotes, quote: Quote, top: int) -> dict[str, Any]:
     found = None
     if largest is not None and largest.best is not None:
         names = ("layout", "mesh", "remat", "microbatches", "memory", "upper_bytes")
-        values = candidate_json(largest, replace(largest.best))
+        values = candidate_json(largest, largest.best)
         found = {"batch": largest.batch_size} | {name: values[name] for name in names}
         found["loss_chunks"] = next(iter(largest.programs.values())).loss_chunks
     return data | {

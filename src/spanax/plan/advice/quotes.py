@@ -123,16 +123,16 @@ def quoted(
     for name in clusters:
         quote = Quote(str(name))
         try:
-            quote = replace(quote, cluster=cluster_of(name))
-            assert quote.cluster is not None
-            summary = summarize(search_on(quote.cluster))
-            quote = replace(quote, summary=summary, dollars_per_hour=quote.cluster.chip.dollars_per_hour)
+            cluster = cluster_of(name)
+            quote = replace(quote, cluster=cluster)
+            summary = summarize(search_on(cluster))
+            quote = replace(quote, summary=summary, dollars_per_hour=cluster.chip.dollars_per_hour)
             if summary.best is None:
                 fits_with = "; or with ".join(summary.remedies)
                 quote = replace(quote, problem=f"nothing fits: {summary.shortfall}; it fits with {fits_with}")
             else:
-                quote = replace(quote, plan=plan_of(quote.cluster, summary.search))
-            quote = replace(quote, largest=largest_on(quote.cluster))
+                quote = replace(quote, plan=plan_of(cluster, summary.search))
+            quote = replace(quote, largest=largest_on(cluster))
         except SpanaxError as error:
             lines = [line.strip() for line in str(error).splitlines()]
             quote = replace(quote, problem=quote.problem or "; ".join(lines)) if quote.plan is None else quote
@@ -168,6 +168,23 @@ def dollars_of(prices: Mapping[str, float], clusters: Sequence[Cluster | None]) 
     return dollars
 
 
+def checked_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Returns `prices_of` the values of --price, checked before the clusters of these names are planned.
+
+    Raises:
+      SpanaxError: as `prices_of` and `dollars_of`.
+    """
+    prices = prices_of(texts)
+    clusters = list[Cluster | None]()
+    for name in names:
+        try:
+            clusters.append(cluster_of(name))
+        except SpanaxError:
+            clusters.append(None)  # its row says why
+    dollars_of(prices, clusters)
+    return prices
+
+
 def _is_named(cluster: Cluster, name: str) -> bool:
     """Whether a name is that of the devices of a cluster."""
     known = chip_names()
@@ -175,21 +192,26 @@ def _is_named(cluster: Cluster, name: str) -> bool:
     return name in own or known.get(name.lower(), "") == cluster.chip.name
 
 
-def price_of(text: str) -> tuple[str, float]:
-    """Returns the device and the dollars per device-hour of a flag --price.
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
+    """Returns the dollars per device-hour by device, from the values of --price.
 
     Raises:
-      FormatError: the text is not `device=number`.
+      SpanaxError: a text is not `device=number`, or two are of one device.
 
     Example:
-      >>> price_of("h100=2.9"), price_of("a100=$1.5")
-      (('h100', 2.9), ('a100', 1.5))
+      >>> prices_of(["h100=2.9", "a100=$1.5"])
+      {'h100': 2.9, 'a100': 1.5}
     """
-    name, _, number = text.rpartition("=")
-    try:
-        price = float(number.strip().removeprefix("$"))
-    except ValueError:
-        price = math.nan
-    if not name.strip() or math.isnan(price):
-        raise FormatError(f"--price {text!r} is not a device and its dollars per device-hour.", fix="--price h100=2.9")
-    return name.strip(), price
+    prices = dict[str, float]()
+    for text in texts:
+        name, _, number = (part.strip() for part in text.rpartition("="))
+        if name in prices:
+            raise ConflictError(f"--price has two prices of {name}.", fix="one of them")
+        try:
+            prices[name] = float(number.removeprefix("$"))
+        except ValueError:
+            name = ""
+        if not name:
+            what = f"--price {text!r} is not a device and its dollars per device-hour."
+            raise FormatError(what, fix="--price h100=2.9")
+    return prices
