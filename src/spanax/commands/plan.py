@@ -65,8 +65,7 @@ class PlanCommand:
       target_mfu: the smallest batch that reaches this MFU, in percent.
       tokens: number of training tokens, such as 300B or 1e12; reports hours and device-hours.
       examples: number of training examples, instead of --tokens, for models of other data.
-      price: dollars per device-hour of a chip or cluster file, such as h100=2.9; may be repeated. Default: the
-        dollars_per_hour of the cluster file.
+      price: dollars per device-hour of a chip or cluster file, such as h100=2.9; may be repeated.
       budget_hours: with --tokens, report whether this many hours suffice.
       save_seconds: seconds per checkpoint, to choose the interval of checkpoints.
       calibrate: fit the constants of the devices to the measured steps of this run folder, or of a file of spanax
@@ -151,11 +150,11 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
     from spanax.show.quotes import quotes_json, quotes_text
 
     single = ("out", "explain", "solve_for", "target_mfu", "budget_hours", "calibrate")
-    if given := [flag(name) for name in single if getattr(command, name)]:
-        raise ConflictError(f"{given[0]} is for one cluster, and --on has {len(names)}.", fix=f"--on {names[0]}")
+    for name in (flag(name) for name in single if getattr(command, name)):
+        raise ConflictError(f"{name} is for one cluster, and --on has {len(names)}.", fix=f"--on {names[0]}")
     prices = checked_prices(command.price, names)
-    program = _traced(command, load)
     request = _request(command)
+    program = _traced(command, load)
     quotes = quoted(
         names,
         lambda machine: _search(command, load, machine, program)[0],
@@ -163,7 +162,7 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
         lambda machine: largest_batch(program, machine, request, command.microbatches or 1),
     )
     quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
-    lines = [f"{command.workload} on {len(names)} clusters:", "", quotes_text(quotes)]
+    lines = [quotes_text(quotes)]
     if command.html is not None:
         lines.append(write(quotes_page(quotes, command.workload), command.html))
     return Answer("\n".join(lines), quotes_json(quotes, command.top), exit_code=2 * (not any(q.plan for q in quotes)))
