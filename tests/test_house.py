@@ -45,7 +45,11 @@ ORDER: tuple[set[str], ...] = (
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
 
 # Methods of values that call what is built on the values: `_repr_html_`, and `Plan.constrain`.
-UPWARD = {("displays.py", "spanax.show.page.notebook"), ("plan/sharding/constrained.py", "spanax.jit.constrain")}
+UPWARD = {
+    ("displays.py", "spanax.show.page.notebook"),
+    ("displays.py", "spanax.show.quotes"),
+    ("plan/sharding/constrained.py", "spanax.jit.constrain"),
+}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "manager", "context"}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, overload
 
 from jax.sharding import Mesh
 
@@ -10,7 +11,6 @@ from spanax.errors import (
     CapacityError,
     ConflictError,
     DeviceCountError,
-    MissingError,
     SpanaxError,
     VariantError,
     first_line,
@@ -18,6 +18,7 @@ from spanax.errors import (
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
+from spanax.plan.advice.quotes import Quotes, quoted
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, plan_of, shortfall
@@ -29,7 +30,7 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.request import Request, Scope, pins_of
+from spanax.plan.candidates.request import Request, Scope, pins_of, requested_layout
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -45,9 +46,9 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
+from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import check_request, least_in, search_in
+from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import AXES, is_standard
@@ -57,15 +58,19 @@ from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
 from spanax.trace.rewrites.padding import Multiples
 from spanax.trace.variant import Variant
-from spanax.units import bytes_text
-
-STATE_FRACTION = 0.5
-"""Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
 
 
-def plan(  # noqa: PLR0913
+@overload
+def plan(program: Program, cluster: Cluster | str, **options: Any) -> Plan: ...
+
+
+@overload
+def plan(program: Program, cluster: list[Any] | tuple[Any, ...], **options: Any) -> Quotes: ...
+
+
+def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the keywords
     program: Program,
-    cluster: Cluster | str,
+    cluster: Cluster | str | list[Any] | tuple[Any, ...],
     *,
     layout: str | Layout | None = None,
     mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
@@ -78,12 +83,14 @@ def plan(  # noqa: PLR0913
     pipeline: bool | None = None,
     pad: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
-) -> Plan:
+) -> Plan | Quotes:
     """Returns the sharding of every array of a program on a cluster. Uses no devices.
+
+    For a list of clusters, returns `Quotes`: an entry per cluster with its plan, which prints as a table.
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
+      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one; or a list of them.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
         Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
@@ -131,7 +138,16 @@ def plan(  # noqa: PLR0913
     request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
     scheduled = None if schedule is None else schedule.offload or None
     kinds = scheduled if offload is None else known_offload(offload)
-    return decided(program, cluster_of(cluster), replace(request, offload=kinds))
+    request = replace(request, offload=kinds)
+    if isinstance(cluster, list | tuple):
+        count = max(1, schedule.microbatches) if schedule is not None else 1
+        return quoted(
+            cluster,
+            lambda machine: searched(program, machine, request),
+            lambda machine, found: decided(program, machine, request, found),
+            lambda machine: largest_batch(program, machine, request, count),
+        )
+    return decided(program, cluster_of(cluster), request)
 
 
 def decided(program: Program, cluster: Cluster, request: Request, priced: Search | None = None) -> Plan:
@@ -224,6 +240,48 @@ def searched(
     Raises:
       SpanaxError: as `search`.
     """
+    requested, program, reason = _requested(program, cluster, request, top, each, microbatches)
+    scope = requested.scope
+    remat = requested.policy
+    result = requested.chunked(program)
+    limit = None if each else top
+    if remat is None:
+        result = with_partial_remat(result, scope.stage_margin)
+    if not (request.is_placed or request.offload or request.padded):
+        result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
+    if not request.is_placed:
+        if request.pad is None:
+            least = partial(requested.least_padded, next(iter(result.programs.values())))
+            result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
+        if request.offload is None:
+            find = partial(requested.in_host_memory, program)
+            result = with_host_memory(result, find, has_policy=remat is not None)
+        result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
+    has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
+    is_reported = not requested.is_chunked and (request.chunks is not None or has_chunks)
+    logits = result.logits if is_reported else None
+    return replace(result, requested=reason, logits=logits, dtype_reason=requested.dtype_reason)
+
+
+def largest_batch(program: Program, cluster: Cluster, request: Request, microbatches: int = 1) -> Search | None:
+    """Returns a search at the largest batch for which a preset fits, in one microbatch by default; None for none.
+
+    Offloads and pads on request only. Estimates only memory, as `largest_batch_in`.
+
+    Raises:
+      SpanaxError: as `search`, or every batch fits.
+    """
+    step = cluster.num_devices * microbatches
+    if program.batch_size % step:
+        program = program.with_batch(step)  # the traced batch divides by the shards of every mesh
+    requested, program, _ = _requested(program, cluster, request, 1, False, microbatches)
+    return requested.largest(program)
+
+
+def _requested(
+    program: Program, cluster: Cluster, request: Request, top: int, each: bool, microbatches: int | None
+) -> "tuple[_Requested, Program, Reason | None]":
+    """Returns the searches of a request, as `searched`, with their program, and why only some layouts are searched."""
     schedule = request.schedule
     usual = defaults(cluster)
     reason, layout, mesh = _named(cluster, request)
@@ -252,25 +310,8 @@ def searched(
         offload=request.offload or (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
-    requested = _Requested(cluster, request, scope, dtype, remat, is_chunked=bool(count))
-    result = requested.chunked(program)
-    limit = None if each else top
-    if remat is None:
-        result = with_partial_remat(result, scope.stage_margin)
-    if not (request.is_placed or request.offload or request.padded):
-        result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
-    if not request.is_placed:
-        if request.pad is None:
-            least = partial(requested.least_padded, next(iter(result.programs.values())))
-            result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
-        if request.offload is None:
-            find = partial(requested.in_host_memory, program)
-            result = with_host_memory(result, find, has_policy=remat is not None)
-        result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
-    has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
-    is_reported = not count and (request.chunks is not None or has_chunks)
-    logits = result.logits if is_reported else None
-    return replace(result, requested=reason, logits=logits, dtype_reason=dtype_reason)
+    requested = _Requested(cluster, request, scope, dtype, dtype_reason, remat, is_chunked=bool(count))
+    return requested, program, reason
 
 
 @dataclass(frozen=True)
@@ -282,6 +323,7 @@ class _Requested:
       request: the requirements of every layout.
       scope: what each search prices.
       dtype: the compute dtype.
+      dtype_reason: why it is not the default of the cluster; None if it is.
       policy: the remat policy; None for the fastest.
       is_chunked: whether the number of chunks of the logits is set.
     """
@@ -290,6 +332,7 @@ class _Requested:
     request: Request
     scope: Scope
     dtype: str | None
+    dtype_reason: Reason | None
     policy: str | None
     is_chunked: bool
 
@@ -316,6 +359,12 @@ class _Requested:
         """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
         scope = replace(self.scope, offload=offload)
         return replace(self, scope=scope, policy=policy or self.policy).chunked(program)
+
+    def largest(self, program: Program) -> Search | None:
+        """Returns a search at the largest batch that fits, under the policy that stores least and the best chunks."""
+        form = in_attention(program, self.cluster, self.request, form_in(program, self.dtype))
+        policies = (*reversed(REMAT),) if self.policy is None else (self.policy,)
+        return largest_in_chunks(form, policies, self.cluster, self.scope, is_chunked=self.is_chunked)
 
     def fastest(self, program: Program) -> Search:
         """Returns the search under the remat policy, or any, in stages where they may be faster or fit."""
@@ -440,35 +489,6 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule.microbatches == 0:
         return replace(plan, why=f"{why}; {plan.schedule.microbatches} microbatches, as suits the stages")
     return plan
-
-
-def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
-    """Returns the layout and the mesh of a request, and why."""
-    layout = request.layout
-    mesh = request.mesh
-    if isinstance(layout, Layout):
-        if mesh is None:
-            raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
-        return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
-    if layout is not None:
-        shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
-        named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
-        return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
-    if mesh is not None:
-        shape = MeshShape.of(mesh)
-        named = layout_for(shape)
-        if request.sequence_parallel:
-            named = layout_named(named.name, shape, sequence_parallel=True)
-        return str(Reason(Code.MESH_NAMES)), named, shape
-    state = sum(leaf.num_bytes for leaf in program.leaves)
-    memory_bytes = cluster.memory_bytes
-    fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes
-    name = "data" if fits else "fsdp"
-    shape = default_mesh(name, cluster.num_devices)
-    limit = "unknown" if memory_bytes is None else bytes_text(memory_bytes)
-    verdict = "fits" if fits else "does not fit"
-    why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
-    return why, layout_named(name, shape), shape
 
 
 def refused_stages(result: Search) -> Reason | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
+import jax
 import numpy as np
 
 from spanax.batch_dims import num_examples
@@ -239,6 +240,24 @@ class Program:
         program = replace(program, renames=(*self.renames, names))
         program._variants[self.form] = program
         return program
+
+    def with_batch(self, size: int) -> "Program":
+        """Returns the program traced again with another number of examples.
+
+        Raises:
+          SpanaxError: it cannot be traced with that many.
+        """
+        shapes = [list(leaf.shape) for leaf in self.definition.batch_leaves]
+        for shape, dim in zip(shapes, self.step.axes.examples, strict=True):
+            if dim is not None:
+                shape[dim] = size
+        leaves = [
+            replace(leaf, shape=tuple(shape)) for leaf, shape in zip(self.definition.batch_leaves, shapes, strict=True)
+        ]
+        batch = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        batch = jax.tree.unflatten(self.batch_treedef, batch)
+        definition = replace(self.definition, batch=batch, batch_leaves=tuple(leaves), _memo={})
+        return reduce(Program.rename, self.renames, program_of(definition, self.form))
 
     def variant(self, variant: Variant) -> "Program":
         """Returns the program in another form; each is traced once.

@@ -1,7 +1,7 @@
 """Prices families of meshes under forms of a program, without those that can neither fit nor be chosen."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,32 +166,14 @@ class Pricer:
     def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
         """Prices every mesh of every family under every policy and schedule."""
         result = list[Priced]()
-        cluster = self.cluster
         num_families = sum(1 for grids in self.grids if grids)
         for program in programs:
             num_priced = 0
             rejected.update(self.left_out)
-            cache = ShardingCache()
-            known = dict[object, LayoutCosts]()
-            rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
-            layout: LayoutCosts | None = None
-            assignment: Assignment | None = None
-            for family, state, grids, table in rows:
-                if grids is None:
-                    continue
+            for family, grids, table, layout in self.layouts(program):
                 num_priced += 1
                 doing(f"pricing shardings: {num_priced} of {num_families}, {program.form}")
-                resolver = family.resolver
-                last = layout if assignment is resolver.assignment else None
-                if last is None:
-                    sharded = ShardedProgram(resolver.of(program), program.step, cache)
-                else:  # of one family, as in `by_ring`
-                    sharded = last.sharded.on(resolver.mesh)
-                equal = known.get(sharded.signature)
-                assignment = resolver.assignment
-                layout = LayoutCosts(sharded, state, cluster, self.assumptions, equal, last)
-                known.setdefault(sharded.signature, layout)
-                repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded.resolver, AXES))
+                repeats = tuple(AXES.index(axis) for axis in repeating_axes(layout.sharded.resolver, AXES))
                 plain = layout.costs(grids.plain, table)
                 costs = [(grids.plain, plain)]
                 for grid, columns in grids.others:
@@ -203,6 +185,27 @@ class Pricer:
                 for (grid, seconds), memory in zip(costs, uses, strict=True):
                     result.append(Priced(family, program, layout.terms, grid, memory, seconds, repeats))
         return result
+
+    def layouts(self, program: Program) -> Iterator[tuple[Family, Grids, GridTable | None, LayoutCosts]]:
+        """Yields every family with grids, and its costs under a form of the program, computed on first access."""
+        cache = ShardingCache()
+        known = dict[object, LayoutCosts]()
+        layout: LayoutCosts | None = None
+        assignment: Assignment | None = None
+        for family, state, grids, table in zip(self.space, self.states, self.grids, self.tables, strict=True):
+            if grids is None:
+                continue
+            resolver = family.resolver
+            last = layout if assignment is resolver.assignment else None
+            if last is None:
+                sharded = ShardedProgram(resolver.of(program), program.step, cache)
+            else:  # of one family, as in `by_ring`
+                sharded = last.sharded.on(resolver.mesh)
+            equal = known.get(sharded.signature)
+            assignment = resolver.assignment
+            layout = LayoutCosts(sharded, state, self.cluster, self.assumptions, equal, last)
+            known.setdefault(sharded.signature, layout)
+            yield family, grids, table, layout
 
 
 def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None]) -> float:
