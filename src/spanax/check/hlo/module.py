@@ -10,7 +10,7 @@ from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
 from spanax.compat import hlo_proto
-from spanax.frames import OURS, is_library
+from spanax.frames import OURS, is_library, is_spanax
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
@@ -225,7 +225,7 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
     """
     traced = list(itertools.takewhile(lambda line: not _runs_the_step(line[0]), lines))
     user_lines = [line for line in traced if not is_library(line[0])]
-    for file, line in user_lines or traced:
+    for file, line in user_lines or [line for line in traced if not is_spanax(line[0])]:
         return f"{file}:{line}"
     return ""
 
