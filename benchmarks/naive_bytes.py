@@ -29,7 +29,9 @@ PRESETS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor")
 ROUNDED = 1.005
 """Up to this, a ratio is printed as 1.00."""
 
-ABOVE: dict[str, str] = {}
+SMALL = "its activations are smaller than its weights, and the naive program leaves the weights where they are stored"
+
+ABOVE = {"ensemble fsdp": SMALL}
 """The cells that send more than the naive program on 8 simulated devices, each with the reason."""
 
 BEGIN = "<!-- the table of naive programs: benchmarks/naive_bytes.py -->"
