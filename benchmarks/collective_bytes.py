@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,6 @@ from hlo_bytes import collectives as by_kind  # noqa: E402
 from spanax.check.hlo.collectives import collectives  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.train.run import Run  # noqa: E402
-
-SENT: dict[str, Callable[[int], float]] = {
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-}
-"""What a device sends of a collective's result around a ring of so many. Source: as in hardware/collectives.py."""
 
 
 def our_step(workload: expert.Workload, layout: str, preset: Preset) -> jax.stages.Lowered:
@@ -82,7 +73,7 @@ def measured(lowered: jax.stages.Lowered, mesh: MeshShape) -> dict[str, Any]:
     found = collectives(partitioned, mesh)
     sent: dict[str, float] = defaultdict(float)
     for one in found:
-        sent[one.kind] += one.num_bytes * SENT[one.kind](one.group_size)
+        sent[one.kind] += one.sent_bytes
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {

@@ -32,6 +32,21 @@ def traced(build: Callable[[nnx.Rngs], nnx.Module], *shape: int) -> Program:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("batch", "is_exchanged"), [(8, True), (512, False)])
+def test_the_activations_of_a_gradient_move_where_they_are_smaller(batch: int, is_exchanged: bool) -> None:
+    program = traced(lambda rngs: nnx.Linear(64, 32, use_bias=False, rngs=rngs), batch, 64)
+    _, by_op = shardings(program, "fsdp", "fsdp=4")
+    matmuls = [op for op in program.step.graph.ops() if op.name == "dot_general"]
+    (gradient,) = (op for op in matmuls if program.step.graph.shape(op.outputs[0]) in ((64, 32), (32, 64)))
+    assert (gradient in by_op) is is_exchanged
+    machine = spanax.cluster("cpu:4")
+    plan = spanax.plan(program, machine, layout="fsdp")
+    report = spanax.check(program, plan, machine, level=1)
+    kinds, predicted = ({**each.collectives["fsdp"], "all-reduce": 0} for each in (report.compiled, report.predicted))
+    assert kinds == predicted  # but for the sums of the loss and the metrics
+    assert ("reduce-scatter" not in kinds) is is_exchanged and ("all-to-all" in kinds) is is_exchanged
+
+
 def test_data_parallelism_reshards_no_matmul() -> None:
     _, by_op = shardings(small_gpt(), "data", "data=4")
     assert not [op.name for op in by_op if op.name in CONTRACTIONS]

@@ -4,6 +4,7 @@ By default, XLA may move activations to a sharded weight instead of gathering th
 of a platform's kernel. Both are decided here, ahead of time.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,7 +64,8 @@ def operand_sharding(
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
     if op.name in CONTRACTIONS:
-        return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
+        sharding = _in_groups(resolver, traced, op, constraints) or _exchanged(traced, op, constraints)
+        return sharding or _contracted(resolver, traced, op, constraints)
     sharding = _reshaped(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
     sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
@@ -144,6 +146,42 @@ def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
     batch = next(op.dim_map.of_kind(Kind.SAME, Kind.CONTRACTED))
     batch_dims, channel_dims = ([dict(each.dims).get(array, -1) for array in range(3)] for each in (batch, groups))
     return batch_dims, channel_dims, groups.factor
+
+
+def _exchanged(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+    """Moves the activations of a gradient that is stored sharded, where they are smaller than the gradient.
+
+    The operand with the dim along which the gradient is stored is exchanged: its batch is gathered and that dim is
+    sharded. The batch of the other one is gathered. Then every device computes the part of the gradient that it stores,
+    and no gradient is reduced.
+    """
+    values = (*op.inputs[:2], op.outputs[0])
+    known = [constraints[value] for value in values]
+    gradient = known[2]
+    if op.name != "dot_general" or None in known or gradient is None or gradient.used is None:
+        return None
+    further = [
+        (dim, set(by) - set(used)) for dim, (by, used) in enumerate(zip(gradient.spec, gradient.used, strict=True))
+    ]
+    changed = [(dim, axes) for dim, axes in further if axes]
+    summed, passed = op.dim_map.contraction
+    sizes = [math.prod(traced.graph.shape(value)) for value in values]
+    if len(changed) != 1 or sizes[0] + sizes[1] > sizes[2]:
+        return None
+    ((stored, axes),) = changed
+    inputs = list[Constraint | None](None for _ in op.inputs)
+    for side in (0, 1):
+        spec = [*known[side].computed]  # type: ignore[union-attr]
+        dims = [pair[side] for pair in summed]
+        if {axis for dim in dims for axis in spec[dim] if axis in axes} != axes:
+            return None
+        for dim in dims:
+            spec[dim] = tuple(axis for axis in spec[dim] if axis not in axes)
+        for pair in passed:
+            if pair[2] == stored and pair[side] >= 0:
+                spec[pair[side]] = gradient.spec[stored]
+        inputs[side] = Constraint(tuple(spec))
+    return OperandSharding(tuple(inputs), (None,) * len(op.outputs))
 
 
 def _contracted(

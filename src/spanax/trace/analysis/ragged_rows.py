@@ -33,8 +33,8 @@ def ragged_rows(graph: Graph) -> set[Dim]:
         rows = [(0, dim) for dim in op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions]
         values = (*op.inputs, *op.outputs)
         related = (relation.dims for relation in op.dim_map.relations if not set(rows).isdisjoint(relation.dims))
-        for array, dim in {dim for dims in related for dim in dims}:
-            found = _connected((values[array], dim), neighbors)
+        for array, row in {each for dims in related for each in dims}:
+            found = _connected((values[array], row), neighbors)
             if not {value for value, _ in found}.intersection(graph.body.inputs):
                 result |= found
     return result

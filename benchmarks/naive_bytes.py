@@ -1,0 +1,131 @@
+"""What a planned step sends, beside the naive program: the same step under `jax.jit` with the shardings of its inputs.
+
+Every model of tests/byo and tests/zoo.py under presets, compiled for 8 simulated devices or, with `--on v5e:2x4`, for
+that TPU (needs libtpu and no accelerator). Nothing is run. Counted are the bytes that a device sends around rings in a
+step, loops multiplied out. `--store FOLDER` keeps a JSON file per cell and compiles only those that it does not have;
+`--write PAGE` puts the table into the page.
+
+Usage:
+  python benchmarks/naive_bytes.py [--on CLUSTER] [--only TEXT] [--presets NAMES] [--store FOLDER] [--write PAGE]
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import spanax
+from generated_tables import write_table
+from memory_cells import corpus, of_corpus
+from spanax.errors import SpanaxError
+
+SIZE = 64
+"""The examples of a step."""
+
+PRESETS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor")
+
+ROUNDED = 1.005
+"""Up to this, a ratio is printed as 1.00."""
+
+SMALL = "its activations are smaller than its weights, and the naive program leaves the weights where they are stored"
+
+ABOVE = {"ensemble fsdp": SMALL}
+"""The cells that send more than the naive program on 8 simulated devices, each with the reason."""
+
+BEGIN = "<!-- the table of naive programs: benchmarks/naive_bytes.py -->"
+
+
+def cells() -> list[tuple[str, str]]:
+    return [(name, preset) for name in (*corpus.FILES, *corpus.zoo.ZOO) for preset in PRESETS]
+
+
+def compared(name: str, preset: str, cluster: str = "cpu:8") -> dict[str, Any]:
+    """Returns the bytes that a device sends, as planned and in the naive program; or why there is no such plan."""
+    machine = spanax.cluster(cluster)
+    program = of_corpus(name, SIZE)
+    try:
+        plan = spanax.plan(program, machine, layout=preset)
+    except SpanaxError as error:
+        return {"cell": f"{name} {preset}", "refused": str(error).splitlines()[0]}
+    level = 2 if machine.platform == "cpu" else 3
+    ours, naive = (spanax.check(program, plan, machine, level=level, inputs_only=only) for only in (False, True))
+    totals = (
+        sum(sum(kinds.values()) for kinds in figures.collectives.values())
+        for figures in (ours.predicted, ours.compiled)
+    )
+    predicted, compiled = totals
+    return {
+        "cell": f"{name} {preset}",
+        "mesh": repr(plan.mesh),
+        "sent": sum(move.sent_bytes for move in ours.collectives),
+        "naive": sum(move.sent_bytes for move in naive.collectives),
+        "predicted": predicted,
+        "compiled": compiled,
+        "version": ours.versions["compiler"],
+    }
+
+
+def ratio(row: Mapping[str, Any]) -> float:
+    """Returns what a device sends over what it sends in the naive program."""
+    return float(row["sent"] / row["naive"]) if row["naive"] else 1.0 + (row["sent"] > 0)
+
+
+def table(rows: Sequence[Mapping[str, Any]], cluster: str) -> str:
+    """Returns the ratios by model and preset; a preset that does not apply has none."""
+    by_cell = {row["cell"]: row for row in rows}
+    names = list(dict.fromkeys(row["cell"].partition(" ")[0] for row in rows))
+    lines = [
+        f"On {cluster}, {SIZE} examples:",
+        "",
+        "| model | " + " | ".join(PRESETS) + " |",
+        "|---" * (1 + len(PRESETS)) + "|",
+    ]
+    for name in names:
+        found = [by_cell.get(f"{name} {preset}", {"refused": ""}) for preset in PRESETS]
+        lines.append(
+            f"| {name} | " + " | ".join("" if "refused" in row else f"{ratio(row):.2f}" for row in found) + " |"
+        )
+    ratios = [ratio(row) for row in rows if "refused" not in row]
+    above = sum(each > ROUNDED for each in ratios)
+    lines += [
+        "",
+        f"{len(ratios)} cells, {above} above 1.00, median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", default="cpu:8", help="the devices to compile for")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--presets", default=",".join(PRESETS))
+    parser.add_argument("--store", type=Path, help="a folder with a JSON file per cell")
+    parser.add_argument("--write", type=Path, help="put the table into this page")
+    asked = parser.parse_args()
+    rows = []
+    for name, preset in cells():
+        if asked.only not in f"{name} {preset}" or preset not in asked.presets.split(","):
+            continue
+        path = asked.store and asked.store / f"{name}-{preset}-{asked.on.replace(':', '.')}.json"
+        if path and path.exists():
+            rows.append(json.loads(path.read_text()))
+            continue
+        try:
+            row = compared(name, preset, asked.on)
+        except (SpanaxError, TypeError) as error:  # a compiler that crashes on the naive program, a dtype that it lacks
+            row = {"cell": f"{name} {preset}", "refused": f"{type(error).__name__}: {error}".splitlines()[0]}
+        rows.append(row)
+        print(json.dumps(row | ({} if "refused" in row else {"ratio": round(ratio(row), 3)})), flush=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(row))
+    text = table(rows, asked.on)
+    print(text)
+    if asked.write:
+        write_table(asked.write, BEGIN, text)
+
+
+if __name__ == "__main__":
+    main()
