@@ -47,6 +47,8 @@ def test_every_private_name_exists() -> None:
     with compat.ir_context():
         assert compat.pass_manager("builtin.module(canonicalize)") is not None
     assert "ansi_codes" in tyro._experimental_options
+    with compat.unsharded_tracers():
+        assert jax.make_jaxpr(lambda x: x if hasattr(x, "sharding") else 2 * x)(1.0).eqns
 
 
 @pytest.mark.usefixtures("devices")

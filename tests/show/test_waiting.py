@@ -37,6 +37,7 @@ def test_a_short_command_prints_nothing_in_a_pipe() -> None:
 def test_a_terminal_shows_a_line_at_once() -> None:
     stream = Screen()
     with waiting(stream):
+        time.sleep(0.6)
         doing("tracing the step")
         time.sleep(0.6)
     assert "0 s: starting" in stream.getvalue() and "tracing the step" in stream.getvalue()
