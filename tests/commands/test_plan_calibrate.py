@@ -105,11 +105,11 @@ def test_the_cluster_file_plans_as_the_calibration_did(tmp_path: Path) -> None:
     path, out = compared(tmp_path / "compared.json", SLOWER), tmp_path / "mine.toml"
     calibrated = answer(with_flags(SMALL, calibrate=(path,), out_cluster=out))
     assert f"written to {out}: spanax plan gpt-nano --on {out}" in calibrated.text
-    again = answer(with_flags(SMALL, on=str(out)))
+    again = answer(with_flags(SMALL, on=(str(out),)))
     assert again.data["best"]["step_seconds"] == pytest.approx(calibrated.data["best"]["step_seconds"], rel=1e-4)
     assert "calibrated on" in spanax.cluster(str(out)).chip.sources["memory_bytes_per_second"]
     # Another calibration starts from the file, and has nothing left to correct.
-    twice = answer(with_flags(SMALL, on=str(out), calibrate=(path,))).data["calibration"]
+    twice = answer(with_flags(SMALL, on=(str(out),), calibrate=(path,))).data["calibration"]
     assert twice["mean_error_before"] == pytest.approx(calibrated.data["calibration"]["mean_error_after"], abs=0.002)
 
 

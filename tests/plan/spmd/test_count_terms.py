@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,7 +121,8 @@ def test_sums_that_are_converted_before_they_are_added_are_reduced_one_by_one(
     class Converted(Shared):
         def __call__(self, x: jax.Array) -> jax.Array:
             first, second = (self.kernel[...].astype("float32") for _ in range(2))
-            return jnp.tanh(x.astype("float32") @ first) @ second
+            exact = partial(jnp.matmul, precision="highest")
+            return exact(jnp.tanh(exact(x.astype("float32"), first)), second)
 
     batch = jax.ShapeDtypeStruct((16, WIDTH), "float32")
     program = spanax.trace(
@@ -152,7 +154,7 @@ def test_a_table_has_the_shape_of_its_columns_without_rows() -> None:
 def test_tpus_all_reduce_the_narrower_copy_of_a_sum():
     # A float32 batch promotes bfloat16 weights: their gradients are float32 sums, used only in bfloat16.
     program = spanax.trace(
-        build=lambda rngs: nnx.Linear(8, 4, dtype="float32", use_bias=False, rngs=rngs),
+        build=lambda rngs: nnx.Linear(8, 4, dtype="float32", precision="highest", use_bias=False, rngs=rngs),
         optimizer=optax.sgd(0.1),
         batch=jax.ShapeDtypeStruct((16, 8), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
