@@ -74,26 +74,20 @@ def ratio(row: Mapping[str, Any]) -> float:
 
 def table(rows: Sequence[Mapping[str, Any]], cluster: str) -> str:
     """Returns the ratios by model and preset; a preset that does not apply has none."""
-    by_cell = {row["cell"]: row for row in rows}
-    names = list(dict.fromkeys(row["cell"].partition(" ")[0] for row in rows))
+    by_cell = {row["cell"]: row for row in rows if "refused" not in row}
+    names = list(dict.fromkeys(cell.partition(" ")[0] for cell in by_cell))
+    presets = [preset for preset in PRESETS if any(f"{name} {preset}" in by_cell for name in names)]
     lines = [
-        f"On {cluster}, {SIZE} examples:",
-        "",
-        "| model | " + " | ".join(PRESETS) + " |",
-        "|---" * (1 + len(PRESETS)) + "|",
+        f"| model, {SIZE} examples on {cluster} | " + " | ".join(presets) + " |",
+        "|---" * (1 + len(presets)) + "|",
     ]
     for name in names:
-        found = [by_cell.get(f"{name} {preset}", {"refused": ""}) for preset in PRESETS]
-        lines.append(
-            f"| {name} | " + " | ".join("" if "refused" in row else f"{ratio(row):.2f}" for row in found) + " |"
-        )
-    ratios = [ratio(row) for row in rows if "refused" not in row]
+        found = [by_cell.get(f"{name} {preset}") for preset in presets]
+        lines.append(f"| {name} | " + " | ".join(f"{ratio(row):.2f}" if row else "" for row in found) + " |")
+    ratios = [ratio(row) for row in by_cell.values()]
     above = sum(each > ROUNDED for each in ratios)
-    lines += [
-        "",
-        f"{len(ratios)} cells, {above} above 1.00, median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
-    ]
-    return "\n".join(lines)
+    figures = f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}"
+    return "\n".join([*lines, "", f"{len(ratios)} cells, {above} above 1.00, {figures}."])
 
 
 def main() -> None:

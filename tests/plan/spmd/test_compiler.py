@@ -80,7 +80,7 @@ def test_a_weight_that_only_matmuls_read_is_gathered_rounded(is_rounded: bool) -
 @pytest.mark.parametrize(
     "rows, columns, batch, is_scattered",
     [(8, 8, 64, True), (24, 8, 64, True), (16, 16, 64, False), (24, 16, 64, False), (64, 64, 4096, False),
-     (64, 64, 8408, False), (64, 64, 8472, True), (512, 1024, 64, True)],
+     (64, 64, 8408, False), (64, 64, 8472, True), (512, 1024, 4096, True)],
 )  # fmt: skip
 def test_a_sum_over_a_square_slice_is_all_reduced_without_permutes(
     rows: int, columns: int, batch: int, is_scattered: bool
