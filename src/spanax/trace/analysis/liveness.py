@@ -69,8 +69,12 @@ def liveness(
     graph = traced.graph
     inputs = traced.graph.body.inputs
     excluded = {*inputs, *graph.body.outputs[: traced.num_state]}
-    loops = (op for op in graph.ops() if op.name in LOOPS)
-    excluded.update(inner for op in loops for _, inner in const_pairs(graph, op))  # live around the loop
+    outside = excluded.union(*(plan.kept for plan in stored.values()))
+    for op in graph.ops():
+        for outer, inner in const_pairs(graph, op) if op.name in LOOPS else ():
+            if outer in outside:  # it is live around the loop; else it is made for the loop
+                outside.add(inner)
+                excluded.add(inner)
     if in_matmuls:
         excluded.update(value for value, origin in enumerate(traced.axes.origins) if not origin)
     ranges = dict[Body, Liveness]()
