@@ -24,7 +24,7 @@ from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
-from spanax.plan.candidates.grids import CONTIGUOUS
+from spanax.plan.candidates.grids import CONTIGUOUS, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
@@ -42,7 +42,7 @@ from spanax.plan.defaults import (
     untraceable_in,
 )
 from spanax.plan.layout import Layout
-from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
@@ -209,9 +209,12 @@ def searched(
     """
     schedule = request.schedule
     usual = defaults(cluster)
+    request, staged = _in_stages(program, cluster, request)
     reason, layout, mesh = _named(cluster, request)
-    as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
-    counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
+    is_fixed = staged is not None or (request.is_placed and not usual.is_searched)
+    as_traced = not program.rewrites_loss or is_fixed
+    asked = (microbatches, schedule and schedule.microbatches, staged and staged.microbatches)
+    counts = [count for count in asked if count]
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]
     check_divides(program.batch_size, counts[0] if counts else 1)
@@ -233,6 +236,8 @@ def searched(
         ring=request.layout is None and can_ring(program, cluster, attention),
         distinct=True,
         offload=request.offload or (),
+        stages=None if staged is None else staged.num_stages,
+        schedules=SCHEDULES if staged is None else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
     requested = _Requested(cluster, request, scope, dtype, remat, is_chunked=bool(count))
@@ -303,7 +308,7 @@ class _Requested:
             scope,
             fits_first=True,
             counts_stages=not in_stages,
-            pipeline=in_stages or bool(request.pipeline),
+            pipeline=in_stages or bool(request.pipeline or scope.stages),
         )
         result = search_in(program, self.cluster, first)
         if result.best is None and is_open and program.evaluation is not None:
@@ -367,6 +372,20 @@ def _is_searchable(cluster: Cluster, request: Request) -> bool:
     pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
     named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
     return {*named, *pinned} <= {*AXES}
+
+
+def _in_stages(program: Program, cluster: Cluster, request: Request) -> tuple[Request, Schedule | None]:
+    """Returns the request of one stage, and the schedule of all, if stages are requested; else the request and None."""
+    base = request.layout.removesuffix("+seq") if isinstance(request.layout, str) else ""
+    roles = PRESETS.get(base, ())
+    is_staged = request.mesh is not None and MeshShape.of(request.mesh).ways([AXIS]) > 1
+    if not is_staged and AXIS not in roles:
+        return request, None
+    plan = _placed(program, cluster, request, program.loss_chunks)
+    mesh = inside_stage(plan).mesh
+    layout = layout_for(mesh).name if AXIS in roles and {*mesh.names} <= {*roles} else request.layout
+    has_sequence = plan.layout.sequence_axis is not None
+    return replace(request, layout=layout, mesh=mesh, sequence_parallel=has_sequence), plan.schedule
 
 
 def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | None, MeshShape | None]:

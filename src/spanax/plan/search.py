@@ -145,7 +145,8 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     if not space:
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, forms.policies))
-    space = [_requested(family, scope.layout, scope.mesh, pipeline, rejected) for family in space]
+    scope = replace(scope, pipeline=pipeline)
+    space = [_requested(family, scope, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     sequences = [in_context(family, rejected) for family in space] if scope.ring else []
     states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
@@ -242,19 +243,18 @@ def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) 
         )
 
 
-def _requested(
-    family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Rejections
-) -> Family:
+def _requested(family: Family, scope: Scope, rejected: Rejections) -> Family:
     """Returns the family with the requested meshes only."""
-    if layout is None and mesh is None and pipeline:
+    layout = scope.layout
+    if layout is None and scope.mesh is None and scope.stages is None and scope.pipeline:
         return family
-    requested = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
+    requested = None if scope.mesh is None else {(axis, size) for axis, size in scope.mesh.axes if size > 1}
     columns = []
     for column, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
         shape = mesh_of(sizes)
-        if stages > 1 and not pipeline:
+        if stages > 1 and not scope.pipeline:
             continue
-        if requested in (None, set(shape.axes) - {("data", 1)}):
+        if requested in (None, set(shape.axes) - {("data", 1)}) and scope.stages in (None, stages):
             name = layout_on(family.storing, family.sequence, shape).name
             if layout in (None, name) or (layout == as_ring(name) and layout != name):
                 columns.append(column)

@@ -21,7 +21,6 @@ from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
 
 
-
 class Pair(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(64, 128, rngs=rngs)

@@ -99,6 +99,7 @@ class Scope:
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
       model: prices only meshes with this size of `model`.
+      stages: prices only this number of stages; None for any.
     """
 
     batch_size: int
@@ -119,6 +120,7 @@ class Scope:
     fits_first: bool = False
     counts_stages: bool = True
     model: int | None = None
+    stages: int | None = None
 
 
 def pins_of(pin: Pins | None, forbid: Iterable[str] = ()) -> Pins:

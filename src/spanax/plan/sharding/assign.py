@@ -106,17 +106,20 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
         for rank, name in enumerate(names):
             is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not pins.get(name)
             for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
+                num_shards = assigned.get(label, 1) * size
+                uneven = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
                 if is_last_resort and label not in program.heavy:
+                    if axes.ways[label] % num_shards and label not in accepted:
+                        reasons[label] = uneven
                     continue
                 author = axes.names.get(label, name)
                 if label in accepted or (author != name and author in pins):
                     continue  # a class that its author named is pinned by that name, not by its use
-                num_shards = assigned.get(label, 1) * size
                 in_parts = axis == PIPE and name == "layers" and num_shards == size <= axes.ways[label]
                 if in_parts:
                     parts[label] = Parts(axes.ways[label], size, num_chunks)
                 if axes.ways[label] % num_shards and not in_parts and _is_uneven(program, name, label, num_shards):
-                    reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
+                    reasons[label] = uneven
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], num_shards, axis, layout, mesh)
                 elif axis in layout.exclusive and (clash := _clash(program, label, accepted)):
