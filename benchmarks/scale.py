@@ -56,7 +56,6 @@ class Point:
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
     mfu: float = 0.0
-    hfu: float = 0.0
     peak_bytes: int = 0
     moved_bytes: int = 0
     moved: dict[str, int] | None = None
@@ -99,7 +98,7 @@ def planned(point: Point, found: Search) -> Point:
     return Point(
         **given, layout=best.layout, mesh=str(best.mesh), stages=best.num_stages, remat=best.remat,
         microbatches=best.microbatches, step_seconds=best.step_seconds, tokens_per_second=rates.tokens_per_second,
-        mfu=rates.mfu, hfu=rates.hfu, peak_bytes=best.peak_bytes, moved_bytes=sum(by_axes.values()), moved=by_axes,
+        mfu=rates.mfu, peak_bytes=best.peak_bytes, moved_bytes=sum(by_axes.values()), moved=by_axes,
         waits=waits / best.step_seconds,
     )  # fmt: skip
 

@@ -2,10 +2,11 @@
 
 GPT-3 175B on 8 to 1,024 A100s, scanned; then a GPT whose layers are written out one after the other, on 16. Seconds are
 of one process, the best of two searches after a first one (`--cold` adds the first). The slope is that of seconds
-over size on logarithmic scales: 1 is linear.
+over size on logarithmic scales: 1 is linear. With `--commands`, the CPU-seconds of whole commands instead.
 
 Usage:
   python benchmarks/search_speed.py [--json] [--svg FILE] [--cold]
+  python benchmarks/search_speed.py --commands [--only TEXT]
 """
 
 import argparse
@@ -13,13 +14,18 @@ import json
 import math
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "none_such"  # nothing here touches a device
 
+import jax
 import jax.numpy as jnp
+import optax
+from flax import nnx
 
 import spanax
 from spanax.models import gpt
@@ -30,7 +36,72 @@ NODES = (1, 4, 16, 64, 128)
 DEPTHS = (6, 12, 24)
 ROUNDS = 2
 
+COMMANDS = (
+    "gpt2 --on h100:8",
+    "ddpm-cifar10 --on v5e:2x4",
+    "gpt3-175b --on a100-80gb:128x8",
+    "llama3-405b --on h100:2048x8",
+    f"{__file__}:blocks --on h100:8",
+)
+
+WIDTH = 2560
+NUM_BLOCKS = 32
+
 Row = dict[str, Any]
+
+
+class Block(nnx.Module):
+    """An ordinary block, with the attention of Flax."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm_attention = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=20, in_features=WIDTH, decode=False, rngs=rngs)
+        self.norm_mlp = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm_attention(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.norm_mlp(x))))
+
+
+class Blocks(nnx.Module):
+    """A model as most people write it: blocks in a list, 2.65 billion parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(50304, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(NUM_BLOCKS)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+def blocks_loss(model: Blocks, tokens: jax.Array) -> jax.Array:
+    """The mean cross-entropy of the next token."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+
+blocks = spanax.Workload(build=Blocks, batch=jax.ShapeDtypeStruct((64, 1025), jnp.int32), loss=blocks_loss)
+
+
+def print_commands(only: str) -> None:
+    """Prints the CPU-seconds of each command, in a process of its own."""
+    for command in (command for command in COMMANDS if only in command):
+        began = time.perf_counter()
+        child = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "spanax", "plan", *command.split()], stdout=subprocess.DEVNULL
+        )
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            sys.exit(child.returncode)
+        seconds = used.ru_utime + used.ru_stime
+        wall = time.perf_counter() - began
+        print(f"{seconds:8.1f} CPU-seconds, {wall:8.1f} s: spanax plan {command}", flush=True)
 
 
 def deep(num_layers: int) -> Program:
@@ -108,7 +179,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--commands", action="store_true")
+    parser.add_argument("--only", default="")
     asked = parser.parse_args()
+    if asked.commands:
+        print_commands(asked.only)
+        return
     by_layouts = []
     for nodes in NODES:
         large = load("gpt3-175b", batch_size=8 * nodes)

@@ -61,7 +61,7 @@ def linear(**options: Any) -> Program:
 @pytest.mark.parametrize("name, on, asked", sampled(CASES, [CASES[1]]))
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
-    output = plan_answer(with_flags(PlanCommand(name, on), global_batch_size=BATCH, out=file, **asked)).data
+    output = plan_answer(with_flags(PlanCommand(name, (on,)), global_batch_size=BATCH, out=file, **asked)).data
     planned = Plan.load(file)
     program = load(name, batch_size=BATCH).trace(learning_rate=1e-3, num_steps=100)
     assert spanax.plan(program, on, **asked) == planned
@@ -85,7 +85,7 @@ def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, mon
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
     sizes = dict(global_batch_size=16, seq_len=128, layers=8)
     workload, on = "gpt2-xl", STAGED_ON
-    plan_answer(with_flags(PlanCommand(workload, on), out=file, **sizes))
+    plan_answer(with_flags(PlanCommand(workload, (on,)), out=file, **sizes))
     check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))
     program = staged_program()
     monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster(on))
@@ -213,12 +213,12 @@ def test_an_unsupported_policy_raises_or_is_counted() -> None:
     rejected = spanax.search(linear(), "cpu:8").rejected
     assert [reason for reason in rejected if str(reason).startswith("remat full: remat 'full' has no layer")]
     with pytest.raises(SpanaxError, match="remat 'full' has no layer"):
-        plan_answer(with_flags(PlanCommand("resnet-nano", "cpu:8"), remat="full"))
+        plan_answer(with_flags(PlanCommand("resnet-nano", ("cpu:8",)), remat="full"))
 
 
 def test_requests_that_contradict_each_other_are_errors() -> None:
     with pytest.raises(SpanaxError, match="--solve-for answers one question, without --out"):
-        plan_answer(PlanCommand("gpt-nano", "cpu:8", solve_for="batch", out=Path("p.json")))
+        plan_answer(PlanCommand("gpt-nano", ("cpu:8",), solve_for="batch", out=Path("p.json")))
     with pytest.raises(SpanaxError, match="sequence_parallel needs a layout"):
         spanax.plan(linear(), "cpu:8", sequence_parallel=True)
     with pytest.raises(SpanaxError, match="prices mesh axes in the order"):

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "spanax"
 # the public names. A new place needs an entry here. Inside a place, folders and modules have an order of their own:
 # no folder at any depth is part of a circle.
 ORDER: tuple[set[str], ...] = (
-    {"frames", "printable", "sealed", "displays", "batch_dims", "compat"},
+    {"activity", "frames", "printable", "sealed", "displays", "batch_dims", "compat"},
     {"errors", "documents"},
     {"units", "usage", "schema", "entries"},
     {"processes"},
@@ -45,7 +45,11 @@ ORDER: tuple[set[str], ...] = (
 ROW = {name: row for row, names in enumerate(ORDER) for name in names}
 
 # Methods of values that call what is built on the values: `_repr_html_`, and `Plan.constrain`.
-UPWARD = {("displays.py", "spanax.show.page.notebook"), ("plan/sharding/constrained.py", "spanax.jit.constrain")}
+UPWARD = {
+    ("displays.py", "spanax.show.page.notebook"),
+    ("displays.py", "spanax.show.quotes"),
+    ("plan/sharding/constrained.py", "spanax.jit.constrain"),
+}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "manager", "context"}

@@ -34,7 +34,7 @@ FIGURE = re.compile(
     r"\d[\d,]*(?:\.\d+)?\s?%"
     r"|\d+\.\d+\s(?:s|ms|µs|seconds|minutes|hours|GiB|MiB|GB/s|TB/s)\b"
     r"|\d[\d,.]*\s?(?:tokens/s|FLOP/s|x\b(?! \d))"
-    r"|(?:MFU|HFU) (?:of )?\d"
+    r"|MFU (?:of )?\d"
     r"|\d[\d,.]*\stimes\s(?:faster|slower|more|less|fewer|longer)"
 )
 """What is measured or predicted: shares, times and sizes with decimals, rates, and ratios."""

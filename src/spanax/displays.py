@@ -1,4 +1,4 @@
-"""Displays values in a notebook."""
+"""Displays values: in a notebook, and as the text of `str` where a table is needed."""
 
 from typing import Any
 
@@ -14,3 +14,10 @@ def display(value: Any) -> str:
     from spanax.show.page.notebook import notebook
 
     return notebook(value)
+
+
+def display_text(quotes: Any) -> str:
+    """Returns the answers of several clusters as a table."""
+    from spanax.show.quotes import quotes_text
+
+    return quotes_text(quotes)

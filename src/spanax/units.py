@@ -27,6 +27,22 @@ def count_text(count: float) -> str:
     return _scaled(float(count), 1000, ("", " k", " M", " B", " T"))
 
 
+def count_of(text: str) -> float:
+    """Parses a count, in decimal units if it has one.
+
+    Raises:
+      FormatError: the text is no number, or has another unit.
+
+    Example:
+      >>> count_of("300B"), count_of("1e12"), count_of("1.5 T"), count_of("2_000")
+      (300000000000.0, 1000000000000.0, 1500000000000.0, 2000.0)
+    """
+    match = re.fullmatch(r"\s*(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,2})?)\s*([kKMBGT]?)\s*", text)
+    if match is None:
+        raise FormatError(f"{text!r} is not a count.", fix="300B, 1e12 or 1T")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
+
+
 def whole_number(text: str) -> int | None:
     """Returns a number of at most 18 ASCII digits; None for any other text.
 

@@ -22,7 +22,7 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.search import search
 from spanax.show.search import candidate_json
 
-SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), global_batch_size=16, layout="fsdp", remat="none")
+SMALL = with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, layout="fsdp", remat="none")
 SLOWER = {constant.name: 1.4 for constant in CONSTANTS}
 
 
@@ -136,7 +136,7 @@ def test_invalid_calibration_requests_raise(tmp_path: Path) -> None:
     with pytest.raises(SpanaxError, match="--out-cluster needs --calibrate"):
         answer(with_flags(SMALL, out_cluster=tmp_path / "mine.toml"))
     with pytest.raises(SpanaxError, match="which is not h100"):
-        answer(with_flags(SMALL, on="h100:8", calibrate=(path,)))
+        answer(with_flags(SMALL, on=("h100:8",), calibrate=(path,)))
     with pytest.raises(WriteError, match="cannot write"):
         answer(with_flags(SMALL, calibrate=(path,), out_cluster=tmp_path / "nowhere" / "mine.toml"))
 

@@ -9,20 +9,25 @@ import pytest
 
 import spanax
 from spanax.models import gpt
+from spanax.plan import choose
 from spanax.plan.candidate import Search
 from spanax.plan.candidates import alternatives
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import chosen, searched
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Code
+from spanax.plan.sharding.assign import Pins
 from spanax.trace.program import Program
+from spanax.trace.rewrites.padding import Multiples
 
 MACHINE = spanax.cluster("h100:8")
 
 
-def wide(num_heads: int = 25, num_layers: int = 4) -> Program:
+def wide(num_heads: int = 25, num_layers: int = 4, vocab_size: int = 1024) -> Program:
     """Two examples on eight devices, which only tensor or context parallelism shards."""
-    config = gpt.GPTConfig(1024, seq_len=256, num_layers=num_layers, num_heads=num_heads, embed_dim=num_heads * 128)
+    config = gpt.GPTConfig(
+        vocab_size, seq_len=256, num_layers=num_layers, num_heads=num_heads, embed_dim=num_heads * 128
+    )
     tokens = {name: jax.ShapeDtypeStruct((2, 256), "int32") for name in ("inputs", "targets")}
     return spanax.trace(
         build=lambda rngs: gpt.GPT(config, rngs), optimizer=optax.adamw(1e-3), batch=tokens, loss=gpt.loss
@@ -52,6 +57,15 @@ def test_a_small_gain_pads_nothing(uneven: Program, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(alternatives, "ASSIGNMENT_MARGIN", 10.0)
     result = searched(uneven, MACHINE, Request(pins=FORBIDDEN))
     assert result.alternative is None and chosen(result).schedule.padded == ()
+
+
+@pytest.mark.parametrize(("num_heads", "memory", "padded"), [(16, None, ()), (25, 1000, (("heads", 8),))])
+def test_requested_padding_without_effect_is_no_error(num_heads: int, memory: int | None, padded: Multiples) -> None:
+    """Eight devices divide 16 heads; nothing fits into 1,000 bytes."""
+    request = Request(layout="tensor", mesh="model=8", pad="heads")
+    result = searched(wide(num_heads, num_layers=1), replace(MACHINE, memory_bytes=memory), request)
+    assert (result.best is None) == (memory is not None)
+    assert next(iter(result.programs.values())).form.padded == padded
 
 
 @pytest.mark.parametrize("request_", [Request(layout="tensor"), Request(mesh="model=8")])
@@ -106,9 +120,41 @@ def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program
             step_seconds=result.best.step_seconds / 2,
         )
         find = lambda program, model: replace(result, candidates=(best,), programs={"none": program})  # noqa: E731
-        return alternatives.with_padding(result, find, uneven, stage_margin)
+        return alternatives.with_padding(result, find, lambda padded: 0.0, uneven, stage_margin)
 
     assert padded("model=8", 1, 0.0).alternative == padded("model=8", 1, 9.0).alternative is not None
     assert padded("model=8", 1, 0.0).layouts_priced == 2 * result.layouts_priced
     assert padded("context=8", 1, 0.0).alternative is None  # no axis is sharded over `model`
     assert padded("model=8", 2, 0.5).alternative is not None and padded("model=8", 2, 0.9).alternative is None
+
+
+@pytest.mark.parametrize(("num_heads", "pins"), [(25, FORBIDDEN), (25, {}), (12, {})])
+def test_the_bound_of_a_padded_form_does_not_exceed_its_search(
+    num_heads: int, pins: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 heads do not divide by 8; a vocabulary of 1,023 by nothing."""
+    program = wide(num_heads, vocab_size=1023)
+    bounds = dict[Multiples, float]()
+    found = dict[Multiples, float]()
+    least = choose._Requested.least_padded
+    in_model = choose._Requested.in_model
+
+    def counted(self: Any, written: Program, padded: Multiples) -> float:
+        bounds[padded] = least(self, written, padded)
+        return 0.0
+
+    def searched_in(self: Any, padded: Program, model: int) -> Search:
+        result = in_model(self, padded, model)
+        found[padded.form.padded] = result.best.step_seconds if result.best else float("inf")
+        return result
+
+    monkeypatch.setattr(choose._Requested, "least_padded", counted)
+    monkeypatch.setattr(choose._Requested, "in_model", searched_in)
+    searched(program, MACHINE, Request(pins=pins))
+    assert found and all(bounds[padded] <= seconds for padded, seconds in found.items())
+
+
+def test_a_form_whose_bound_is_too_slow_is_not_traced(uneven: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose._Requested, "least_padded", lambda self, program, padded: float("inf"))
+    monkeypatch.setattr(choose._Requested, "in_model", None)
+    assert searched(uneven, MACHINE, Request(pins=FORBIDDEN)).alternative is None

@@ -1,6 +1,8 @@
 """`spanax plan`: ranks every layout of a workload on a cluster, and answers questions of size and budget."""
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from spanax.commands.answer import Answer
 from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
 from spanax.trace.optimizers.recipe import Recipe
 from spanax.train.flags import (
+    Count,
     LayoutFlags,
     LayoutRequest,
     Load,
@@ -50,6 +53,7 @@ class PlanCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml; or a cloud's name: p5.48xlarge, v5litepod-16.
+        Several, with commas or repeated, are compared in one table.
       microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
@@ -60,7 +64,9 @@ class PlanCommand:
       diff: compare two plan files, without planning.
       solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.
       target_mfu: the smallest batch that reaches this MFU, in percent.
-      tokens: number of training tokens; reports hours and device-hours.
+      tokens: number of training tokens, such as 300B or 1e12; reports hours and device-hours.
+      examples: number of training examples, instead of --tokens, for models of other data.
+      price: dollars per device-hour of a chip or cluster file, such as h100=2.9; may be repeated.
       budget_hours: with --tokens, report whether this many hours suffice.
       save_seconds: seconds per checkpoint, to choose the interval of checkpoints.
       calibrate: fit the constants of the devices to the measured steps of this run folder, or of a file of spanax
@@ -71,7 +77,7 @@ class PlanCommand:
     """
 
     workload: Positional[str] = ""
-    on: str = ""
+    on: Annotated[tuple[str, ...], UseAppendAction] = ()
     sizes: SizeFlags = Sizes()
     precision: PrecisionFlags = Precision()
     recipe: RecipeFlags = Recipe()
@@ -86,7 +92,9 @@ class PlanCommand:
     diff: tuple[Path, Path] | None = None
     solve_for: Literal["batch", "seq", "layers", "embed", "devices"] | None = None
     target_mfu: float | None = None
-    tokens: float | None = None
+    tokens: Count | None = None
+    examples: Count | None = None
+    price: Annotated[tuple[str, ...], UseAppendAction] = ()
     budget_hours: float | None = None
     save_seconds: float = 60.0
     calibrate: Annotated[tuple[Path, ...], UseAppendAction] = ()
@@ -105,14 +113,28 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     Raises:
       SpanaxError: the request is invalid.
     """
-    from spanax.hardware.cluster import cluster
-    from spanax.models.workloads import load as load_by_name
+    from spanax.plan.plan import Plan
+    from spanax.show.live.waiting import waiting
 
     if command.diff is not None:
-        return _diff(*command.diff)
+        first, second = map(Plan.load, command.diff)
+        return Answer("\n".join(first.diff(second) or ["the plans are the same"]))
     _check(command)
-    machine = cluster(command.on)
+    with waiting(sys.stderr):
+        return _answer(command, load)
+
+
+def _answer(command: PlanCommand, load: Load | None) -> Answer:
+    from spanax.hardware.cluster import cluster
+    from spanax.models.workloads import load as load_by_name
+    from spanax.plan.advice.quotes import checked_prices
+
     load = load or partial(load_by_name, command.workload)
+    names = _clusters(command)
+    if len(names) > 1:
+        return _quoted(command, load, names)
+    machine = cluster(names[0])
+    checked_prices(command.price, names)
     if command.solve_for == "devices":
         return _fewest_devices(command, load, machine)
     if command.solve_for is not None:
@@ -122,20 +144,55 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     return _ranked(command, load, machine)
 
 
-def _diff(first: Path, second: Path) -> Answer:
-    from spanax.plan.plan import Plan
+def _clusters(command: PlanCommand) -> list[str]:
+    """Returns the names of --on, which may be repeated, and have commas."""
+    return [name.strip() for names in command.on for name in names.split(",") if name.strip()]
 
-    return Answer("\n".join(Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]))
+
+def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
+    """Returns the answers of several clusters as one table; the exit code is 2 if none has a plan."""
+    from spanax.plan.advice.quotes import checked_prices, quoted
+    from spanax.plan.choose import decided, largest_batch
+    from spanax.show.page.document import write
+    from spanax.show.page.plan import quotes_page
+    from spanax.show.quotes import quotes_json, quotes_text
+
+    single = ("out", "explain", "solve_for", "target_mfu", "budget_hours", "calibrate")
+    for name in (flag(name) for name in single if getattr(command, name)):
+        raise ConflictError(f"{name} is for one cluster, and --on has {len(names)}.", fix=f"--on {names[0]}")
+    prices = checked_prices(command.price, names)
+    request = _request(command)
+    program = _traced(command, load)
+    quotes = quoted(
+        names,
+        lambda machine: _search(command, load, machine, program)[0],
+        lambda machine, search: decided(program, machine, request, search),
+        lambda machine: largest_batch(program, machine, request, command.microbatches or 1),
+    )
+    quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
+    lines = [quotes_text(quotes)]
+    if command.html is not None:
+        lines.append(write(quotes_page(quotes, command.workload), command.html))
+    return Answer("\n".join(lines), quotes_json(quotes, command.top), exit_code=2 * (not any(q.plan for q in quotes)))
 
 
 def _check(command: PlanCommand) -> None:
-    require("plan", command.workload, command.on, "a100-80gb:8")
+    require("plan", command.workload, ",".join(_clusters(command)), "a100-80gb:8")
     command.request.check_layout()
     command.precision.check_dtype()
     check_numbers(command.recipe)
     check_positive(
-        command, top="10", microbatches="4", target_mfu="40", tokens="300e9", budget_hours="500", save_seconds="60"
+        command,
+        top="10",
+        microbatches="4",
+        target_mfu="40",
+        tokens="300e9",
+        examples="1e6",
+        budget_hours="500",
+        save_seconds="60",
     )
+    if command.tokens is not None and command.examples is not None:
+        raise ConflictError("--tokens contradicts --examples.", fix="one of them")
     questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
     others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
     if questions and len(questions + others) > 1:
@@ -152,7 +209,7 @@ def _check(command: PlanCommand) -> None:
         raise MissingError("--out-cluster needs --calibrate, measured steps.", fix="--calibrate runs/a")
     if command.pipeline and command.no_pipeline:
         raise ConflictError("--pipeline contradicts --no-pipeline.", fix="one of them")
-    if command.budget_hours is not None and command.tokens is None:
+    if command.budget_hours is not None and command.tokens is None and command.examples is None:
         raise MissingError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
 
 
@@ -163,10 +220,7 @@ def _search(
     from spanax.plan.choose import searched
 
     began = time.perf_counter()
-    if program is None:
-        workload = command.sizes.load(load)
-        dtype = command.precision.dtype
-        program = command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
+    program = program or _traced(command, load)
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
@@ -174,6 +228,12 @@ def _search(
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
     search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
+
+
+def _traced(command: PlanCommand, load: Load) -> "Program":
+    workload = command.sizes.load(load)
+    dtype = command.precision.dtype
+    return command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
 
 
 def _request(command: PlanCommand) -> "Request":
@@ -266,8 +326,8 @@ def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", 
         extras.append(_logits(search, plan, machine))
     if command.request.layout is not None or command.request.mesh is not None:
         extras.append(_compared_with_best(command, load, search, machine))
-    if command.tokens is not None:
-        extras.append(_budget(command, search, command.tokens))
+    if command.tokens is not None or command.examples is not None or command.price:
+        extras.append(_run(command, search, machine))
     return extras
 
 
@@ -333,17 +393,25 @@ def _compared_with_best(command: PlanCommand, load: Load, search: "Search", mach
     return [f"note: {line}" for line in lines], {"warnings": lines}
 
 
-def _budget(command: PlanCommand, search: "Search", tokens: float) -> Extra:
+def _run(command: PlanCommand, search: "Search", machine: "Cluster") -> Extra:
+    """Returns the hours of a run, and its cost if the price of a device is known."""
+    from spanax.plan.advice.quotes import dollars_of, prices_of
     from spanax.plan.advice.what_if import budget
+    from spanax.show.quotes import run_text
 
-    per_step = float(search.tokens_per_step or search.batch_size)
-    total = budget(search, per_step, tokens, hours=command.budget_hours, save_seconds=command.save_seconds)
-    within = {None: "", True: ", within the budget", False: ", OVER the budget"}[total.within]
-    line = (
-        f"{tokens:.3g} tokens take {total.hours:.4g} hours, {total.device_hours:.4g} device-hours{within}; "
-        f"save every {total.checkpoint_seconds / 60:.0f} minutes"
-    )
-    return [line], {"budget": asdict(total) | {"budget_hours": command.budget_hours}}
+    (price,) = dollars_of(prices_of(command.price), [machine])
+    kind = "tokens" if command.examples is None else "examples"
+    count = command.tokens if command.examples is None else command.examples
+    per_step = search.tokens_per_step if command.examples is None else search.batch_size
+    if count is None:
+        hourly = (price or 0.0) * machine.num_devices
+        return [f"{hourly:,.4g} dollars per hour, {price} per device"], {"dollars_per_hour": hourly}
+    if per_step is None:
+        raise ConflictError("--tokens: a batch of this model has no tokens.", fix=f"--examples {count:g}")
+    total = budget(search, per_step, count, hours=command.budget_hours, save_seconds=command.save_seconds)
+    cost = None if price is None else price * total.device_hours
+    data = {"budget_hours": command.budget_hours, "dollars_per_device_hour": price, "cost_dollars": cost}
+    return [run_text(total, kind, cost)], {"budget": asdict(total) | data}
 
 
 def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) -> Answer:
@@ -352,8 +420,10 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
     from spanax.plan.advice.summary import summarize
     from spanax.plan.advice.what_if import largest
 
-    step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
-    default = {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
+    if name == "batch":
+        return _largest_batch(command, load, machine)
+    step = {"seq": 128, "layers": 1, "embed": 128}[name]
+    default = {"seq": 512, "layers": 8, "embed": 1024}[name]
     start = getattr(command.sizes, FIELDS[name]) or default
     search_at = partial(_search_at, command, load, machine, name)
 
@@ -367,13 +437,29 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
                 raise
             return None  # no layout divides it
 
-    fitting = largest(search_or_none, start, machine.num_devices if name == "batch" else step)
+    fitting = largest(search_or_none, start, step)
     if fitting is None:
-        smallest = summarize(search_at(start))
+        smallest = summarize(search_at(step))
         raise CapacityError(
-            f"not even {name} {start} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
+            f"not even {name} {step} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
         )
     return _sized(f"the largest {name} that fits on {machine} is about {fitting[0]}", *fitting, name, command)
+
+
+def _largest_batch(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    """Returns the largest batch that fits, with the layouts at that batch."""
+    from spanax.plan.advice.summary import summarize
+    from spanax.plan.choose import largest_batch
+
+    program = _traced(command, load)
+    found = largest_batch(program, machine, _request(command), command.microbatches or 1)
+    if found is None:
+        smallest = summarize(_search(command, load, machine, program)[0])
+        what = f"no batch fits on {machine}: {smallest.shortfall}."
+        raise CapacityError(what, fix="; or ".join(smallest.remedies))
+    size = found.batch_size
+    search = _search_at(command, load, machine, "batch", size)
+    return _sized(f"the largest batch that fits on {machine} is {size}", size, search, "batch", command)
 
 
 def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":

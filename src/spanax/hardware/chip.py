@@ -70,7 +70,8 @@ class Chip:
     `on_chip_bytes` are on the chip and allocated by the compiler (None: by no compiler). If `shared`, all devices are
     simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
     `between` the link between nodes or slices. `host_bytes_per_second` is the unidirectional bandwidth of the link to
-    host memory, which `devices_per_host_link` devices share. `sources` has the origin of each number.
+    host memory, which `devices_per_host_link` devices share. `dollars_per_hour` is the price of a device, of a cluster
+    file only. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -99,6 +100,7 @@ class Chip:
     between: Link | None = None
     host_bytes_per_second: float | None = None
     devices_per_host_link: int = 1
+    dollars_per_hour: float | None = None
     aliases: tuple[str, ...] = ()
     device_kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)

@@ -37,6 +37,7 @@ CHIP_KEYS = {
     "devices_per_host_link": ("devices_per_host_link", "count"),
     "devices_per_chip": ("devices_per_chip", "count"),
     "devices_per_host": ("devices_per_host", "count"),
+    "dollars_per_hour": ("dollars_per_hour", "dollars"),
     "shared": ("shared", "flag"),
     "aliases": ("aliases", "texts"),
     "device_kinds": ("device_kinds", "texts"),
@@ -62,6 +63,7 @@ LINKS = ("inside", "between")
 DTYPES = ("bf16", "fp16", "fp32", "fp8", "fp4", "int8")
 LINK_KINDS = ("switch", "direct", "torus")
 NUMBERLESS = ("text", "texts", "flag")
+UNITLESS = ("count", "shape", "dollars", *NUMBERLESS)
 
 
 @functools.cache
@@ -249,6 +251,10 @@ def _value(value: Any, kind: str, key: str, where: str) -> Any:
         if math.prod(value) > MAX_CHIPS:
             raise ClusterFileError(f"{key} = {value!r} are more than {MAX_CHIPS:,} chips.", where=where)
         return tuple(value)
+    if kind == "dollars":
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise ClusterFileError(f"{key} = {value!r} is not a number >= 0.", where=where, fix=f"{key} = 2.5")
+        return float(value)
     if kind == "flag" and isinstance(value, bool) or kind == "text" and isinstance(value, str):
         return value
     if kind == "texts" and isinstance(value, list):
@@ -334,7 +340,7 @@ def _entries(record: Chip | Link, keys: Mapping[str, tuple[str, str]]) -> dict[s
         if isinstance(value, tuple):
             value = list(value)
         if value:
-            is_number = kind not in ("count", "shape", *NUMBERLESS)
+            is_number = kind not in UNITLESS
             entries[key] = quantity_text(value, kind, 6) if is_number else value
     return entries
 

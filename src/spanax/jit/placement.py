@@ -22,8 +22,8 @@ from spanax.errors import (
 )
 from spanax.hardware.cluster import Cluster, cluster_of, is_of_kind, local
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidates.request import Request
-from spanax.plan.choose import decided, requested_layout
+from spanax.plan.candidates.request import Request, requested_layout
+from spanax.plan.choose import decided
 from spanax.plan.layout import Layout
 from spanax.plan.place import anchored, check_made_for
 from spanax.plan.plan import Plan

@@ -6,21 +6,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spanax.displays import display
+from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
-from spanax.plan.defaults import NARROWER, contraction_dtypes
+from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
-from spanax.plan.place import placed
+from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
-from spanax.plan.reason import Reason
+from spanax.plan.reason import Code, Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.space import layout_on
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED, RING
+from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.units import bytes_text
@@ -127,16 +129,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of a candidate; MFU and HFU are fractions, None where the peak of the chip is unknown.
+    """The speed of a candidate; MFU is a fraction, None where the peak of the chip is unknown.
 
-    HFU is None, too, unless recomputed or repeated FLOPs make it higher than MFU: MFU counts the masked scores that an
-    attention kernel skips, as is the convention (PaLM, appendix B), and HFU only FLOPs that run.
+    It counts the masked scores that an attention kernel skips, as is the convention (PaLM, appendix B).
     """
 
     examples_per_second: float
     tokens_per_second: float | None
     mfu: float | None
-    hfu: float | None
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,6 @@ class Search:
         return not next(iter(self.programs.values())).step.active.is_exact
 
     @property
-    def has_other_dtype(self) -> bool:
-        """Whether most FLOPs are in float32 although a narrower compute dtype was requested or is the default."""
-        return self.dtype == "fp32" and next(iter(self.programs.values())).compute_dtype in NARROWER
-
-    @property
     def peak_flops(self) -> float:
         """Peak FLOPs per second of one device in `dtype`; 0 if unknown."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
@@ -230,27 +225,24 @@ class Search:
         """The batch, sequence and dtype of every candidate, and the attention of the best."""
         program = next(iter(self.programs.values()))
         context = self.best.context if self.best else program.context
-        dtypes = (program.compute_dtype,) if program.compute_dtype is not None else contraction_dtypes(program)
         return Setting(
             batch_size=self.batch_size,
             sequence_lengths=sequence_lengths(program.batch),
-            dtypes=dtypes,
+            dtypes=contraction_dtypes(program),
             attention=attention_names(
                 context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
             ),
         )
 
     def rates(self, candidate: Candidate) -> Rates:
-        """Returns the speed of a candidate; MFU counts the FLOPs of the model, HFU also those of recomputation."""
+        """Returns the speed of a candidate; MFU counts the FLOPs of the model, and none of recomputation."""
         seconds = candidate.step_seconds
         num_devices = self.cluster.num_devices
         peak = num_devices * self.peak_flops * seconds
-        executed = candidate.flops * num_devices
         return Rates(
             examples_per_second=self.batch_size / seconds,
             tokens_per_second=self.tokens_per_step / seconds if self.tokens_per_step else None,
             mfu=self.model_flops / peak if peak else None,
-            hfu=executed / peak if peak and executed > 1.001 * self.model_flops else None,
         )
 
     def program_of(self, candidate: Candidate) -> Program:
@@ -296,6 +288,23 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
         ),
     )
     return replace(plan, xla_flags=default_flags(search.cluster, plan.param_axes))
+
+
+def refused_stages(result: Search) -> Reason | None:
+    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
+    if result.best is None or result.best.num_stages == 1:
+        return None
+    plan = plan_of(result, result.best)
+    code = Code.NO_STAGES
+    try:
+        step = as_planned(result.program_of(result.best), plan).step
+        partition = pipeline_partition(step, plan.schedule.microbatches)
+        code = Code.NO_CHUNKS
+        if plan.schedule.num_chunks > 1:
+            check_order_invariant(step, partition)
+    except SpanaxError as error:
+        return Reason(code, detail=first_line(error))
+    return None
 
 
 def rounded_up(num_bytes: float) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, overload
 
 from jax.sharding import Mesh
 
@@ -10,17 +11,15 @@ from spanax.errors import (
     CapacityError,
     ConflictError,
     DeviceCountError,
-    MissingError,
-    SpanaxError,
     VariantError,
-    first_line,
 )
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
+from spanax.plan.advice.quotes import Quotes, quoted
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.candidate import Search, plan_of, refused_stages, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
@@ -29,7 +28,7 @@ from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.request import Request, Scope, pins_of
+from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -43,27 +42,31 @@ from spanax.plan.defaults import (
 )
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import AXIS, inside_stage
-from spanax.plan.place import as_planned, placed
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
+from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
-from spanax.plan.search import check_request, search_in
-from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
+from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.padding import padded_axes, padding_text
-from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
-from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
-from spanax.units import bytes_text
-
-STATE_FRACTION = 0.5
-"""Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
+from spanax.trace.rewrites.padding import Multiples
+from spanax.trace.variant import Variant
 
 
-def plan(  # noqa: PLR0913
+@overload
+def plan(program: Program, cluster: Cluster | str, **options: Any) -> Plan: ...
+
+
+@overload
+def plan(program: Program, cluster: list[Any] | tuple[Any, ...], **options: Any) -> Quotes: ...
+
+
+def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the keywords
     program: Program,
-    cluster: Cluster | str,
+    cluster: Cluster | str | list[Any] | tuple[Any, ...],
     *,
     layout: str | Layout | None = None,
     mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
@@ -76,12 +79,14 @@ def plan(  # noqa: PLR0913
     pipeline: bool | None = None,
     pad: str | Sequence[str] | None = None,
     offload: str | Sequence[str] | None = None,
-) -> Plan:
+) -> Plan | Quotes:
     """Returns the sharding of every array of a program on a cluster. Uses no devices.
+
+    For a list of clusters, returns `Quotes`: an entry per cluster with its plan, which prints as a table.
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
+      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one; or a list of them.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
         Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
@@ -129,7 +134,16 @@ def plan(  # noqa: PLR0913
     request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
     scheduled = None if schedule is None else schedule.offload or None
     kinds = scheduled if offload is None else known_offload(offload)
-    return decided(program, cluster_of(cluster), replace(request, offload=kinds))
+    request = replace(request, offload=kinds)
+    if isinstance(cluster, list | tuple):
+        count = max(1, schedule.microbatches) if schedule is not None else 1
+        return quoted(
+            cluster,
+            lambda machine: searched(program, machine, request),
+            lambda machine, found: decided(program, machine, request, found),
+            lambda machine: largest_batch(program, machine, request, count),
+        )
+    return decided(program, cluster_of(cluster), request)
 
 
 def decided(program: Program, cluster: Cluster, request: Request, priced: Search | None = None) -> Plan:
@@ -145,7 +159,7 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
     """
     _check_request(request)
-    can_search = _is_searchable(cluster, request)
+    can_search = is_searchable(cluster, request)
     if not request.is_placed and can_search:
         return chosen(priced or searched(program, cluster, request))
     schedule = request.schedule
@@ -167,19 +181,34 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     return make(program) if count else in_chunks(program, cluster, make)
 
 
-def _dtype(program: Program, cluster: Cluster, request: Request) -> tuple[str | None, Reason | None]:
-    """Returns the compute dtype of a plan, and why the program keeps its own instead of the default."""
+def _dtype(
+    program: Program, cluster: Cluster, request: Request, policy: str | None = AS_WRITTEN
+) -> tuple[str | None, Reason | None]:
+    """Returns the compute dtype of a plan, and why the program keeps its own instead of the default.
+
+    Args:
+      program: what `spanax.trace` returned.
+      cluster: the devices.
+      request: the requirements of the plan.
+      policy: the remat policy; None for the fastest.
+    """
     if request.schedule is not None and request.schedule.compute_dtype is not None:
         return request.schedule.compute_dtype, None
     dtype = default_dtype(program, cluster)
     try:  # the form that a search traces first
-        in_attention(program, cluster, request, form_in(program, dtype))
+        in_attention(program, cluster, request, _form(program, dtype, policy))
     except VariantError:
         reason = untraceable_in(program, dtype)
         if reason is None:
             raise
         return array_dtype(program), reason
     return dtype, None
+
+
+def _form(program: Program, dtype: str | None, policy: str | None) -> Variant:
+    """Returns the form of a program that a search traces first: in a dtype, under a remat policy or the fastest."""
+    first = REMAT[0] if policy is None else policy
+    return replace(form_in(program, dtype), remat=None if first == AS_WRITTEN else first)
 
 
 def searched(
@@ -207,6 +236,48 @@ def searched(
     Raises:
       SpanaxError: as `search`.
     """
+    requested, program, reason = _requested(program, cluster, request, top, each, microbatches)
+    scope = requested.scope
+    remat = requested.policy
+    result = requested.chunked(program)
+    limit = None if each else top
+    if remat is None:
+        result = with_partial_remat(result, scope.stage_margin)
+    if not (request.is_placed or request.offload or request.padded):
+        result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
+    if not request.is_placed:
+        if request.pad is None:
+            least = partial(requested.least_padded, next(iter(result.programs.values())))
+            result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
+        if request.offload is None:
+            find = partial(requested.in_host_memory, program)
+            result = with_host_memory(result, find, has_policy=remat is not None)
+        result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
+    has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
+    is_reported = not requested.is_chunked and (request.chunks is not None or has_chunks)
+    logits = result.logits if is_reported else None
+    return replace(result, requested=reason, logits=logits, dtype_reason=requested.dtype_reason)
+
+
+def largest_batch(program: Program, cluster: Cluster, request: Request, microbatches: int = 1) -> Search | None:
+    """Returns a search at the largest batch for which a preset fits, in one microbatch by default; None for none.
+
+    Offloads and pads on request only. Estimates only memory, as `largest_batch_in`.
+
+    Raises:
+      SpanaxError: as `search`, or every batch fits.
+    """
+    step = cluster.num_devices * microbatches
+    if program.batch_size % step:
+        program = program.with_batch(step)  # the traced batch divides by the shards of every mesh
+    requested, program, _ = _requested(program, cluster, request, 1, False, microbatches)
+    return requested.largest(program)
+
+
+def _requested(
+    program: Program, cluster: Cluster, request: Request, top: int, each: bool, microbatches: int | None
+) -> "tuple[_Requested, Program, Reason | None]":
+    """Returns the searches of a request, as `searched`, with their program, and why only some layouts are searched."""
     schedule = request.schedule
     usual = defaults(cluster)
     request, staged = _in_stages(program, cluster, request)
@@ -223,7 +294,7 @@ def searched(
         remat = program.remat
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
-    dtype, dtype_reason = _dtype(program, cluster, request)
+    dtype, dtype_reason = _dtype(program, cluster, request, remat)
     attention = request.attention or usual.attention
     scope = Scope(
         batch_size=program.batch_size,
@@ -240,24 +311,8 @@ def searched(
         schedules=SCHEDULES if staged is None else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
-    requested = _Requested(cluster, request, scope, dtype, remat, is_chunked=bool(count))
-    result = requested.chunked(program)
-    limit = None if each else top
-    if remat is None:
-        result = with_partial_remat(result, scope.stage_margin)
-    if not (request.is_placed or request.offload or request.padded):
-        result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
-    if not request.is_placed:
-        if request.pad is None:
-            result = with_padding(result, requested.in_model, program, scope.stage_margin)
-        if request.offload is None:
-            find = partial(requested.in_host_memory, program)
-            result = with_host_memory(result, find, has_policy=remat is not None)
-        result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
-    has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
-    is_reported = not count and (request.chunks is not None or has_chunks)
-    logits = result.logits if is_reported else None
-    return replace(result, requested=reason, logits=logits, dtype_reason=dtype_reason)
+    requested = _Requested(cluster, request, scope, dtype, dtype_reason, remat, is_chunked=bool(count))
+    return requested, program, reason
 
 
 @dataclass(frozen=True)
@@ -269,6 +324,7 @@ class _Requested:
       request: the requirements of every layout.
       scope: what each search prices.
       dtype: the compute dtype.
+      dtype_reason: why it is not the default of the cluster; None if it is.
       policy: the remat policy; None for the fastest.
       is_chunked: whether the number of chunks of the logits is set.
     """
@@ -277,6 +333,7 @@ class _Requested:
     request: Request
     scope: Scope
     dtype: str | None
+    dtype_reason: Reason | None
     policy: str | None
     is_chunked: bool
 
@@ -292,15 +349,28 @@ class _Requested:
         """Returns the search of the meshes with a size of `model`."""
         return replace(self, scope=replace(self.scope, model=model)).fastest(program)
 
+    def least_padded(self, program: Program, padded: Multiples) -> float:
+        """Returns a lower bound of the step time of the meshes with a size of `model` that padded axes are for."""
+        names = program.step.labels_by_name
+        labels = {label for name, _ in padded for label in names.get(name, ())}
+        scope = replace(self.scope, model=padded[0][1], pipeline=self.request.pipeline is not False)
+        return least_in(program, self.cluster, scope, labels)
+
     def in_host_memory(self, program: Program, offload: tuple[str, ...], policy: str | None) -> Search:
         """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
         scope = replace(self.scope, offload=offload)
         return replace(self, scope=scope, policy=policy or self.policy).chunked(program)
 
+    def largest(self, program: Program) -> Search | None:
+        """Returns a search at the largest batch that fits, under the policy that stores least and the best chunks."""
+        form = in_attention(program, self.cluster, self.request, form_in(program, self.dtype))
+        policies = (*reversed(REMAT),) if self.policy is None else (self.policy,)
+        return largest_in_chunks(form, policies, self.cluster, self.scope, is_chunked=self.is_chunked)
+
     def fastest(self, program: Program) -> Search:
         """Returns the search under the remat policy, or any, in stages where they may be faster or fit."""
         request = self.request
-        program = in_attention(program, self.cluster, request, form_in(program, self.dtype))
+        program = in_attention(program, self.cluster, request, _form(program, self.dtype, self.policy))
         scope = replace(self.scope, remat=REMAT if self.policy is None else (self.policy,))
         is_open = request.pipeline is None and defaults(self.cluster).pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, self.cluster)
@@ -311,7 +381,7 @@ class _Requested:
             pipeline=in_stages or bool(request.pipeline or scope.stages),
         )
         result = search_in(program, self.cluster, first)
-        if result.best is None and is_open and program.evaluation is not None:
+        if result.best is None and is_open and program.has_evaluation:
             result = search_in(program, self.cluster, replace(scope, pipeline=True))
         refused = refused_stages(result)
         if refused is None or (refused.code is Code.NO_STAGES and not is_open):
@@ -355,23 +425,6 @@ def _check_request(request: Request) -> None:
         raise ConflictError(
             "attention 'flash' gathers keys, and layout 'ring' does not.", fix="layout 'context', or attention 'plain'"
         )
-
-
-def _is_searchable(cluster: Cluster, request: Request) -> bool:
-    """Whether a search can price the request: its layouts have names and standard mesh axes."""
-    schedule = request.schedule
-    if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
-        return False
-    plain = Schedule()
-    if schedule is not None and any(
-        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
-    ):
-        return False
-    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
-        return False
-    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
-    named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
-    return {*named, *pinned} <= {*AXES}
 
 
 def _in_stages(program: Program, cluster: Cluster, request: Request) -> tuple[Request, Schedule | None]:
@@ -434,49 +487,3 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule.microbatches == 0:
         return replace(plan, why=f"{why}; {plan.schedule.microbatches} microbatches, as suits the stages")
     return plan
-
-
-def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
-    """Returns the layout and the mesh of a request, and why."""
-    layout = request.layout
-    mesh = request.mesh
-    if isinstance(layout, Layout):
-        if mesh is None:
-            raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
-        return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
-    if layout is not None:
-        shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
-        named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
-        return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
-    if mesh is not None:
-        shape = MeshShape.of(mesh)
-        named = layout_for(shape)
-        if request.sequence_parallel:
-            named = layout_named(named.name, shape, sequence_parallel=True)
-        return str(Reason(Code.MESH_NAMES)), named, shape
-    state = sum(leaf.num_bytes for leaf in program.leaves)
-    memory_bytes = cluster.memory_bytes
-    fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes
-    name = "data" if fits else "fsdp"
-    shape = default_mesh(name, cluster.num_devices)
-    limit = "unknown" if memory_bytes is None else bytes_text(memory_bytes)
-    verdict = "fits" if fits else "does not fit"
-    why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
-    return why, layout_named(name, shape), shape
-
-
-def refused_stages(result: Search) -> Reason | None:
-    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
-    if result.best is None or result.best.num_stages == 1:
-        return None
-    plan = plan_of(result, result.best)
-    code = Code.NO_STAGES
-    try:
-        step = as_planned(result.program_of(result.best), plan).step
-        partition = pipeline_partition(step, plan.schedule.microbatches)
-        code = Code.NO_CHUNKS
-        if plan.schedule.num_chunks > 1:
-            check_order_invariant(step, partition)
-    except SpanaxError as error:
-        return Reason(code, detail=first_line(error))
-    return None

@@ -93,7 +93,7 @@ def prices_stages(program: Program, cluster: Cluster) -> bool:
       [True, False, False, False]
     """
     is_several = not cluster.is_torus and cluster.num_devices > cluster.devices_per_node
-    has_layers = program.evaluation is not None and program.step.layer_carry[1] > 1
+    has_layers = program.has_evaluation and program.step.layer_carry[1] > 1
     return defaults(cluster).pipeline and is_several and has_layers
 
 
@@ -129,7 +129,7 @@ def default_dtype(program: Program, cluster: Cluster) -> str | None:
     A requested dtype, the dtypes that a model sets for its layers and a custom `train_step` take precedence.
     """
     is_float32 = set(contraction_dtypes(program)) <= {"float32"}
-    if program.compute_dtype is not None or program.evaluation is None or not is_float32:
+    if program.compute_dtype is not None or not program.has_evaluation or not is_float32:
         return program.compute_dtype
     return defaults(cluster).compute_dtype
 
@@ -160,13 +160,6 @@ def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | 
     if loss_chunks is not None:
         return known_chunks(loss_chunks)
     return program.loss_chunks if program.loss_chunks > 1 else defaults(cluster).loss_chunks
-
-
-NARROWER = ("bfloat16", "float16")
-"""Compute dtypes whose matmuls become float32 after a layer that returns float32."""
-
-SAME_DTYPE = "set dtype= in each layer with a dtype of its own, such as nnx.Embed, which keeps that of its parameters"
-"""How a model computes in the requested dtype."""
 
 
 def contraction_dtypes(program: Program) -> tuple[str, ...]:

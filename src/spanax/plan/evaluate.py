@@ -110,6 +110,7 @@ class Evaluation:
       cluster: the devices.
       assumptions: constants that are not in data sheets.
       adds_first: whether the compiler adds partial sums before it all-reduces them, as in `Compiler`.
+      scale: the batch over that of the program, for the cost of one step.
     """
 
     program: Program
@@ -117,6 +118,7 @@ class Evaluation:
     cluster: Cluster
     assumptions: Assumptions
     adds_first: bool
+    scale: float = 1.0
 
     @cached_property
     def layout(self) -> LayoutCosts:
@@ -137,7 +139,9 @@ class Evaluation:
         sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes])
         stages = ones * schedule.num_stages
         num_layers = self.program.step.layer_carry[1]
-        return Grid(sizes, stages, ones * count, ones / count, schedule.pipeline, schedule.num_chunks, num_layers)
+        return Grid(
+            sizes, stages, ones * count, self.scale * ones / count, schedule.pipeline, schedule.num_chunks, num_layers
+        )
 
     @cached_property
     def memory(self) -> MemoryUse:

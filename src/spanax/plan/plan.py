@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -289,6 +289,17 @@ def path_pattern(path: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
+def shared_path(paths: Sequence[str]) -> str:
+    """Returns the path of arrays of repeated blocks: `*` for each number in which they differ.
+
+    Example:
+      >>> shared_path(["blocks.0.mlp.layers.2.kernel", "blocks.1.mlp.layers.2.kernel"])
+      'blocks.*.mlp.layers.2.kernel'
+    """
+    columns = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
+
+
 def _rows(plan: Plan) -> list[str]:
     """Returns rows of the parameters and the batch; repeated blocks share a row."""
     groups: dict[tuple[Any, ...], list[Placement]] = {}
@@ -296,11 +307,11 @@ def _rows(plan: Plan) -> list[str]:
         if leaf.kind in ("param", "batch"):
             groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
     rows = []
-    for (pattern, *_), leaves in groups.items():
+    for leaves in groups.values():
         leaf = leaves[0]
         times = f" x{len(leaves)}" if len(leaves) > 1 else ""
         shape = " ".join(f"{name or '?'}:{size}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
-        name = leaf.path if len(leaves) == 1 else pattern
+        name = shared_path([leaf.path for leaf in leaves])
         reason = f"  {leaf.reason}" if leaf.reason else ""
         rows.append((name + times, f"({shape})", _spec_text(leaf), bytes_text(leaf.local_bytes) + reason))
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]

@@ -3,24 +3,39 @@
 import functools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from spanax.errors import DeviceCountError, MeshError, NoLayoutError, RangeError, UnknownNameError, nearest
+import numpy as np
+
+from spanax.errors import (
+    CapacityError,
+    DeviceCountError,
+    MeshError,
+    NoLayoutError,
+    RangeError,
+    UnknownNameError,
+    VariantError,
+    nearest,
+)
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidate import Search
+from spanax.hardware.torus import divisors
+from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.attention_kernel import can_ring, with_attention
 from spanax.plan.candidates.forms import Forms, in_context
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
-from spanax.plan.candidates.pricer import Bound, Pricer, priced_forms
+from spanax.plan.candidates.loss_chunks import suiting_chunks
+from spanax.plan.candidates.pricer import Bound, Pricer, least_seconds, priced_forms
 from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
 from spanax.plan.candidates.request import Scope
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
+from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import defaults
-from spanax.plan.evaluate import main_dtype, model_flops, priced_offload
+from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
@@ -141,27 +156,7 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     rejected: Rejections = Counter()
     forms = Forms(program, scope.remat, rejected, is_lazy=scope.fits_first)
     first = next(iter(forms.programs.values()))
-    space = families(first, cluster, scope.batch_size, rejected, scope.pins, scope.model)
-    if not space:
-        raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
-    pipeline = scope.pipeline and not any(map(partial_policy, forms.policies))
-    scope = replace(scope, pipeline=pipeline)
-    space = [_requested(family, scope, rejected) for family in space]
-    num_layers = first.step.layer_carry[1]
-    sequences = [in_context(family, rejected) for family in space] if scope.ring else []
-    states = [state_of(family.resolver, priced_offload(cluster, scope.offload)) for family in space]
-    grids = functools.partial(
-        grids_of,
-        batch_size=scope.batch_size,
-        traced_batch=traced_batch,
-        microbatches=scope.microbatches,
-        num_layers=num_layers,
-        schedules=scope.schedules,
-    )
-    pricers = [
-        Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
-        for some in (space, sequences)
-    ]
+    pricers = _pricers(first, cluster, scope, rejected)
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
     possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
@@ -191,6 +186,184 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
         attention=program.attention,
         offload=scope.offload,
     )
+
+
+def _pricers(
+    program: Program, cluster: Cluster, scope: Scope, rejected: Rejections, left_out: Container[int | None] = ()
+) -> list[Pricer]:
+    """Returns the pricer of a scope's layouts with the attention of the program, and that of those with a ring.
+
+    Leaves of the state with a class in `left_out` are not counted.
+    """
+    space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model)
+    if not space:
+        raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
+    pipeline = scope.pipeline and not any(map(partial_policy, scope.remat or ()))
+    space = [_requested(family, replace(scope, pipeline=pipeline), rejected) for family in space]
+    sequences = [in_context(family, rejected) for family in space] if scope.ring else []
+    offload = priced_offload(cluster, scope.offload)
+    states = [state_of(family.resolver, offload, left_out) for family in space]
+    grids = functools.partial(
+        grids_of,
+        batch_size=scope.batch_size,
+        traced_batch=program.batch_size,
+        microbatches=scope.microbatches,
+        num_layers=program.step.layer_carry[1],
+        schedules=scope.schedules,
+    )
+    return [
+        Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
+        for some in (space, sequences)
+    ]
+
+
+UNSHARDED = (Code.BATCH_NOT_DIVISIBLE, Code.NOTHING_STORED, Code.NOT_REQUESTED, Code.RING_TOO_LONG)
+"""Why a mesh is rejected however the classes without a batch are sharded."""
+
+
+def least_in(program: Program, cluster: Cluster, scope: Scope, labels: Container[int | None]) -> float:
+    """Returns a lower bound of the step time of every layout of a scope whose state fits, in any form of the program.
+
+    0 where a mesh is rejected that may have a layout if some classes are sharded in another way.
+
+    Args:
+      program: the program under the policy that recomputes least.
+      cluster: the devices.
+      scope: the layouts.
+      labels: the classes that may be sharded in another way; all others are sharded as in the program.
+    """
+    rejected: Rejections = Counter()
+    try:
+        plain, _ = _pricers(program, cluster, scope, rejected, labels)
+    except NoLayoutError:
+        return 0.0
+    if any(reason.code not in UNSHARDED for reason in rejected):
+        return 0.0
+    return least_seconds(plain.possible(repeats=True), program, labels)
+
+
+MOST_EXAMPLES = 1 << 40
+"""The largest batch that is looked for: a larger one fits only where memory does not depend on it."""
+
+
+MOST_CHUNKINGS = 4
+"""How often the number of chunks of the logits is adapted to the largest batch."""
+
+
+def largest_in_chunks(
+    program: Program, policies: Sequence[str], cluster: Cluster, scope: Scope, *, is_chunked: bool
+) -> Search | None:
+    """Returns `largest_batch_in` under the first policy that the program supports, with the best chunks of the logits.
+
+    Args:
+      program: with the attention and the compute dtype of the search.
+      policies: the remat policies, the one that stores least first.
+      cluster: the devices.
+      scope: what the search prices.
+      is_chunked: whether the number of chunks of the logits is set.
+    """
+    result = None
+    form = program
+    for _ in range(1 if is_chunked else MOST_CHUNKINGS):
+        for policy in policies:
+            with suppress(VariantError):
+                result = largest_batch_in(form, cluster, replace(scope, remat=(policy,)))
+                break
+        if result is None or result.best is None or is_chunked:
+            break
+        scale = result.batch_size / program.batch_size
+        count, _ = suiting_chunks(program, plan_of(result, result.best), cluster, scale)
+        if count == form.loss_chunks:
+            break
+        form = program.variant(replace(program.form, loss_chunks=count))
+    return result
+
+
+def largest_batch_in(program: Program, cluster: Cluster, scope: Scope) -> Search | None:
+    """Returns a search at the largest batch that fits, with a layout in which it fits; None where no batch fits.
+
+    The batch is a multiple of the number of devices and microbatches, or else divides it. Estimates only memory: no
+    other batch is traced, and only the result is priced.
+
+    Raises:
+      SpanaxError: as `search`, or every batch fits.
+    """
+    rejected: Rejections = Counter()
+    count = scope.microbatches or 1
+    step = cluster.num_devices * count
+    scope = replace(scope, batch_size=step, microbatches=count)
+    forms = Forms(program, scope.remat, rejected, is_lazy=False)
+    (policy, form), *_ = forms.programs.items()
+    plain, rings = _pricers(form, cluster, scope, rejected)
+    ring = None if rings.is_empty else forms.in_ring(policy)
+    pairs = [(plain, form)] if ring is None else [(plain, form), (rings.by_ring(ring, rejected), ring)]
+    best: Search | None = None
+    for pricer, form in pairs:
+        for family, grids, _, layout in pricer.layouts(form):
+            fitting = functools.partial(_fitting, layout, grids.plain, form.batch_size)
+            size = _largest(fitting, step, 0 if best is None else best.batch_size)
+            if size is not None:
+                best = _search_of(family, fitting(size), layout, size, scope)
+    return best
+
+
+def _search_of(family: Family, grid: Grid, layout: LayoutCosts, batch_size: int, scope: Scope) -> Search:
+    """Returns a search with the first candidate of a grid."""
+    program = layout.sharded.resolver.program
+    one = grid.select(np.zeros(1, int))
+    mesh = mesh_of(one.sizes[:, 0].tolist())
+    name = layout_on(family.storing, family.sequence, mesh)
+    costs = layout.costs(one)
+    return Search(
+        cluster=layout.cluster,
+        batch_size=batch_size,
+        candidates=(Candidate.of(name, family.storing, mesh, program, one, costs, layout.memory([one])[0]),),
+        nearest=(),
+        rejected={},
+        layouts_priced=1,
+        model_flops=model_flops(program) * batch_size / program.batch_size,
+        dtype=main_dtype(layout.terms),
+        trace_seconds=0.0,
+        search_seconds=0.0,
+        programs={program.remat: program},
+        pins=scope.pins,
+        attention=program.attention,
+        offload=scope.offload,
+    )
+
+
+def _fitting(layout: LayoutCosts, grid: Grid, traced_batch: int, batch_size: int) -> Grid:
+    """Returns the candidates of a grid in which a batch fits that their meshes divide."""
+    grid = replace(grid, scale=batch_size / grid.num_microbatches / traced_batch)
+    shards = grid.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0) * grid.num_microbatches
+    limit = np.inf if layout.cluster.memory_bytes is None else layout.cluster.memory_bytes
+    fits = layout.memory([grid])[0].upper_bytes <= limit
+    return grid.select(np.flatnonzero(fits & (batch_size % shards == 0)))
+
+
+def _largest(fitting: Callable[[int], Grid], step: int, known: int) -> int | None:
+    """Returns the largest batch that fits and is larger than a known one: a multiple of `step`, or else a divisor.
+
+    Raises:
+      SpanaxError: every batch fits.
+    """
+    low = known // step + 1
+    if not fitting(low * step).scale.size:
+        smaller = (size for size in reversed(divisors(step)) if known < size < step)
+        return next((size for size in smaller if fitting(size).scale.size), None)
+    high = 2 * low
+    while fitting(high * step).scale.size:
+        low = high
+        high *= 2
+        if high > MOST_EXAMPLES:
+            raise CapacityError("every batch fits: the memory of a device is unknown, or does not limit the batch.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fitting(middle * step).scale.size:
+            low = middle
+        else:
+            high = middle
+    return low * step
 
 
 def _no_layout(batch_size: int, num_devices: int, rejected: Rejections) -> NoLayoutError:

@@ -6,17 +6,15 @@ from typing import Any
 
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
-from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, SAME_DTYPE, STAGE_MARGIN
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
-from spanax.units import bytes_text
+from spanax.units import bytes_text, quantity_text
 
 MFU_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full"
-
-HFU_CONVENTION = "; HFU is of the FLOPs that run: recomputed ones count again, scores that a kernel skips do not"
 
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
 
@@ -57,7 +55,6 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "padded": dict(search.programs[candidate.remat].form.padded),
         "upper_bytes": candidate.upper_bytes,
         "mfu": rates.mfu,
-        "hfu": rates.hfu,
         "bottleneck": candidate.bottleneck,
     }
 
@@ -113,7 +110,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "restore_bytes": search.best.state_bytes,
             "rule": best.rule,
             "why": [str(reason) for reason in _reasons(search)],
-            "flop_convention": MFU_CONVENTION + HFU_CONVENTION,
+            "flop_convention": MFU_CONVENTION,
             "counts_all_experts": search.counts_all_experts,
             "environment": search.cluster.memory_setting(search.best.upper_bytes),
         }
@@ -169,8 +166,8 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
     moved = [(kind, axes, size) for axes, kinds in best.collectives.items() for kind, size in kinds.items()]
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
-    hfu = "" if rates.hfu is None else f", HFU {100 * rates.hfu:.1f} %"
-    convention = MFU_CONVENTION + (HFU_CONVENTION if hfu else "") + (ALL_EXPERTS if search.counts_all_experts else "")
+    convention = MFU_CONVENTION + (ALL_EXPERTS if search.counts_all_experts else "")
+    peak = quantity_text(search.peak_flops, "operations per second", digits=3)
     needed = search.cluster.memory_setting(candidate.upper_bytes)
     stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
@@ -178,10 +175,9 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}"
         + "".join(f", {form}" for form in _forms(search, candidate)),
         *(f"  why     {reason}" for reason in _reasons(search)),
-        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}{hfu}; {candidate.bottleneck}",
+        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
-        *([f"  dtype   most FLOPs are in float32: {SAME_DTYPE}"] if search.has_other_dtype else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
         + (f", at most {bytes_text(candidate.upper_bytes)} of {bytes_text(limit)} usable" if limit else "")
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
@@ -192,7 +188,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
         *(f"  attention {choice}" for choice in search.attention),
-        f"  MFU is {convention}" if mfu else "",
+        f"  MFU is of {peak} in {search.dtype}: {convention}" if mfu else "",
     ]
 
 
@@ -241,7 +237,7 @@ def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list
     memory = "" if leaf.memory_kind == DEVICE else " in host memory"
     lines = [
         f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}",
-        f"  {leaf.local_bytes} bytes per device{memory}; {leaf.reason or 'sharded as it is used'}",
+        f"  {bytes_text(leaf.local_bytes)} per device{memory}; {leaf.reason or 'sharded as it is used'}",
     ]
     sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
     return lines + (

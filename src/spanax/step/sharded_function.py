@@ -1,6 +1,6 @@
 """Runs the step of a program, or its evaluation, on the mesh of a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh
 
@@ -8,6 +8,7 @@ from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.operands import OperandSharding, operand_shardings
+from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.step.pipeline.layer_order import LayerOrder
@@ -52,7 +53,7 @@ def sharded_function(
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
         deferred = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
         op_shardings = operand_shardings(resolver, traced, constraints)
-        unconstrained = _unconstrained(traced, op_shardings)
+        unconstrained = _unconstrained(traced, op_shardings, constraints)
         pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]
         return Replay(traced.graph, pinned, op_shardings, mesh, deferred)
 
@@ -62,7 +63,9 @@ def sharded_function(
     return pipelined_replay(replay(traced), traced, plan.schedule, rows, padded_replay)
 
 
-def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandSharding]) -> set[int]:
+def _unconstrained(
+    traced: StepAnalysis, op_shardings: Mapping[Op, OperandSharding], constraints: Sequence[Constraint | None]
+) -> set[int]:
     """Returns uniform values that an operation reshards for itself, and those that only such values depend on.
 
     They are computed where they are used: a constraint to another sharding would gather them.
@@ -73,6 +76,9 @@ def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandShardi
         for value, constraint in zip(op.inputs, use.inputs, strict=True)
         if constraint
     }
+    loops = (op for op in traced.graph.ops() if op.name == "scan")
+    carried = (pair for op in loops for pair in traced.graph.wires(op).inputs)
+    resharded |= {outer for outer, inner in carried if constraints[outer] != constraints[inner]}
     unconstrained = resharded & traced.uniform
     pinned = {*traced.graph.body.outputs} - resharded
     for op in reversed([*traced.graph.ops()]) if unconstrained else ():

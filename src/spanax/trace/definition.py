@@ -8,7 +8,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import jax
 from flax import nnx
 
+from spanax.activity import doing
 from spanax.batch_dims import ExampleDims, num_examples
+from spanax.compat import unsharded_tracers
 from spanax.errors import LossError, PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import Traced, aligned, discover, warn_of_unknown
@@ -16,13 +18,14 @@ from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retrac
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.remat_policies import GATHERED
-from spanax.trace.loss import as_metrics, chosen_step, dtype_error, loss_form
+from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, loss_form
 from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import Microbatches, microbatches_of
 from spanax.trace.rewrites.padding import padded_graph, padded_step
 from spanax.trace.rewrites.pure_loss import numbers_of, with_extra
+from spanax.trace.rewrites.traced_once import TracedLoss
 from spanax.trace.user_function import UserFunction
 from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import Leaf, Variables, lowered, plain_variables, wants_hijax
@@ -47,7 +50,8 @@ def _once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
     def stored(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         key = (method.__name__, *args)
         if key not in self._memo:
-            self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
+            with unsharded_tracers():
+                self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
         result: T = self._memo[key]
         return result
 
@@ -64,10 +68,9 @@ class State:
 
 
 class TracedVariant(NamedTuple):
-    """The traced step and evaluation of one variant, its fused attentions, and its calls of `value_and_grad`."""
+    """The traced step of one variant, its fused attentions, and its calls of `value_and_grad`."""
 
     step: Traced
-    evaluation: Traced | None
     attention: tuple[FusedAttention, ...]
     num_losses: int = 0
 
@@ -112,6 +115,11 @@ class Definition:
         """Whether the program was traced from a loss."""
         return self.loss is not None
 
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether `evaluation` returns a loss."""
+        return self.loss is not None
+
     def state(self, variant: Variant) -> State:
         """Returns the state of a variant; it depends on the seed and on whether gradients are recorded."""
         return self._state(variant.records_gradients, variant.seed)
@@ -126,9 +134,9 @@ class Definition:
         Raises:
           SpanaxError: the definition does not support the variant.
         """
-        return chosen_step(
-            self.loss, self.train_step, self.clip_norm, self.accumulate, variant, attentions, self.batch_axes
-        )
+        options = self.clip_norm, self.accumulate, variant, attentions, self.batch_axes
+        traced = self._traced_loss(variant.compute_dtype, variant.seed)
+        return chosen_step(self.loss, self.train_step, *options, traced)
 
     @_once
     def traced(self, variant: Variant) -> TracedVariant:
@@ -137,6 +145,7 @@ class Definition:
         Raises:
           SpanaxError: the step cannot be traced.
         """
+        doing(f"tracing the step: {variant}")
         if variant.padded:
             return self._padded(variant)
         state = self.state(variant)
@@ -152,27 +161,31 @@ class Definition:
             self.traced(replace(variant, compute_dtype=None))  # raises what the loss raises in every dtype
             raise dtype_error(error, variant.compute_dtype, state.variables.leaves) from error
         warn_of_unknown(step.axes)
-        evaluation = None
-        if self.loss is not None:
-            form = replace(variant, remat=None, microbatches=1, compute_dtype=None)
-            evaluation = self._evaluation(form, step.axes.examples)
-            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
-            evaluation = replace(evaluation, axes=axes)
-        return TracedVariant(step, evaluation, tuple(dict.fromkeys(attentions)))
+        return TracedVariant(step, tuple(dict.fromkeys(attentions)))
+
+    @_once
+    def evaluation(self, variant: Variant) -> Traced | None:
+        """Returns the traced loss of the model in evaluation mode, with the axes of the step; None without a `loss`.
+
+        Raises:
+          SpanaxError: it cannot be traced.
+        """
+        if self.loss is None:
+            return None
+        step = self.traced(variant).step
+        form = replace(variant, remat=None, microbatches=1, compute_dtype=None, padded=())
+        evaluation = self._evaluation(form, step.axes.examples)
+        if variant.padded:
+            leaves = self.state(variant).variables.leaves
+            evaluation = padded_step(evaluation, leaves, self.batch_leaves, variant.padded)
+        axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
+        return replace(evaluation, axes=axes)
 
     def _padded(self, variant: Variant) -> TracedVariant:
         """Returns the variant without padding, with its axes padded."""
         plain = self.traced(replace(variant, padded=()))
         leaves = self.state(variant).variables.leaves
-        step, evaluation = (
-            None if each is None else padded_step(each, leaves, self.batch_leaves, variant.padded)
-            for each in (plain.step, plain.evaluation)
-        )
-        assert step is not None
-        if evaluation is not None:
-            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
-            evaluation = replace(evaluation, axes=axes)
-        return plain._replace(step=step, evaluation=evaluation)
+        return plain._replace(step=padded_step(plain.step, leaves, self.batch_leaves, variant.padded))
 
     @_once
     def resized(self, variant: Variant, shapes: Shapes) -> Graph:
@@ -189,6 +202,25 @@ class Definition:
         variables = state.variables.of_shapes(shapes)
         step = state.mesh.traced(partial(_run_step, variables, self.step(variant)))
         return retraced_graph(self.traced(variant).step.graph, step, variables.abstract(), self.batch)
+
+    @_once
+    def attentions(self, variant: Variant) -> tuple[FusedAttention, ...]:
+        """Returns the fused attentions of a variant, without its gradient.
+
+        Raises:
+          SpanaxError: the loss cannot be traced.
+        """
+        variant = replace(variant, remat=None, microbatches=1, loss_chunks=1)
+        state = self.state(variant)
+        traced = self._traced_loss(variant.compute_dtype, variant.seed)
+        step = fusing_step(self.loss, variant, traced)
+        try:
+            with plain_variables():
+                run = state.mesh.traced(partial(_run_step, state.variables, step))
+                jax.eval_shape(run, state.variables.abstract(), self.batch)
+        except Exception:
+            return self.traced(variant).attention  # raises the error with its reason
+        return tuple(dict.fromkeys(traced.attentions[variant.context]))
 
     def microbatches(self, variant: Variant) -> Microbatches:
         """Returns whether a variant supports microbatches, and if not, why."""
@@ -253,6 +285,10 @@ class Definition:
         return self._traced(state, chunked_loss(attending, variant.loss_chunks), examples)
 
     @_once
+    def _traced_loss(self, compute_dtype: str | None, seed: int) -> TracedLoss:
+        return TracedLoss()
+
+    @_once
     def _microbatches(self, variant: Variant) -> Microbatches:
         state = self.state(variant)
 
@@ -261,7 +297,8 @@ class Definition:
             with plain_variables():
                 return jax.eval_shape(run, state.variables.abstract(), self.batch)
 
-        return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, shapes, self.batch_axes)
+        options = self.accumulate, shapes, self.batch_axes, self._traced_loss(variant.compute_dtype, variant.seed)
+        return microbatches_of(self.loss, variant.compute_dtype, *options)
 
     def _traced(self, state: State, function: Callable[..., Results], examples: ExampleDims | None) -> Traced:
         user = self._user(self.loss or self.train_step, state)
@@ -324,12 +361,21 @@ class FunctionDefinition:
                 fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
             )
         warn_of_unknown(step.axes)
-        return TracedVariant(step, None, tuple(dict.fromkeys(form.attentions)), form.num_losses)
+        return TracedVariant(step, tuple(dict.fromkeys(form.attentions)), form.num_losses)
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Returns False: a function has no evaluation mode."""
+        return False
 
     @property
     def rewrites_loss(self) -> bool:
         """Whether the function computes a loss by `spanax.value_and_grad`."""
         return any(traced.num_losses for traced in self._memo.values())
+
+    def attentions(self, variant: Variant) -> tuple[FusedAttention, ...]:
+        """Returns the fused attentions of a variant."""
+        return self.traced(variant).attention
 
     def microbatches(self, variant: Variant) -> Microbatches:
         """Returns whether the losses of the function support microbatches."""
@@ -347,6 +393,9 @@ class FunctionDefinition:
     def computation(self) -> Computation:
         """Returns the fingerprint of the function."""
         return Computation.of(self.traced(AS_WRITTEN).step, self.values.variables.leaves)
+
+    def evaluation(self, variant: Variant) -> None:
+        """Returns None: a function has no evaluation mode."""
 
     def run_loss(self, variant: Variant) -> None:
         """Returns None: a function has no evaluation mode."""

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
+from spanax.compat import unsharded_tracers
 from spanax.errors import BuildError, SpanaxError
 from spanax.frames import is_library
 from spanax.trace.user_function import READS
@@ -97,6 +98,7 @@ class Initial:
 
 
 @outside_meshes
+@unsharded_tracers()
 def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: UserMesh) -> tuple[Variables, Initial]:
     """Returns the variables of the state, and the function that computes its initial values.
 
@@ -136,6 +138,7 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
 
 
 @outside_meshes
+@unsharded_tracers()
 def created(make_owners: Callable[[], Sequence[Owner]], name: str) -> tuple[Variables, core.ClosedJaxpr]:
     """Returns the variables of objects that a function creates, and the jaxpr that computes them; allocates nothing.
 

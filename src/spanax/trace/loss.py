@@ -31,6 +31,7 @@ from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import accumulated, examples, mean_of_microbatches
 from spanax.trace.rewrites.pure_loss import check_unmoved, numbers_of, pure_function, pure_loss
 from spanax.trace.rewrites.remat import rematerialized
+from spanax.trace.rewrites.traced_once import TracedLoss, TracedOnce, jaxpr_of
 from spanax.trace.variables import Leaf
 from spanax.trace.variant import Variant
 
@@ -59,7 +60,7 @@ def loss_gradient(
     dims: ExampleDims,
     variant: Variant,
     accumulate: str,
-    attentions: list[FusedAttention] | None = None,
+    traced: TracedLoss,
 ) -> LossGradient:
     """Returns the loss and its gradient, with the remat, microbatches, chunks and attention of a variant.
 
@@ -69,7 +70,7 @@ def loss_gradient(
       dims: the dim with the examples of each array of the batch, for microbatches.
       variant: the form of the loss.
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
-      attentions: each fused attention is appended to this list.
+      traced: what was traced of the loss.
 
     Raises:
       SpanaxError: the loss does not support the variant.
@@ -78,7 +79,7 @@ def loss_gradient(
     params, rest, batch = operands
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
-        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions, 2)
+        attending = pure if variant.context == GATHERED else _fused(pure, variant.context, traced)
         return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
 
     gradient = jax.value_and_grad(transform(value), has_aux=True)
@@ -95,7 +96,26 @@ def loss_gradient(
     return LossGradient(scalar, extra, rest, params, grads)
 
 
+def _fused(pure: Callable[..., Any], context: str, traced: TracedLoss) -> Callable[..., Any]:
+    """Returns the loss, or a part of it, with fused attention; only that of the whole loss is traced once."""
+    attending = fuse_attention(pure, context, traced.attentions[context], 2)
+    return TracedOnce(attending, traced.known[context]) if isinstance(pure, TracedOnce) else attending
+
+
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
+
+
+def fusing_step(loss: Callable[..., Any] | None, variant: Variant, traced: TracedLoss) -> TrainStep:
+    """Returns a train step that fuses the attentions of a loss, and does nothing else."""
+
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
+        assert loss is not None
+        value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
+        value = TracedOnce(value, traced.known[GATHERED])
+        jaxpr_of(_fused(value, variant.context, traced), params, rest, batch)
+        return {}
+
+    return step
 
 
 def chosen_step(
@@ -106,10 +126,12 @@ def chosen_step(
     variant: Variant,
     attentions: list[FusedAttention] | None = None,
     batch_axes: ExampleDims | None = None,
+    traced: TracedLoss | None = None,
 ) -> TrainStep:
     """Returns the requested train step: written around `loss`, or the user's `train_step`.
 
-    With microbatches, `batch_axes` are the dims with the examples; by default, as the loss uses them.
+    With microbatches, `batch_axes` are the dims with the examples; by default, as the loss uses them. `traced`
+    has what was traced of the loss in the same dtype.
 
     Raises:
       SpanaxError: neither or both are passed, or an option that requires `loss`.
@@ -119,7 +141,8 @@ def chosen_step(
         if variant.microbatches < 1:
             raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
         known_policy(variant.remat)
-        return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions, batch_axes)
+        accumulate = known_accumulation(accumulate)
+        return _step_around(loss, clip_norm, accumulate, variant, attentions, batch_axes, traced or TracedLoss())
     if loss is not None or train_step is None:
         raise ConflictError(
             "pass either `loss` or `train_step`" + (", not both." if loss is not None else "."),
@@ -150,6 +173,7 @@ def _step_around(
     variant: Variant,
     attentions: list[FusedAttention] | None,
     batch_axes: ExampleDims | None,
+    traced: TracedLoss,
 ) -> TrainStep:
     """Returns an NNX train step: gradients over microbatches, clipping, one optimizer update.
 
@@ -161,10 +185,13 @@ def _step_around(
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
+        value = TracedOnce(value, traced.known[GATHERED])
         count = variant.microbatches
         operands = params, rest, batch
         dims = examples(value, operands, count, batch_axes) if count > 1 else ()
-        result = loss_gradient(value, operands, dims, variant, accumulate, attentions)
+        result = loss_gradient(value, operands, dims, variant, accumulate, traced)
+        if attentions is not None:
+            attentions.extend(traced.attentions[variant.context])
         nnx.update(model, result.params)
         nnx.update(model, result.rest)
         grads = marked_gradients(result.grads)
@@ -306,7 +333,9 @@ def _gradient(
         _check_closure(function, arrays)
     operands = params, rest, arrays
     dims = examples(value, operands, count) if count > 1 else ()
-    result = loss_gradient(value, operands, dims, form.variant, EXACT, form.attentions)
+    traced = TracedLoss()
+    result = loss_gradient(value, operands, dims, form.variant, EXACT, traced)
+    form.attentions += traced.attentions[form.variant.context]
     nnx.update(nodes, result.params)
     nnx.update(nodes, result.rest)
     return ((result.scalar, result.extra) if has_aux else result.scalar), result.grads[0]

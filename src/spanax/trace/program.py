@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
+import jax
 import numpy as np
 
 from spanax.batch_dims import num_examples
@@ -35,7 +36,6 @@ class Program:
       leaves: the arrays of the state, in the order of the step's arguments.
       batch: the arrays of the batch, in the order of the step's arguments.
       step: the traced train step.
-      evaluation: the traced loss of the model in evaluation mode; None for a user-defined `train_step`.
       attention: the fused attentions; empty if attention is computed as written in the model.
       form: the options with which the step was traced.
       definition: the arguments from which variants are traced.
@@ -59,7 +59,6 @@ class Program:
     leaves: tuple[Leaf, ...]
     batch: tuple[Leaf, ...]
     step: StepAnalysis
-    evaluation: StepAnalysis | None
     attention: tuple[FusedAttention, ...]
     form: Variant
     definition: ProgramDefinition = field(repr=False)
@@ -120,6 +119,27 @@ class Program:
         if init is None:
             raise ObjectsError("the program is a function of objects that have their state.", fix="spanax.init")
         return init
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether the program was traced from a `loss`, so that `evaluation` is not None."""
+        return self.definition.has_evaluation
+
+    @cached_property
+    def evaluation(self) -> StepAnalysis | None:
+        """Returns the loss of the model in evaluation mode, traced on first access; None without a `loss`.
+
+        Raises:
+          SpanaxError: it cannot be traced.
+        """
+        traced = self.definition.evaluation(self.form)
+        if traced is None:
+            return None
+        result = StepAnalysis(traced)
+        for names in self.renames:
+            known = set(result.axes.names.values())
+            result = result.rename({old: new for old, new in names.items() if old in known})
+        return result
 
     @property
     def rewrites_loss(self) -> bool:
@@ -215,15 +235,29 @@ class Program:
           SpanaxError: no axis has that name.
         """
         step = self.step.rename(names)
-        evaluation = self.evaluation
-        if evaluation is not None:
-            known = set(evaluation.axes.names.values())
-            evaluation = evaluation.rename({old: new for old, new in names.items() if old in known})
         leaves, batch = with_axes(step, self.leaves, self.batch)
-        program = replace(self, leaves=leaves, batch=batch, step=step, evaluation=evaluation, _variants={})
+        program = replace(self, leaves=leaves, batch=batch, step=step, _variants={})
         program = replace(program, renames=(*self.renames, names))
         program._variants[self.form] = program
         return program
+
+    def with_batch(self, size: int) -> "Program":
+        """Returns the program traced again with another number of examples.
+
+        Raises:
+          SpanaxError: it cannot be traced with that many.
+        """
+        shapes = [list(leaf.shape) for leaf in self.definition.batch_leaves]
+        for shape, dim in zip(shapes, self.step.axes.examples, strict=True):
+            if dim is not None:
+                shape[dim] = size
+        leaves = [
+            replace(leaf, shape=tuple(shape)) for leaf, shape in zip(self.definition.batch_leaves, shapes, strict=True)
+        ]
+        batch = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        batch = jax.tree.unflatten(self.batch_treedef, batch)
+        definition = replace(self.definition, batch=batch, batch_leaves=tuple(leaves), _memo={})
+        return reduce(Program.rename, self.renames, program_of(definition, self.form))
 
     def variant(self, variant: Variant) -> "Program":
         """Returns the program in another form; each is traced once.
@@ -249,12 +283,22 @@ class Program:
             variant = replace(variant, seed=self.form.seed)
         if variant == self.form:
             return self
-        if variant == replace(self.form, remat="none") and self._has_no_remat:
-            return self._without_remat
+        if variant.remat == "none" and self._has_no_remat:
+            written = self.variant(replace(variant, remat=None))
+            if written._has_no_remat:
+                return written._without_remat
         if variant not in self._variants:
             program = reduce(Program.rename, self.renames, program_of(self.definition, variant))
             self._variants[variant] = replace(program, _variants=self._variants)
         return self._variants[variant]
+
+    def attentions(self, variant: Variant) -> tuple[FusedAttention, ...]:
+        """Returns the fused attentions of the program in another form.
+
+        Raises:
+          SpanaxError: the program does not support it.
+        """
+        return self.definition.attentions(variant)
 
     def with_remat(self, policy: str | None) -> "Program":
         """Returns the program with another remat policy; each policy is traced once.
@@ -315,9 +359,7 @@ class Program:
 
     @property
     def _has_no_remat(self) -> bool:
-        if self.form.remat is not None or self.evaluation is None:
-            return False
-        return not self.step.traced.has_remat and not self.evaluation.traced.has_remat
+        return self.form.remat is None and self.has_evaluation and not self.step.traced.has_remat
 
     @cached_property
     def _without_remat(self) -> "Program":
@@ -333,9 +375,8 @@ def program_of(definition: ProgramDefinition, variant: Variant) -> Program:
     """
     traced = definition.traced(variant)
     step = StepAnalysis(traced.step)
-    evaluation = None if traced.evaluation is None else StepAnalysis(traced.evaluation)
     leaves, batch = with_axes(step, definition.state(variant).variables.leaves, definition.batch_leaves)
-    program = Program(leaves, batch, step, evaluation, traced.attention, variant, definition)
+    program = Program(leaves, batch, step, traced.attention, variant, definition)
     program._variants[variant] = program
     return program
 

@@ -22,6 +22,8 @@ class Variant:
     Example:
       >>> Variant(remat="dots") == Variant(remat="dots", microbatches=1)
       True
+      >>> print(Variant(remat="dots", compute_dtype="bfloat16"))
+      bfloat16, remat dots
     """
 
     remat: str | None = None
@@ -32,3 +34,15 @@ class Variant:
     records_gradients: bool = False
     padded: tuple[tuple[str, int], ...] = ()
     seed: int = 0
+
+    def __str__(self) -> str:
+        padded = "+".join(name for name, _ in self.padded)
+        options = {
+            "": self.compute_dtype,
+            "remat ": self.remat,
+            "attention ": None if self.context == GATHERED else self.context,
+            "microbatches ": None if self.microbatches == 1 else self.microbatches,
+            "loss chunks ": None if self.loss_chunks == 1 else self.loss_chunks,
+            "padded ": padded or None,
+        }
+        return ", ".join(f"{name}{value}" for name, value in options.items() if value is not None) or "as written"

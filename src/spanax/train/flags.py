@@ -5,9 +5,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from spanax.errors import RangeError
 from spanax.trace.optimizers.recipe import AS_DEFINED, Recipe
+from spanax.units import count_of
 from spanax.usage import flag
 
 if TYPE_CHECKING:
@@ -189,6 +191,18 @@ class LayoutRequest:
             recipe=recipe,
         )
 
+
+Count = Annotated[
+    float,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N",
+        instance_from_str=lambda words: count_of(words[0]),
+        is_instance=lambda value: isinstance(value, float | int),
+        str_from_instance=lambda value: [f"{value:g}"],
+    ),
+]
+"""A number such as 1e12, 300B or 1T."""
 
 BatchSizeFlags = Annotated[BatchSizes, arg(name="")]
 SizeFlags = Annotated[Sizes, arg(name="")]

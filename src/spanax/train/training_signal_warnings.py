@@ -32,7 +32,7 @@ class FirstStep:
         if self._is_over:
             return
         if self._norm is None:
-            problems = flaws(program.step, program.leaves, has_loss=program.evaluation is not None)
+            problems = flaws(program.step, program.leaves, has_loss=program.has_evaluation)
             for problem in problems:
                 if problem.flaw in CERTAIN:
                     warn(f"{problem.message} {problem.fix}")

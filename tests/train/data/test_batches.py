@@ -568,6 +568,11 @@ MISFITS: list[tuple[Any, str]] = [
     ([{**image_batch(0), "label": np.zeros(7, np.int32)}], "'label' has shape (7,); expected (8,)."),
     ([{**image_batch(0), "label": np.zeros(B, np.float32)}], "'label' has dtype float32; expected int32."),
     ([{**image_batch(0), "label": np.full(B, 1 << 40)}], "'label' has values that do not fit int32."),
+    ([{**image_batch(0), "label": np.full(B, "a")}], "'label' is text; expected int32."),
+    (
+        [{**example(0), "image": {"pixels": np.full(3, (1 << 24) + 1)}}] * B,
+        "'image.pixels' has values that do not fit float32.",
+    ),
     (
         [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B,
         "'image.pixels' has shape (4,); expected (3,).",

@@ -476,6 +476,19 @@ def test_a_bad_row_of_arrow_or_csv_is_named(tmp_path: Path) -> None:
     assert "Row #200002: CSV conversion error to int64: invalid value 'x'" in message
 
 
+@pytest.mark.parametrize(
+    "name, text, read",
+    [("a.csv", "label\n1\n2\n3", [1.0, 3.0]), ("a.jsonl", '{"label": 1}\n{"label": 2}\n{"label": 2.5}', [1.0, 2.5])],
+)
+def test_a_float_that_a_text_file_writes_as_an_integer_is_read(
+    name: str, text: str, read: list[float], tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
+    (tmp_path / name).write_text(text)
+    plan = plan_of(leaf("label", (2,), "float32"))
+    assert take(batches(tmp_path / name, plan, prefetch=0, shuffle=False), 1) == [{"label": read}]
+
+
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsed, "MAX_LINE_BYTES", 1 << 16)
     path = tmp_path / "a.jsonl"

@@ -301,9 +301,9 @@ def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
 def with_arrays(moves: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
     """Returns the collectives with the paths of the parameters that they gather or whose gradients they reduce.
 
-    A result matches a parameter if it has the dims of a shard in any order, except for the stacked layer dim. A gather
-    or a sum is sharded over the other mesh axes only, a reduce-scatter over its own as well. If no parameter matches,
-    dims that are not sharded count too.
+    A result matches a parameter if it has the dims of a shard in any order, without the stacked layer dim. A gather or
+    a sum is sharded over the other mesh axes only, a reduce-scatter over its own as well. If no parameter matches, dims
+    that are not sharded count too.
     """
     params = [leaf for leaf in plan.leaves if leaf.kind == "param"]
     return tuple(_with(move, params, plan.mesh) for move in moves)

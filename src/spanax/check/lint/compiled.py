@@ -91,11 +91,12 @@ def unplanned_activation_transfers(subject: LintSubject) -> Iterator[Message]:
         moves = [move for move in report.collectives if move.kind in above and move.axes == axes and not move.tensors]
         if moves:
             largest = max(moves, key=lambda move: move.num_bytes)
+            constraint = f"; a sharding constraint{_location(largest.source)}" if largest.source else ""
             yield Message(
                 axes,
                 f"collectives over {axes} move {bytes_text(total)} per step, {bytes_text(planned_total)} planned; the "
                 f"largest of the excess is an {largest.kind} of {largest.shapes}{_location(largest.source)}.",
-                f"spanax check --collectives; a sharding constraint for {largest.op_name or largest.name}",
+                f"spanax check --collectives{constraint}",
                 excess,
             )
 

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from spanax.check.lint.subject import LintSubject, Message
-from spanax.plan.defaults import NARROWER, SAME_DTYPE
 from spanax.plan.place import resolver_of
 from spanax.plan.sharding.resolve import Constraints, axes_of
 from spanax.plan.spmd.count_terms import count_terms
@@ -72,13 +71,11 @@ def float32_matmuls(subject: LintSubject) -> Iterator[Message]:
     total = sum(flops.values())
     if total and flops["fp32"] > total / 2:
         speedup = rates["bf16"] / rates.get("fp32", rates["bf16"])
-        requested = subject.plan.schedule.compute_dtype
         yield Message(
             "",
-            f"{100 * flops['fp32'] / total:.0f} % of the FLOPs are in float32"
-            + (f", although {requested} was requested" if requested in NARROWER else "")
-            + f"; {subject.cluster.chip.name} is {speedup:.0f} times as fast in bfloat16.",
-            SAME_DTYPE if requested in NARROWER else "compute_dtype=bfloat16; parameters stay in their own dtype",
+            f"{100 * flops['fp32'] / total:.0f} % of the FLOPs are in float32; {subject.cluster.chip.name} is "
+            f"{speedup:.0f} times as fast in bfloat16.",
+            "compute_dtype=bfloat16; parameters stay in their own dtype",
         )
 
 

@@ -33,7 +33,7 @@ class LintSubject:
     @cached_property
     def flaws(self) -> list[Problem]:
         """The reasons why parameters of the program cannot train."""
-        return flaws(self.program.step, self.program.leaves, has_loss=self.program.evaluation is not None)
+        return flaws(self.program.step, self.program.leaves, has_loss=self.program.has_evaluation)
 
     @cached_property
     def cost(self) -> Evaluation:

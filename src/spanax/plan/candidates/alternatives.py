@@ -32,7 +32,11 @@ IN_HOST_MEMORY: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
 
 
 def with_padding(
-    result: Search, find: Callable[[Program, int], Search], program: Program, stage_margin: float
+    result: Search,
+    find: Callable[[Program, int], Search],
+    least: Callable[[Multiples], float],
+    program: Program,
+    stage_margin: float,
 ) -> Search:
     """Returns a search with uneven axes padded, if its best candidate is faster by `ASSIGNMENT_MARGIN`.
 
@@ -43,6 +47,7 @@ def with_padding(
     Args:
       result: a search without padded axes.
       find: searches the layouts of a padded program on the meshes with a size of `model`.
+      least: returns a lower bound of the step time with padded axes, without tracing them.
       program: without padded axes.
       stage_margin: as in `search`.
     """
@@ -52,6 +57,8 @@ def with_padding(
         chunks = next(iter(result.programs.values())).loss_chunks
         form = replace(program.form, padded=padded, loss_chunks=chunks)
         try:
+            if least(padded) * (1 + ASSIGNMENT_MARGIN) > _seconds(result, stage_margin):
+                continue
             other = find(program.variant(form), padded[0][1])
         except NoLayoutError as error:
             names = ", ".join(name for name, _ in padded)

@@ -59,10 +59,9 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None, fo
     if not program.rewrites_loss:
         attention = (FusedAttention(None, ": the program has a custom train step"),)
     elif kernel is not None:
-        fused = program.variant(replace(form, context=kernel))
-        if any(each.kernel == kernel for each in fused.attention):
-            return fused
-        attention = fused.attention
+        attention = program.attentions(replace(form, context=kernel))
+        if any(each.kernel == kernel for each in attention):
+            return program.variant(replace(form, context=kernel))
     if requested == "flash":
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"

@@ -57,12 +57,12 @@ def search_in_chunks(find: Callable[[Program], Search], program: Program, cluste
     return replace(chunked, logits=reason)
 
 
-def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, Reason]:
-    """Returns the best number of chunks of tokens for the logits of a plan, and why.
+def suiting_chunks(program: Program, plan: Plan, cluster: Cluster, scale: float = 1.0) -> tuple[int, Reason]:
+    """Returns the best number of chunks of tokens for the logits of a plan, and why; `scale` as in `Evaluation`.
 
     The number is the smallest power of two where doubling saves little memory or costs much time.
     """
-    evaluated = cache(lambda count: evaluate(program, _with_chunks(plan, count), cluster))
+    evaluated = cache(lambda count: replace(evaluate(program, _with_chunks(plan, count), cluster), scale=scale))
 
     def peak_bytes(count: int) -> float:
         return evaluated(count).peak_bytes

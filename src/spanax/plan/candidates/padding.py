@@ -27,6 +27,8 @@ def search_in_padding(
 ) -> Search:
     """Returns the search of a program with axes padded for the number of devices that suits its best candidate.
 
+    A program whose axes every such number divides is searched as it is.
+
     Args:
       find: searches the layouts of a program.
       program: without padded axes.
@@ -40,10 +42,14 @@ def search_in_padding(
     if not names:
         return find(program)
     check_padded(program, names)
+    forms = list(padded_forms(program, cluster, names, mesh))
+    is_sharded = mesh is None or all(_ways(mesh, name) > 1 for name in names)
+    if is_sharded and not forms:
+        return find(program)
     results = []
-    for padded in padded_forms(program, cluster, names, mesh):
+    for padded in forms:
         result = find(program.variant(replace(program.form, padded=padded)))
-        if is_used(result, padded):
+        if result.best is None or is_used(result, padded):
             results.append(result)
     if not results:
         axes = ", ".join(names)

@@ -1,11 +1,12 @@
 """Prices families of meshes under forms of a program, without those that can neither fit nor be chosen."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spanax.activity import doing
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.attention_kernel import repeating_axes, ring_axes
@@ -15,11 +16,14 @@ from spanax.plan.candidates.ranking import Priced, slowest_rank
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import State
 from spanax.plan.cost.roofline import shard_counts
-from spanax.plan.cost.step_time import Grid, GridTable, Table
+from spanax.plan.cost.step_time import Grid, GridTable, Table, price
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Assignment
 from spanax.plan.space import AXES, Family, Rejections
+from spanax.plan.spmd.compiler import Compiler
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.deferred_reductions import deferred_reductions
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
 
@@ -162,28 +166,14 @@ class Pricer:
     def price(self, programs: Iterable[Program], rejected: Rejections) -> list[Priced]:
         """Prices every mesh of every family under every policy and schedule."""
         result = list[Priced]()
-        cluster = self.cluster
+        num_families = sum(1 for grids in self.grids if grids)
         for program in programs:
+            num_priced = 0
             rejected.update(self.left_out)
-            cache = ShardingCache()
-            known = dict[object, LayoutCosts]()
-            rows = zip(self.space, self.states, self.grids, self.tables, strict=True)
-            layout: LayoutCosts | None = None
-            assignment: Assignment | None = None
-            for family, state, grids, table in rows:
-                if grids is None:
-                    continue
-                resolver = family.resolver
-                last = layout if assignment is resolver.assignment else None
-                if last is None:
-                    sharded = ShardedProgram(resolver.of(program), program.step, cache)
-                else:  # of one family, as in `by_ring`
-                    sharded = last.sharded.on(resolver.mesh)
-                equal = known.get(sharded.signature)
-                assignment = resolver.assignment
-                layout = LayoutCosts(sharded, state, cluster, self.assumptions, equal, last)
-                known.setdefault(sharded.signature, layout)
-                repeats = tuple(AXES.index(axis) for axis in repeating_axes(sharded.resolver, AXES))
+            for family, grids, table, layout in self.layouts(program):
+                num_priced += 1
+                doing(f"pricing shardings: {num_priced} of {num_families}, {program.form}")
+                repeats = tuple(AXES.index(axis) for axis in repeating_axes(layout.sharded.resolver, AXES))
                 plain = layout.costs(grids.plain, table)
                 costs = [(grids.plain, plain)]
                 for grid, columns in grids.others:
@@ -195,6 +185,52 @@ class Pricer:
                 for (grid, seconds), memory in zip(costs, uses, strict=True):
                     result.append(Priced(family, program, layout.terms, grid, memory, seconds, repeats))
         return result
+
+    def layouts(self, program: Program) -> Iterator[tuple[Family, Grids, GridTable | None, LayoutCosts]]:
+        """Yields every family with grids, and its costs under a form of the program, computed on first access."""
+        cache = ShardingCache()
+        known = dict[object, LayoutCosts]()
+        layout: LayoutCosts | None = None
+        assignment: Assignment | None = None
+        for family, state, grids, table in zip(self.space, self.states, self.grids, self.tables, strict=True):
+            if grids is None:
+                continue
+            resolver = family.resolver
+            last = layout if assignment is resolver.assignment else None
+            if last is None:
+                sharded = ShardedProgram(resolver.of(program), program.step, cache)
+            else:  # of one family, as in `by_ring`
+                sharded = last.sharded.on(resolver.mesh)
+            equal = known.get(sharded.signature)
+            assignment = resolver.assignment
+            layout = LayoutCosts(sharded, state, self.cluster, self.assumptions, equal, last)
+            known.setdefault(sharded.signature, layout)
+            yield family, grids, table, layout
+
+
+def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None]) -> float:
+    """Returns a lower bound of the step time of every candidate, in any form of attention and under any policy.
+
+    Operations with some classes are not counted, so that the bound holds where these are sharded in another way.
+    """
+    cache = ShardingCache()
+    compiler = Compiler.of(pricer.cluster)
+    classes = program.step.axes.classes
+    left_out = {
+        group.op
+        for group in program.step.op_groups
+        if any(label in labels for value in (*group.op.inputs, *group.op.outputs) for label in classes[value])
+    }
+    least = np.inf
+    for family, grids, table in zip(pricer.space, pricer.grids, pricer.tables, strict=True):
+        if grids is not None:
+            sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
+            terms = count_terms(sharded, compiler=compiler, late=deferred_reductions(sharded), left_out=left_out)
+            costs = price(terms, pricer.cluster, grids.plain, pricer.assumptions, table)
+            in_rings = grids.plain.sizes[AXES.index("context")] > 1
+            seconds = costs.step_seconds - costs.terms["pipeline"]
+            least = min(least, float(np.where(in_rings, costs.without_attention(), seconds).min()))
+    return least
 
 
 def _keys(family: Family, grid: Grid) -> list[tuple[object, ...]]:

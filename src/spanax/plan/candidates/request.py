@@ -6,16 +6,26 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spanax.errors import ArgumentError, check_type
+from spanax.errors import ArgumentError, MissingError, check_type
+from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.grids import SCHEDULES
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.presets import default_mesh, layout_for, layout_named
+from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import RING
+from spanax.trace.program import Program
+from spanax.units import bytes_text
 
 _PIN = 'pin={"AXIS": "MESH_AXIS"}, with an axis of `program.axes` and one of the mesh, or None to replicate the axis'
+
+
+STATE_FRACTION = 0.5
+"""Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,52 @@ class Scope:
     counts_stages: bool = True
     model: int | None = None
     stages: int | None = None
+
+
+def is_searchable(cluster: Cluster, request: Request) -> bool:
+    """Returns whether a search can price a request: its layouts have names and standard mesh axes."""
+    schedule = request.schedule
+    if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
+        return False
+    plain = Schedule()
+    if schedule is not None and any(
+        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
+    ):
+        return False
+    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
+        return False
+    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
+    named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
+    return {*named, *pinned} <= {*AXES}
+
+
+def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
+    """Returns the layout and the mesh of a request, and why."""
+    layout = request.layout
+    mesh = request.mesh
+    if isinstance(layout, Layout):
+        if mesh is None:
+            raise MissingError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
+        return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
+    if layout is not None:
+        shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
+        named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
+        return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
+    if mesh is not None:
+        shape = MeshShape.of(mesh)
+        named = layout_for(shape)
+        if request.sequence_parallel:
+            named = layout_named(named.name, shape, sequence_parallel=True)
+        return str(Reason(Code.MESH_NAMES)), named, shape
+    state = sum(leaf.num_bytes for leaf in program.leaves)
+    memory_bytes = cluster.memory_bytes
+    fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes
+    name = "data" if fits else "fsdp"
+    shape = default_mesh(name, cluster.num_devices)
+    limit = "unknown" if memory_bytes is None else bytes_text(memory_bytes)
+    verdict = "fits" if fits else "does not fit"
+    why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
+    return why, layout_named(name, shape), shape
 
 
 def pins_of(pin: Pins | None, forbid: Iterable[str] = ()) -> Pins:

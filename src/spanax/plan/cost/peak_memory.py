@@ -27,6 +27,7 @@ from spanax.plan.spmd.tiled_scatter import LANES, WORD_BYTES
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.liveness import SCATTERS, Liveness
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
+from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.operation import RING
 
 Array = np.ndarray
@@ -317,7 +318,7 @@ class Span:
 
 
 def _gathered(sharded: ShardedProgram, ops: Sequence[Op], stored: Collection[int]) -> Iterator[Span]:
-    """Yields operands as an operation uses them, if it gathers them: from the first such use to the last.
+    """Yields operands as an operation or a loop uses them, if it gathers them: from the first such use to the last.
 
     An operation that is fused into its consumers, such as a transposition, uses its operands until they run.
     """
@@ -327,6 +328,9 @@ def _gathered(sharded: ShardedProgram, ops: Sequence[Op], stored: Collection[int
         passed = [span for value in op.inputs for span in fused.get(value, ())] if fused else []
         for span in passed:
             span[1] = index
+        for value, inner in const_pairs(sharded.traced.graph, op) if op.name in LOOPS else ():
+            if (masks := sharded.masks(inner)) != sharded.masks(value) and value not in sharded.traced.uniform:
+                spans.setdefault((value, masks), [index, index])[1] = index
         if op.bodies or op in sharded.traced.inert:
             continue
         division = sharded.division(op)

@@ -1,7 +1,7 @@
 """Assigns classes of dims to mesh axes in one program; records why other classes stay replicated."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
@@ -20,6 +20,9 @@ SMALL = 16
 
 SENT_TO = -1
 """The rank of experts that receive their tokens; values that only select experts are sharded along the batch."""
+
+SEQUENCES = 1_000
+"""The rank of sequences that a mesh axis shards where a value has no other class of that axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,61 +93,123 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
       SpanaxError: the batch or a pinned axis does not divide.
     """
     _check_mapped(program, mesh)
-    axes = program.step.axes
-    ranks: dict[str, dict[int, int]] = {}
-    assigned: dict[int, int] = {}
-    reasons: dict[int, Reason] = {}
-    parts: dict[int, Parts] = {}
-    # Of two classes with one name, shard the earlier: its gradient ends at the model's input, which saves a reduction.
-    labels = program.step.labels_by_name
+    assigning = _Assigning(program, layout, mesh, pins, num_chunks)
     for axis, names in layout.computed:
-        size = mesh.ways([axis])
-        if size == 1:
-            continue
+        if mesh.ways([axis]) > 1:
+            assigning.ranks[axis] = assigning.over(axis, names)
+    along = layout.sequence_axis
+    if along and mesh.ways([along]) > 1:
+        assigning.ranks[along] |= dict.fromkeys(assigning.sequences(along), SEQUENCES)
+    return Assignment(_with_experts(program, assigning.ranks, mesh), assigning.reasons, assigning.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Assigning:
+    """An assignment in which the mesh axes so far have their classes.
+
+    Attributes:
+      program, layout, mesh, pins, num_chunks: the arguments of `assign`.
+      ranks, reasons, parts: as in `Assignment`.
+      num_shards: the number of devices over which each assigned class is sharded.
+    """
+
+    program: Program
+    layout: Layout
+    mesh: MeshShape
+    pins: Pins
+    num_chunks: int
+    ranks: dict[str, dict[int, int]] = field(default_factory=dict)
+    reasons: dict[int, Reason] = field(default_factory=dict)
+    parts: dict[int, Parts] = field(default_factory=dict)
+    num_shards: dict[int, int] = field(default_factory=dict)
+
+    def over(self, axis: str, names: Sequence[str]) -> dict[int, int]:
+        """Returns the classes of some names that a mesh axis shards, with their ranks.
+
+        Raises:
+          IdleAxisError: they have no work to divide.
+        """
         accepted: dict[int, int] = {}
         square: dict[int, int] = {}
         for rank, name in enumerate(names):
-            is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not pins.get(name)
-            for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
-                num_shards = assigned.get(label, 1) * size
-                uneven = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
-                if is_last_resort and label not in program.heavy:
-                    if axes.ways[label] % num_shards and label not in accepted:
-                        reasons[label] = uneven
+            for label in self._candidates(axis, name, accepted):
+                if not self._divides(axis, name, label):
                     continue
-                author = axes.names.get(label, name)
-                if label in accepted or (author != name and author in pins):
-                    continue  # a class that its author named is pinned by that name, not by its use
-                in_parts = axis == PIPE and name == "layers" and num_shards == size <= axes.ways[label]
-                if in_parts:
-                    parts[label] = Parts(axes.ways[label], size, num_chunks)
-                if axes.ways[label] % num_shards and not in_parts and _is_uneven(program, name, label, num_shards):
-                    reasons[label] = uneven
-                    if name == "batch" or pins.get(name):
-                        raise _does_not_divide(program, name, axes.ways[label], num_shards, axis, layout, mesh)
-                elif axis in layout.exclusive and (clash := _clash(program, label, accepted)):
-                    reasons.setdefault(label, replace(clash, axis=axis, detail=author))
-                    square.setdefault(label, rank)
-                else:
+                clash = _clash(self.program, label, accepted) if axis in self.layout.exclusive else None
+                if clash is None:
                     accepted[label] = rank
-                    assigned[label] = num_shards
+                else:
+                    self.reasons.setdefault(label, replace(clash, axis=axis, detail=self._author(name, label)))
+                    square.setdefault(label, rank)
         if not accepted and square:
             # Weights from an axis to itself (a residual stream): each is sharded along its contracted dim.
             label = next(iter(square))
-            accepted = {label: square[label]}
-            assigned[label] = assigned.get(label, 1) * size
-            del reasons[label]
-        working = [rank for label, rank in accepted.items() if label in program.step.worked]
-        if 0 not in working and not (working and axis in layout.exclusive):
-            unworked = {label: _unworked(program, names[0], label) for label, rank in accepted.items() if rank == 0}
-            raise _idle(program, axis, size, names, reasons | unworked, layout, mesh)
-        ranks[axis] = accepted
-    if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
-        size = mesh.ways([layout.sequence_axis])
-        ranks[layout.sequence_axis] |= {
-            label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (assigned.get(label, 1) * size) == 0
-        }
-    return Assignment(_with_experts(program, ranks, mesh), reasons, parts)
+            accepted[label] = square[label]
+            del self.reasons[label]
+        self._check_works(axis, names, accepted)
+        self.num_shards.update({label: self._shards_with(axis, label) for label in accepted})
+        return accepted
+
+    def sequences(self, axis: str) -> list[int]:
+        """Returns the classes of sequences that a mesh axis can shard in addition to those that it shards."""
+        ways = self.program.step.axes.ways
+        labels = self.program.step.labels_by_name.get("seq", ())
+        return [label for label in labels if ways[label] % self._shards_with(axis, label) == 0]
+
+    def _candidates(self, axis: str, name: str, accepted: Mapping[int, int]) -> Iterator[int]:
+        """Yields the classes of a name that are not accepted, while those before them may be accepted.
+
+        Of two classes with one name the earlier is first: its gradient ends at the model's input, which saves a
+        reduction. Those that are too small to shard are checked too, for their reason.
+        """
+        program = self.program
+        is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not self.pins.get(name)
+        labels = divided_layers(program) if name == "layers" else program.step.labels_by_name.get(name, ())
+        for label in labels:
+            author = self._author(name, label)
+            is_pinned_by_author = author != name and author in self.pins
+            is_too_small = is_last_resort and label not in program.heavy
+            if label in accepted or is_pinned_by_author:
+                continue
+            if is_too_small:
+                self._divides(axis, name, label)
+            else:
+                yield label
+
+    def _author(self, name: str, label: int) -> str:
+        """Returns the name that the author of the program gave a class, or the name of its use."""
+        return self.program.step.axes.names.get(label, name)
+
+    def _shards_with(self, axis: str, label: int) -> int:
+        """Returns the number of shards of a class that one more mesh axis shards."""
+        return self.num_shards.get(label, 1) * self.mesh.ways([axis])
+
+    def _divides(self, axis: str, name: str, label: int) -> bool:
+        """Returns whether a mesh axis divides a class; records how stages divide layers, and why it does not.
+
+        Raises:
+          IndivisibleError: it must divide the class: that of the examples, or a pinned one.
+        """
+        size = self.program.step.axes.ways[label]
+        num_shards = self._shards_with(axis, label)
+        if axis == PIPE and name == "layers" and num_shards == self.mesh.ways([axis]) <= size:
+            self.parts[label] = Parts(size, num_shards, self.num_chunks)
+            return True
+        if size % num_shards == 0 or not _is_uneven(self.program, name, label, num_shards):
+            return True
+        self.reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=size, num_shards=num_shards)
+        if name == "batch" or self.pins.get(name):
+            raise _does_not_divide(self.program, name, size, num_shards, axis, self.layout, self.mesh)
+        return False
+
+    def _check_works(self, axis: str, names: Sequence[str], accepted: Mapping[int, int]) -> None:
+        """Raises IdleAxisError unless the classes that a mesh axis shards divide work."""
+        working = [rank for label, rank in accepted.items() if label in self.program.step.worked]
+        if 0 in working or (working and axis in self.layout.exclusive):
+            return
+        unworked = {label: _unworked(self.program, names[0], label) for label, rank in accepted.items() if rank == 0}
+        size = self.mesh.ways([axis])
+        raise _idle(self.program, axis, size, names, self.reasons | unworked, self.layout, self.mesh)
 
 
 def _is_uneven(program: Program, name: str, label: int, num_shards: int) -> bool:

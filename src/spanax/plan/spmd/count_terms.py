@@ -2,13 +2,13 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from spanax.plan.sharding.partition import Reshard, reductions, transition, union
+from spanax.plan.sharding.partition import Masks, Reshard, reductions, transition, union
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
@@ -18,7 +18,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_windowed_sum
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -28,6 +28,7 @@ def count_terms(
     *,
     compiler: Compiler | None = None,
     late: DeferredReductions | None = None,
+    left_out: Container[Op] = (),
 ) -> Terms:
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
 
@@ -37,12 +38,13 @@ def count_terms(
       (`spanax.trace.analysis.liveness`).
       compiler: what the compiler changes; nothing by default.
       late: the reductions that loops defer; none by default.
+      left_out: operations that are not counted, for a lower bound.
     """
     compiler = compiler or Compiler()
     counter = _TermCounter(sharded, only, late or DeferredReductions(), compiler)
     traced = sharded.traced
     for group in traced.op_groups:
-        if group.op not in traced.inert:
+        if group.op not in traced.inert and group.op not in left_out:
             counter.add(group)
     counter.add_ends()
     counter.defer()
@@ -179,20 +181,32 @@ class _TermCounter:
         wires = self.traced.graph.wires(group.op)
         moves = list[Move]()
         num_trips = trips(group.op)
-        for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
-            for outer, inner in pairs:
-                outside = self.sharded.masks(outer)
-                inside = self.sharded.masks(inner)
-                extra = len(outside) - len(inside)
-                before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
-                runs = self._of(inner, group.runs * (num_trips if extra else 1))
-                shifts = transition(inner, before, after, is_operand=False)
-                moves += [Move(self._key(shift, group.phase, group.in_layers), runs) for shift in shifts]
+        for outer, inner in wires.inputs:
+            if outer in self.traced.uniform:
+                continue
+            before, after, times = self._ends_of(outer, inner, num_trips)
+            runs = self._of(inner, group.runs * times)
+            for shift in transition(inner, before, after, is_operand=False):
+                # Loops of one body share a value that is resharded before them.
+                use = (outer, shift.kind, shift.over, shift.unchanged), runs
+                moves.append(Move(self._key(shift, group.phase, group.in_layers), 0, (use,)))
+        for outer, inner in wires.outputs:
+            after, before, times = self._ends_of(outer, inner, num_trips)
+            runs = self._of(inner, group.runs * times)
+            shifts = transition(inner, before, after, is_operand=False)
+            moves += [Move(self._key(shift, group.phase, group.in_layers), runs) for shift in shifts]
         for first, last in wires.carried:
             shifts = transition(last, self.sharded.masks(last), self.sharded.masks(first), is_operand=False)
             runs = self._of(last, group.runs * num_trips)
             moves += [Move(self._key(shift, group.phase, group.in_layers), runs) for shift in shifts]
         return Counted((), tuple(moves))
+
+    def _ends_of(self, outer: int, inner: int, num_trips: int) -> tuple[Masks, Masks, int]:
+        """Returns the sharding of a value outside and inside of a loop, and how often it passes between them."""
+        outside = self.sharded.masks(outer)
+        inside = self.sharded.masks(inner)
+        extra = len(outside) - len(inside)
+        return outside[extra:], inside, num_trips if extra else 1
 
     def _ends(self) -> Counted:
         moves = list[Move]()

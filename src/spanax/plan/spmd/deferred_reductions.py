@@ -5,27 +5,18 @@ accumulates such sums, each device can accumulate its own, with one reduction af
 value that is linear in a sum and used only by a carry.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-
-import jax.numpy as jnp
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.accumulation import deferred, is_sum, results_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
-from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
-from spanax.trace.jaxpr.linear import linear_operands
+from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.loops import split_backward
 from spanax.trace.pipeline.partition import pipeline_partition
-
-REDUCED_BEFORE = frozenset({"broadcast_in_dim", "cumsum", "dot_general", "select_n"})
-"""Linear operations whose operands are reduced before: their results may be larger, or sums of their own."""
-
-SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "scatter_add"})
-"""Operations whose reductions can be deferred."""
 
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
 """Contracted dims of one operand, each with the mesh axes that shard it, outermost first."""
@@ -59,8 +50,9 @@ def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions
 
 
 def deferred_reductions(sharded: ShardedProgram) -> DeferredReductions | None:
-    """Returns the deferred reductions of one microbatch of a step: only a loop over loss chunks has any."""
-    return _deferrable(sharded, ()) if sharded.resolver.program.loss_chunks > 1 else None
+    """Returns the deferred reductions of one microbatch of a step; None if it has none under any layout."""
+    has_any = sharded.resolver.program.loss_chunks > 1 or sharded.traced.accumulated
+    return _deferrable(sharded, ()) if has_any else None
 
 
 def _sent_between_stages(sharded: ShardedProgram, schedule: Schedule) -> set[int]:
@@ -79,19 +71,10 @@ def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredRe
     sums = {op: axes for op in _in_loops(graph) if (axes := _summed_over(sharded, op))}
     if not sums:
         return DeferredReductions()
-    refused = set(reduced)
-    while True:
-        may = _may_be(sharded, refused)
-        reached = _reached(graph, {op: mask & may[op.outputs[0]] for op, mask in sums.items()}, may)
-        clashes = {
-            value
-            for op in graph.ops()
-            if op.name == "mul" and all(reached.get(operand) for operand in op.inputs)
-            for value in op.inputs
-        }
-        if not clashes:
-            return _described(sharded, sums, reached)
-        refused |= clashes
+    everything = (1 << len(sharded.resolver.mesh.names)) - 1
+    taken = ((value, union(sharded.masks(value))) for value in range(len(graph.avals)))
+    limits = {value: everything & ~mask for value, mask in taken if mask} | dict.fromkeys(reduced, 0)
+    return _described(sharded, sums, deferred(graph, sums, limits, everything))
 
 
 def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
@@ -104,11 +87,11 @@ def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping
     ends = {}
     for op in graph.ops():
         if op.name == "scan":
-            for outer, first in _results(graph.wires(op)):
+            for outer, first in results_of(graph.wires(op)):
                 if pending := reached.get(first, 0) & ~reached.get(outer, 0):
                     ends[outer] = named(pending)
-    deferred = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
-    dims = {op: _dims(sharded, op, mask) for op, mask in deferred.items() if mask}
+    pending_sums = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
+    dims = {op: _dims(sharded, op, mask) for op, mask in pending_sums.items() if mask}
     return DeferredReductions({value: named(mask) for value, mask in reached.items() if mask}, dims, ends)
 
 
@@ -121,7 +104,7 @@ def _in_loops(graph: Graph) -> Iterator[Op]:
 
 def _summed_over(sharded: ShardedProgram, op: Op) -> int:
     """Returns the mesh axes over which the compiler would all-reduce the result of an operation at once."""
-    if op.name not in SUMS or not jnp.issubdtype(sharded.traced.graph.avals[op.outputs[0]].dtype, jnp.inexact):
+    if not is_sum(sharded.traced.graph, op):
         return 0
     division = sharded.division(op)
     if division.partition is None or (division.operands is not None and division.operands.is_local):
@@ -172,77 +155,3 @@ def _dims(sharded: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]
         for index, (dim, _) in zip(sides, contracted, strict=True):
             result[index].append((dim, order))  # type: ignore[union-attr]
     return tuple(None if dims is None else tuple(dims) for dims in result)
-
-
-def _may_be(sharded: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
-    """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
-    graph = sharded.traced.graph
-    everything = (1 << len(sharded.resolver.mesh.names)) - 1
-    may = defaultdict(lambda: everything)
-    for value in range(len(graph.avals)):
-        if taken := union(sharded.masks(value)):
-            may[value] = everything & ~taken
-    for value in (*refused, *graph.body.outputs):
-        may[value] = 0
-    ops = list(graph.ops())[::-1]
-    is_stable = False
-    while not is_stable:
-        is_stable = True
-        for op in ops:
-            for value, allowed in _allowed(graph, op, may):
-                if may[value] & ~allowed:
-                    may[value] &= allowed
-                    is_stable = False
-    return may
-
-
-def _allowed(graph: Graph, op: Op, may: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yields the mesh axes that an operation allows its operands to defer, and a loop the values inside it."""
-    if not op.bodies:
-        linear_in = () if op.name in REDUCED_BEFORE else linear_operands(op)
-        is_sum = all(jnp.issubdtype(graph.avals[value].dtype, jnp.inexact) for value in op.outputs)
-        for index, value in enumerate(op.inputs):
-            yield value, may[op.outputs[0]] if index in linear_in and is_sum else 0
-        return
-    wires = graph.wires(op)
-    if op.name != "scan" and op.name not in REMAT:
-        yield from ((value, 0) for value in op.inputs)
-        yield from ((inner, 0) for _, inner in wires.outputs)
-        return
-    yield from ((outer, may[inner]) for outer, inner in wires.inputs)
-    yield from ((last, may[first]) for first, last in wires.carried)
-    num_carried = len(wires.carried)
-    yield from ((inner, may[outer]) for outer, inner in wires.outputs[num_carried:])
-
-
-def _reached(graph: Graph, sums: Mapping[Op, int], may: Mapping[int, int]) -> dict[int, int]:
-    """Returns the values that contain a deferred reduction, each with the mesh axes."""
-    reached = dict[int, int]()
-
-    def add(value: int, mask: int) -> bool:
-        old = reached.get(value, 0)
-        reached[value] = old | mask
-        return reached[value] != old
-
-    is_stable = False
-    while not is_stable:
-        is_stable = True
-        for op in graph.ops():
-            pairs = [
-                (out, sums.get(op, 0) | union([reached.get(value, 0) for value in op.inputs])) for out in op.outputs
-            ]
-            if op.bodies:
-                wires = graph.wires(op)
-                pairs = [(inner, reached.get(outer, 0)) for outer, inner in wires.inputs]
-                pairs += [(first, reached.get(last, 0)) for first, last in wires.carried]
-                pairs += [(outer, reached.get(first, 0)) for outer, first in _results(wires)]
-                pairs += [(outer, reached.get(inner, 0)) for outer, inner in wires.outputs[len(wires.carried) :]]
-            for value, mask in pairs:
-                if mask and add(value, mask & may[value]):
-                    is_stable = False
-    return reached
-
-
-def _results(wires: Wires) -> Iterator[tuple[int, int]]:
-    """Yields the carried results of a loop: the value outside, and the carry at the start of an iteration."""
-    return ((outer, first) for (outer, _), (first, _) in zip(wires.outputs, wires.carried, strict=False))

@@ -10,6 +10,7 @@ from spanax.check.lint.subject import LintSubject
 from spanax.check.report import Report
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.advice.quotes import Quotes
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.plan import Plan
@@ -17,7 +18,7 @@ from spanax.plan.sharding.placement import Placement
 from spanax.show.axes import axes_text
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Block, Fact, Page, frame, table, text
-from spanax.show.page.plan import cost_blocks, layouts_part, plan_page
+from spanax.show.page.plan import cost_blocks, layouts_part, plan_page, quotes_page
 from spanax.show.placement import dims_text, spec_text
 from spanax.show.schedules import ticks_text
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -111,6 +112,7 @@ def _subject(subject: LintSubject) -> Page:
 
 SHOWN: dict[type, Callable[[Any], Page]] = {
     Plan: plan_page,
+    Quotes: lambda quotes: quotes_page(quotes, "the program"),
     Placement: _placement,
     MeshShape: _mesh,
     Program: _program,

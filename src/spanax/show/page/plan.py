@@ -4,14 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 
 from spanax.check.array_placement import copies
+from spanax.plan.advice.quotes import Quotes
 from spanax.plan.advice.summary import Summary
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.plan import Plan, shared_path
 from spanax.plan.prediction import Moved
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.page.document import Block, Cell, Fact, Page, Part, bars, table, text
 from spanax.show.placement import dims_text, repeated_arrays, spec_text
+from spanax.show.quotes import cells, heads, notes
 from spanax.show.schedules import ticks_text
 from spanax.show.search import LAYOUT_HEADS, layout_cells, mfu_text
 from spanax.units import bytes_text, count_text, quantity_text
@@ -117,7 +119,7 @@ def _array(alike: Sequence[Placement], plan: Plan) -> list[Cell]:
     num_shards = plan.mesh.size // times
     where = "" if leaf.memory_kind == DEVICE else " in host memory"
     return [
-        leaf.path if len(alike) == 1 else f"{path_pattern(leaf.path)} ×{len(alike)}",
+        shared_path([leaf.path for leaf in alike]) + (f" ×{len(alike)}" if len(alike) > 1 else ""),
         KINDS[leaf.kind],
         dims_text(leaf),
         spec_text(leaf.spec),
@@ -172,6 +174,23 @@ def search_page(summary: Summary, plan: Plan | None, workload: str) -> Page:
     if plan is not None:
         blocks += [*price_blocks(plan), *array_blocks(plan)]
     return Page("layouts", f"{workload} on {search.cluster}", lead, _search_facts(summary), blocks)
+
+
+def quotes_page(quotes: Quotes, workload: str) -> Page:
+    """Returns the page of several clusters."""
+    columns = heads(quotes)
+    rows = []
+    for quote in quotes:
+        row: list[Cell] = [cell if cell[1] is not None else cell[0] for cell in cells(quotes, quote)]
+        rows.append(row if quote.plan else [*row, quote.problem] + [""] * (len(columns) - 2))
+    title = f"{workload} on {len(quotes)} clusters"
+    return Page(
+        "clusters",
+        title,
+        " ".join(map(sentence, notes(quotes))),
+        (),
+        [Block("Clusters", [table(title, columns, rows)])],
+    )
 
 
 def layouts_part(search: Search, most: int | None = None) -> Part:

@@ -35,6 +35,7 @@ from spanax.step.replay.partial_sums import (
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
+from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
 # Constraints in the user's program refer to another mesh, and the plan already accounts for them.
 DROPPED = frozenset({"sharding_constraint", "reshard"})
@@ -158,7 +159,14 @@ class Replay:
         return results
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
-        """Evaluates a loop, a branch or a remat with constraints in its bodies."""
+        """Evaluates a loop, a branch or a remat with constraints in its bodies; weights are gathered before a loop."""
+        if op.name in LOOPS:
+            pairs = const_pairs(self.graph, op)
+            consts = [
+                self.constrained(array, self.constraints[inner], self.unreduced.of(outer))
+                for (outer, inner), array in zip(pairs, ins, strict=False)
+            ]
+            ins = [*consts, *ins[len(consts) :]]
         if op.name == "scan":
             outs: Sequence[Any] = self._looped(op, ins)
         else:

@@ -20,6 +20,7 @@ from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
+from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
 SCATTERS = ("scatter-add", "scatter_add")
 
@@ -68,6 +69,8 @@ def liveness(
     graph = traced.graph
     inputs = traced.graph.body.inputs
     excluded = {*inputs, *graph.body.outputs[: traced.num_state]}
+    loops = (op for op in graph.ops() if op.name in LOOPS)
+    excluded.update(inner for op in loops for _, inner in const_pairs(graph, op))  # live around the loop
     if in_matmuls:
         excluded.update(value for value, origin in enumerate(traced.axes.origins) if not origin)
     ranges = dict[Body, Liveness]()

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from spanax.trace.analysis.labels import Labels
+from spanax.trace.analysis.ragged_rows import ragged_rows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
@@ -39,17 +40,24 @@ class ShardingKey:
     number: int = field(compare=False)
 
 
-def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[ShardingKey]:
-    """Returns the sharding key of every value, by index; equal keys are one object."""
+def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int]) -> list[ShardingKey]:
+    """Returns the sharding key of every value, by index; equal keys are one object.
+
+    Args:
+      graph: the program.
+      axes: the classes of its dims.
+      routed: the classes of values that select experts.
+      once: values in loops that are gathered once, before the loop, or reduced once, after it.
+    """
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.replicated:
+    for value, dim in axes.replicated | ragged_rows(graph):
         unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
     feeding = feeds(graph, is_activation)
     is_moved = _moved(graph)
-    in_chunks = _in_chunks(graph)
+    in_loops = _in_chunks(graph).union(once)
     keys: list[ShardingKey] = []
     known: dict[ShardingKey, ShardingKey] = {}
     for value, labels in enumerate(axes.classes):
@@ -60,7 +68,7 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or is_operand or value in in_chunks,
+            is_activation[value] or is_operand or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
             labels in routed,
             len(known),

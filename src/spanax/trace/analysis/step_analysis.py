@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from spanax.displays import display
+from spanax.trace.analysis.accumulation import accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order, reachable
@@ -109,7 +110,18 @@ class StepAnalysis:
     @cached_property
     def sharding_keys(self) -> list[ShardingKey]:
         """Returns the sharding key of every value, by index."""
-        return sharding_keys(self.graph, self.axes, self.routed)
+        once = self.accumulated | invariant(self.graph, self.recurrences)
+        return sharding_keys(self.graph, self.axes, self.routed, once)
+
+    @cached_property
+    def recurrences(self) -> list[Op]:
+        """Returns the loops in which every iteration needs all weights."""
+        return recurrences(self.graph, self.batch_labels, self.axes.classes)
+
+    @cached_property
+    def accumulated(self) -> frozenset[int]:
+        """Returns the values in recurrences that contain sums which the loops only accumulate."""
+        return accumulated(self.graph, self.recurrences)
 
     @cached_property
     def first_values(self) -> list[int]:

@@ -66,6 +66,20 @@ def loop_of(graph: Graph, op: Op) -> Loop:
     return Loop(op, num_consts, num_carried)
 
 
+LOOPS = frozenset({"scan", "while"})
+"""The operations that run a body several times."""
+
+
+def const_pairs(graph: Graph, op: Op) -> list[tuple[int, int]]:
+    """Returns the operands of a loop that all iterations read unchanged, outside and inside of it: its first ones."""
+    if op.name == "scan":
+        inside = loop_of(graph, op).body_consts
+    else:
+        test, body = op.bodies
+        inside = (*test.inputs[: op.params["cond_nconsts"]], *body.inputs[: op.params["body_nconsts"]])
+    return [*zip(op.inputs, inside, strict=False)]
+
+
 def layer_loops(graph: Graph, body: Body) -> Iterator[tuple[Loop, Loop]]:
     """Yields pairs of loops over layers: the backward one scans stacked values of the forward one, in reverse."""
     loops = [loop_of(graph, op) for op in body.ops if op.name == "scan" and _contracts(op)]

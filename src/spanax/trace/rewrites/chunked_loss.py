@@ -23,6 +23,7 @@ from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import CALLS, LOSS_CHUNKS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, evaluate, read, run
 from spanax.trace.jaxpr.linear import is_linear
+from spanax.trace.rewrites.traced_once import jaxpr_of
 
 CHUNKED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.RESIZE, Family.REDUCTION, Family.CUMULATIVE})
 CHUNKED |= {Family.GATHER, Family.IOTA, Family.OTHER}
@@ -298,7 +299,7 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
         return function
 
     def chunked(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, shapes = jaxpr_of(function, *args)
         leaves = jax.tree.leaves(args)
         num_batch = len(jax.tree.leaves(args[-1]))
         graph, candidates = _candidates(closed, leaves, num_batch)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from spanax.errors import LossError
 from spanax.trace.jaxpr.graph import REMAT, Body, Graph, from_jaxpr, scan_counts
+from spanax.trace.rewrites.matmul_dtype import matmuls_in
 from spanax.trace.variables import changed_variables
 
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -32,7 +33,8 @@ def pure_function(
 
     Args:
       function: the function.
-      compute_dtype: the dtype to which floating parameters and batch are cast; None for their own dtypes.
+      compute_dtype: the dtype to which floating parameters and batch, and the operands of matmuls, are cast; None for
+        their own dtypes.
       node: the object, or a pytree of objects.
       wrt: the NNX filter of the parameters.
     """
@@ -50,7 +52,7 @@ def pure_function(
         moved = _moved(forward, after, args, params)
         return scalar.astype(jnp.promote_types(scalar.dtype, jnp.float32)), (extra, _like(rest_after, rest), moved)
 
-    return value, params, rest
+    return matmuls_in(value, compute_dtype), params, rest
 
 
 def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:

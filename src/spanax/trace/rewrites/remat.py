@@ -31,6 +31,7 @@ from spanax.trace.jaxpr.graph import (
 )
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
 from spanax.trace.jaxpr.remat_policies import PartialPolicy, partial_policy
+from spanax.trace.rewrites.traced_once import jaxpr_of
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
         return function
 
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, shapes = jaxpr_of(function, *args)
         graph = from_jaxpr(closed, frozenset(), as_traced=True)
 
         def results(*leaves: Any) -> list[Any]:

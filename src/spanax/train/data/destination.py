@@ -190,19 +190,25 @@ def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any
     """
     array = np.asarray(value)
     dtype = np.dtype(leaf.dtype)
-    # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
+    # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly. A text file writes the
+    # float 2.0 as 2, which is read as an integer.
     is_narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
+    is_narrowed |= array.dtype == np.int64 and dtype == np.float32
     result = array.astype(dtype) if is_narrowed or array.dtype == dtype else array
+    fix = f"the plan expects {described({leaf.path: leaf})}"
     message = ""
-    if array.shape not in shapes:
+    if array.dtype.kind == "U":
+        message = f"'{leaf.path}' is text; expected {dtype}."
+        fix = f"a sequence of examples that encodes it: {fix}"
+    elif array.shape not in shapes:
         message = f"'{leaf.path}' has shape {array.shape}; expected {shapes[0]}."
     elif array.dtype != dtype and not is_narrowed:
         message = f"'{leaf.path}' has dtype {array.dtype}; expected {dtype}."
-    elif is_narrowed and dtype.kind in "iu" and not np.array_equal(result, array):
+    elif is_narrowed and array.dtype.kind in "iu" and not np.array_equal(result, array):
         message = f"'{leaf.path}' has values that do not fit {dtype}."
     if message:
         where = f"{name} has {described({leaf.path: array})}"
-        raise DataError(message, where=where, fix=f"the plan expects {described({leaf.path: leaf})}")
+        raise DataError(message, where=where, fix=fix)
     return result
 
 

@@ -241,7 +241,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Reports the mean of each metric over the first held-out batches, and the workload's baseline."""
         program = self.run.program
-        is_evaluated = program.evaluation is not None or program.run_evaluate is not None
+        is_evaluated = program.has_evaluation or program.run_evaluate is not None
         held_out = self.job.held_out_batches(self.telemetry) if is_evaluated else None
         if held_out is None:
             return

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,10 +77,10 @@ class State:
         return np.asarray(local / np.where(self.stacked[rows, None], num_stages, 1))
 
 
-def state_of(resolver: Resolver, offload: Sequence[str] = ()) -> State:
+def state_of(resolver: Resolver, offload: Sequence[str] = (), left_out: Container[int | None] = ()) -> State:
     """Returns the leaves of the state and of the batch, sharded as in the plan's placements.
 
-    Leaves of the kinds in `offload` have the kind `OFFLOADED`.
+    Leaves of the kinds in `offload` have the kind `OFFLOADED`. Those with a class in `left_out` are not counted.
     """
     program = resolver.program
     bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
@@ -89,6 +89,8 @@ def state_of(resolver: Resolver, offload: Sequence[str] = ()) -> State:
     counts = defaultdict[tuple[str, Tiled], int](int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = classes[value]
+        if any(label in left_out for label in labels):
+            continue
         specs = {OFFLOADED if is_offloaded(leaf, offload) else leaf.kind: resolver.placed(leaf, labels)[0]}
         if leaf.kind == "param":
             specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")

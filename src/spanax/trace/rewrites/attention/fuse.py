@@ -18,6 +18,7 @@ from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import AttentionMatch, Mismatch, as_written, attentions, canonical
 from spanax.trace.rewrites.attention.operation import attention
+from spanax.trace.rewrites.traced_once import jaxpr_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def fuse_attention(
     """
 
     def fused(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, shapes = jaxpr_of(function, *args)
         matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
         examples = _dependents(graph, graph.body.inputs[len(jax.tree.leaves(args[:num_states])) :])

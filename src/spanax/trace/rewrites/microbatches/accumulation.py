@@ -15,11 +15,12 @@ from spanax.trace.axes.discover import joined
 from spanax.trace.axes.example_dims import example_dims, scanned_dims
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.jaxpr.interpret import Values
-from spanax.trace.jaxpr.remat_policies import MEAN
+from spanax.trace.jaxpr.remat_policies import GATHERED, MEAN
 from spanax.trace.rewrites.chunked_loss import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.rules import Kind
 from spanax.trace.rewrites.pure_loss import check_unmoved, pure_loss
+from spanax.trace.rewrites.traced_once import TracedLoss, TracedOnce, jaxpr_of
 from spanax.trace.variables import Leaf
 
 
@@ -42,6 +43,7 @@ def microbatches_of(
     accumulate: str,
     trace: Callable[..., Any],
     batch_axes: ExampleDims | None,
+    traced: TracedLoss,
 ) -> Microbatches:
     """Returns whether a train step supports microbatches.
 
@@ -51,6 +53,7 @@ def microbatches_of(
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
       trace: evaluates a train step abstractly.
       batch_axes: the dim with the examples of each array of the batch, if the user says it.
+      traced: what was traced of the loss in this dtype.
     """
     if loss is None:
         error = VariantError(
@@ -63,6 +66,7 @@ def microbatches_of(
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
+        value = TracedOnce(value, traced.known[GATHERED])
         operands = params, rest, batch
         dims = examples(value, operands, 1, batch_axes)
         size = num_examples([leaf.shape for leaf in jax.tree.leaves(batch)], dims)
@@ -103,7 +107,7 @@ def examples(
 
 
 def _used(value: Callable[..., Any], operands: tuple[Any, Any, Any]) -> ExampleDims:
-    graph = from_jaxpr(jax.make_jaxpr(value)(*operands))
+    graph = from_jaxpr(jaxpr_of(value, *operands)[0])
     dims = joined(graph, scanned_dims(graph))
     params, rest, batch = (jax.tree.leaves(tree) for tree in operands)
     leaves = [Leaf("", array.shape, array.dtype, "param") for array in params]

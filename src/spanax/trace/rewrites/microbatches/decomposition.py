@@ -18,6 +18,7 @@ from spanax.trace.jaxpr.linear import is_linear
 from spanax.trace.rewrites.chunked_loss import stack_chunks
 from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned, draws, is_changed
 from spanax.trace.rewrites.microbatches.rules import EXTREMA, SAME, Dependence, Kind, mixed, rows
+from spanax.trace.rewrites.traced_once import jaxpr_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +304,7 @@ def _traced(value: Callable[..., Any], args: tuple[Any, Any, Any], dims: Example
     part = lambda leaf, dim: jax.eval_shape(lambda array: stack_chunks(array, dim, count)[0], leaf)  # noqa: E731
     small = [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
     try:
-        closed, shapes = jax.make_jaxpr(value, return_shape=True)(params, rest, jax.tree.unflatten(treedef, small))
+        closed, shapes = jaxpr_of(value, params, rest, jax.tree.unflatten(treedef, small))
     except Exception as error:
         if count == 1:
             raise

@@ -1,0 +1,123 @@
+"""`spanax plan` on several clusters: one table, the largest batch that fits, the cost of a run, and mistakes."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spanax
+from requested import with_flags
+from spanax.commands.plan import PlanCommand, answer
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.trace.workload import Workload
+
+NANO = with_flags(PlanCommand("gpt-nano", ("h100:8", "8xH100,v5e:2x4")), global_batch_size=16)
+
+
+def small(folder: Path, like: str, memory: str) -> str:
+    """A cluster file of a chip with little memory."""
+    file = folder / f"{like}-{memory.partition(' ')[0]}.toml"
+    file.write_text(f'like = "{like}"\nusable_memory = "{memory}"\ndollars_per_hour = 2\n')
+    return str(file)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The workloads that a test traces."""
+    calls = list[Any]()
+    trace = Workload.trace
+
+    def counted(self: Workload, **options: Any) -> Any:
+        calls.append(self)
+        return trace(self, **options)
+
+    monkeypatch.setattr(Workload, "trace", counted)
+    return calls
+
+
+def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, traced: list[Any]) -> None:
+    names = (*NANO.on, "h100:12", "nothing:8", small(tmp_path, "l4", "2 MiB") + ":8")
+    page = tmp_path / "page.html"
+    asked = dataclasses.replace(NANO, on=names, tokens=300e9, price=("h100=2.9",), html=page)
+    reply = answer(asked)
+    rows = reply.data["clusters"]
+    assert reply.exit_code == 0 and len(traced) == 1
+    assert [row["on"] for row in rows] == ["h100:8", "8xH100", "v5e:2x4", "h100:12", "nothing:8", names[-1]]
+    single = answer(with_flags(NANO, on=("h100:8",), tokens=300e9, price=("h100=2.9",))).data
+    assert rows[0]["best"] == rows[1]["best"] == single["best"]
+    assert rows[0]["cost_dollars"] == pytest.approx(single["budget"]["cost_dollars"])
+    assert rows[0]["device_hours"] == pytest.approx(single["budget"]["device_hours"])
+    assert rows[0]["cost_dollars"] == pytest.approx(2.9 * rows[0]["device_hours"])
+    assert rows[2]["cost_dollars"] is None and rows[2]["device_hours"] > 0
+    assert [row["problem"] is None for row in rows] == [True] * 3 + [False] * 3
+    for name, problem in (
+        ("h100:12", "12 devices of h100"),
+        ("nothing:8", "unknown chip"),
+        (names[-1], "nothing fits"),
+    ):
+        assert any(line.startswith(name) and problem in line for line in reply.text.splitlines())
+        assert problem in page.read_text()
+    assert "it fits with" in rows[5]["problem"] and "dollars per device-hour: h100 2.9" in reply.text
+    assert answer(dataclasses.replace(NANO, on=names[2:4])).exit_code == 2
+
+
+@pytest.mark.parametrize("like, memory", [("h100", "40 MiB"), ("v5e", "60 MiB")])
+def test_the_largest_batch_is_that_of_a_plan_at_this_batch(tmp_path: Path, like: str, memory: str) -> None:
+    on = f"{small(tmp_path, like, memory)}:8"
+    rows = answer(with_flags(NANO, on=(on, "nothing:8"))).data["clusters"]
+    size = rows[0]["largest_batch"]["batch"]
+    assert size % 8 == 0 and rows[0]["largest_batch"]["microbatches"] == 1
+    exact: Any = {"on": (on,), "microbatches": 1, "offload": "none", "pad": "none"}
+    assert answer(with_flags(NANO, global_batch_size=size, **exact)).exit_code == 0
+    assert answer(with_flags(NANO, global_batch_size=size + 8, **exact)).exit_code == 2
+    assert answer(with_flags(NANO, on=(on,), solve_for="batch")).data["answer"] == size
+
+
+def test_a_batch_that_the_devices_do_not_divide_bounds_no_larger_one(tmp_path: Path) -> None:
+    on = (f"{small(tmp_path, 'h100', '40 MiB')}:8", "nothing:8")
+    few, many = (answer(with_flags(NANO, on=on, global_batch_size=size)).data["clusters"][0] for size in (4, 16))
+    assert few["largest_batch"]["batch"] == many["largest_batch"]["batch"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"price": ("h100=cheap",)}, "is not a device and its dollars"),
+        ({"price": ("2.9",)}, "is not a device and its dollars"),
+        ({"price": ("h100=-1",)}, "price of h100 is -1"),
+        ({"price": ("h100=nan",)}, "price of h100 is nan"),
+        ({"price": ("b200=4",)}, "no cluster has it"),
+        ({"price": ("h1000=4",)}, "unknown chip 'h1000'"),
+        ({"price": ("h100=1", "h100=2")}, "two prices of h100"),
+        ({"out": Path("plan.json")}, "--out is for one cluster"),
+        ({"tokens": 1.0, "examples": 1.0}, "contradicts"),
+    ],
+)
+def test_mistakes_are_errors_before_anything_is_traced(
+    changes: dict[str, Any], message: str, traced: list[Any]
+) -> None:
+    with pytest.raises(SpanaxError, match=message):
+        answer(dataclasses.replace(NANO, **changes))
+    assert not traced
+
+
+def test_a_model_without_tokens_counts_examples() -> None:
+    images = with_flags(NANO, workload="resnet-nano", on=("h100:8", "v5e:2x4"), global_batch_size=64)
+    reply = answer(dataclasses.replace(images, tokens=1e9))
+    assert "has no tokens" in reply.text and "device-hours " not in reply.text.splitlines()[0]
+    counted = answer(dataclasses.replace(images, examples=1e9)).data["clusters"][0]
+    assert counted["device_hours"] == pytest.approx(8 * 1e9 / 64 * counted["best"]["step_seconds"] / 3600)
+    with pytest.raises(SpanaxError, match="has no tokens"):
+        answer(dataclasses.replace(images, on=("h100:8",), tokens=1e9))
+
+
+def test_a_list_of_clusters_in_python(tmp_path: Path) -> None:
+    program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9)
+    on = f"{small(tmp_path, 'h100', '1 GiB')}:8"
+    quotes = spanax.plan(program, ["h100:8", on, "h100:12"]).priced({"h100": 3.0}, tokens=1e9)
+    assert [quote.plan is None for quote in quotes] == [False, False, True]
+    assert quotes[0].plan == spanax.plan(program, "h100:8")
+    assert [quote.dollars_per_hour for quote in quotes] == [3.0, 2.0, None]
+    assert "fill nodes" in str(quotes) and "cost $" in str(quotes) and "<iframe" in quotes._repr_html_()
