@@ -197,6 +197,26 @@ def test_a_requested_layout_is_compared_with_the_best() -> None:
     assert "note: tensor" in text
 
 
+@pytest.mark.parametrize(
+    "layout, mesh, stages, inside",
+    [
+        (None, "pipe=2,data=4", 2, {"data": 4}),
+        ("pipeline+tensor", None, 2, {"model": 4}),
+        ("3d", "pipe=2,data=2,model=2", 2, {"data": 2, "model": 2}),
+        (None, "pipe=2,fsdp=4", 2, {"fsdp": 4}),
+    ],
+)
+def test_requested_stages_are_priced_as_they_are_planned(
+    tmp_path: Path, layout: str | None, mesh: str | None, stages: int, inside: dict[str, int]
+) -> None:
+    text, data = ask(layout=layout, mesh=mesh, out=tmp_path / "plan.json")
+    best = data["best"]
+    assert (best["stages"], best["mesh"]) == (stages, inside) and f"in {stages} stages takes" in text
+    plan = spanax.Plan.load(tmp_path / "plan.json")
+    assert (plan.schedule.num_stages, plan.schedule.microbatches) == (stages, best["microbatches"])
+    assert plan.price is not None and plan.price.step_seconds == pytest.approx(best["step_seconds"])
+
+
 def test_a_complete_training_run() -> None:
     _, data = ask(tokens=1e9, budget_hours=1e9, remat="none")
     steps = 1e9 / (16 * 64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spanax.displays import display
+from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
@@ -13,14 +14,15 @@ from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
-from spanax.plan.place import placed
+from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
-from spanax.plan.reason import Reason
+from spanax.plan.reason import Code, Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.space import layout_on
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED, RING
+from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.units import bytes_text
@@ -286,6 +288,23 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
         ),
     )
     return replace(plan, xla_flags=default_flags(search.cluster, plan.param_axes))
+
+
+def refused_stages(result: Search) -> Reason | None:
+    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
+    if result.best is None or result.best.num_stages == 1:
+        return None
+    plan = plan_of(result, result.best)
+    code = Code.NO_STAGES
+    try:
+        step = as_planned(result.program_of(result.best), plan).step
+        partition = pipeline_partition(step, plan.schedule.microbatches)
+        code = Code.NO_CHUNKS
+        if plan.schedule.num_chunks > 1:
+            check_order_invariant(step, partition)
+    except SpanaxError as error:
+        return Reason(code, detail=first_line(error))
+    return None
 
 
 def rounded_up(num_bytes: float) -> int:

@@ -11,9 +11,7 @@ from spanax.errors import (
     CapacityError,
     ConflictError,
     DeviceCountError,
-    SpanaxError,
     VariantError,
-    first_line,
 )
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
@@ -21,16 +19,16 @@ from spanax.hardware.mesh import MeshShape, simulated
 from spanax.plan.advice.quotes import Quotes, quoted
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.candidate import Search, plan_of, refused_stages, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
-from spanax.plan.candidates.grids import CONTIGUOUS
+from spanax.plan.candidates.grids import CONTIGUOUS, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
-from spanax.plan.candidates.request import Request, Scope, pins_of, requested_layout
+from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -43,17 +41,15 @@ from spanax.plan.defaults import (
     untraceable_in,
 )
 from spanax.plan.layout import Layout
-from spanax.plan.pipeline.stages import AXIS
-from spanax.plan.place import as_planned, placed
+from spanax.plan.pipeline.stages import AXIS, inside_stage
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
-from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.padding import padded_axes, padding_text
-from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
-from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
 from spanax.trace.rewrites.padding import Multiples
@@ -163,7 +159,7 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
     """
     _check_request(request)
-    can_search = _is_searchable(cluster, request)
+    can_search = is_searchable(cluster, request)
     if not request.is_placed and can_search:
         return chosen(priced or searched(program, cluster, request))
     schedule = request.schedule
@@ -284,9 +280,12 @@ def _requested(
     """Returns the searches of a request, as `searched`, with their program, and why only some layouts are searched."""
     schedule = request.schedule
     usual = defaults(cluster)
+    request, staged = _in_stages(program, cluster, request)
     reason, layout, mesh = _named(cluster, request)
-    as_traced = not program.rewrites_loss or (request.is_placed and not usual.is_searched)
-    counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
+    is_fixed = staged is not None or (request.is_placed and not usual.is_searched)
+    as_traced = not program.rewrites_loss or is_fixed
+    asked = (microbatches, schedule and schedule.microbatches, staged and staged.microbatches)
+    counts = [count for count in asked if count]
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]
     check_divides(program.batch_size, counts[0] if counts else 1)
@@ -308,6 +307,8 @@ def _requested(
         ring=request.layout is None and can_ring(program, cluster, attention),
         distinct=True,
         offload=request.offload or (),
+        stages=None if staged is None else staged.num_stages,
+        schedules=SCHEDULES if staged is None else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
     requested = _Requested(cluster, request, scope, dtype, dtype_reason, remat, is_chunked=bool(count))
@@ -377,7 +378,7 @@ class _Requested:
             scope,
             fits_first=True,
             counts_stages=not in_stages,
-            pipeline=in_stages or bool(request.pipeline),
+            pipeline=in_stages or bool(request.pipeline or scope.stages),
         )
         result = search_in(program, self.cluster, first)
         if result.best is None and is_open and program.has_evaluation:
@@ -426,21 +427,18 @@ def _check_request(request: Request) -> None:
         )
 
 
-def _is_searchable(cluster: Cluster, request: Request) -> bool:
-    """Whether a search can price the request: its layouts have names and standard mesh axes."""
-    schedule = request.schedule
-    if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
-        return False
-    plain = Schedule()
-    if schedule is not None and any(
-        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
-    ):
-        return False
-    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
-        return False
-    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
-    named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
-    return {*named, *pinned} <= {*AXES}
+def _in_stages(program: Program, cluster: Cluster, request: Request) -> tuple[Request, Schedule | None]:
+    """Returns the request of one stage, and the schedule of all, if stages are requested; else the request and None."""
+    base = request.layout.removesuffix("+seq") if isinstance(request.layout, str) else ""
+    roles = PRESETS.get(base, ())
+    is_staged = request.mesh is not None and MeshShape.of(request.mesh).ways([AXIS]) > 1
+    if not is_staged and AXIS not in roles:
+        return request, None
+    plan = _placed(program, cluster, request, program.loss_chunks)
+    mesh = inside_stage(plan).mesh
+    layout = layout_for(mesh).name if AXIS in roles and {*mesh.names} <= {*roles} else request.layout
+    has_sequence = plan.layout.sequence_axis is not None
+    return replace(request, layout=layout, mesh=mesh, sequence_parallel=has_sequence), plan.schedule
 
 
 def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | None, MeshShape | None]:
@@ -489,20 +487,3 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule.microbatches == 0:
         return replace(plan, why=f"{why}; {plan.schedule.microbatches} microbatches, as suits the stages")
     return plan
-
-
-def refused_stages(result: Search) -> Reason | None:
-    """Returns why the best layout of a search cannot run in its stages; None if it can, or has none."""
-    if result.best is None or result.best.num_stages == 1:
-        return None
-    plan = plan_of(result, result.best)
-    code = Code.NO_STAGES
-    try:
-        step = as_planned(result.program_of(result.best), plan).step
-        partition = pipeline_partition(step, plan.schedule.microbatches)
-        code = Code.NO_CHUNKS
-        if plan.schedule.num_chunks > 1:
-            check_order_invariant(step, partition)
-    except SpanaxError as error:
-        return Reason(code, detail=first_line(error))
-    return None

@@ -199,7 +199,7 @@ def _pricers(
     if not space:
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, scope.remat or ()))
-    space = [_requested(family, scope.layout, scope.mesh, pipeline, rejected) for family in space]
+    space = [_requested(family, replace(scope, pipeline=pipeline), rejected) for family in space]
     sequences = [in_context(family, rejected) for family in space] if scope.ring else []
     offload = priced_offload(cluster, scope.offload)
     states = [state_of(family.resolver, offload, left_out) for family in space]
@@ -416,19 +416,18 @@ def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) 
         )
 
 
-def _requested(
-    family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Rejections
-) -> Family:
+def _requested(family: Family, scope: Scope, rejected: Rejections) -> Family:
     """Returns the family with the requested meshes only."""
-    if layout is None and mesh is None and pipeline:
+    layout = scope.layout
+    if layout is None and scope.mesh is None and scope.stages is None and scope.pipeline:
         return family
-    requested = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
+    requested = None if scope.mesh is None else {(axis, size) for axis, size in scope.mesh.axes if size > 1}
     columns = []
     for column, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
         shape = mesh_of(sizes)
-        if stages > 1 and not pipeline:
+        if stages > 1 and not scope.pipeline:
             continue
-        if requested in (None, set(shape.axes) - {("data", 1)}):
+        if requested in (None, set(shape.axes) - {("data", 1)}) and scope.stages in (None, stages):
             name = layout_on(family.storing, family.sequence, shape).name
             if layout in (None, name) or (layout == as_ring(name) and layout != name):
                 columns.append(column)

@@ -67,6 +67,25 @@ def test_a_dim_that_is_not_divisible_is_a_reason() -> None:
     assert "heads" not in names(program, assignment, "model")
 
 
+class Fused(nnx.Module):
+    """Queries, keys and values in one matmul, unpacked as three arrays: its features have three shards at most."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.qkv, self.out = nnx.Linear(32, 192, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 128, rngs=rngs), nnx.Linear(128, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        qkv = self.qkv(x).reshape(-1, 1, 3, 4, 16)
+        attended = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+        return self.down(nnx.gelu(self.up(x + self.out(attended.reshape(-1, 64)))))
+
+
+def test_an_axis_of_last_resort_that_is_not_divisible_is_a_reason() -> None:
+    plan = spanax.plan(traced(Fused, 32), "cpu:8", mesh="data=2,model=4")
+    assert plan["qkv.kernel"].spec == ((), ()) and plan["out.kernel"].spec == (("model",), ())
+    assert "features (3) is not divisible by 4" in plan["qkv.kernel"].reason
+
+
 def test_a_batch_that_is_not_divisible_raises() -> None:
     with pytest.raises(SpanaxError, match="'batch' of size 16 is not divisible by 3: 16 % 3 = 1"):
         assigned(small_gpt(), "data", "data=3")

@@ -27,7 +27,8 @@ def remedies(result: Search) -> list[str]:
     """
     if not result.nearest or result.cluster.memory_bytes is None:
         size = -(-result.batch_size // result.cluster.num_devices) * result.cluster.num_devices
-        return [f"another --global-batch-size, such as {size}, or another number of devices"]
+        size = size if size != result.batch_size else 2 * size
+        return [f"another --global-batch-size, such as {size}, another layout, mesh or number of devices"]
     program = next(iter(result.programs.values()))
     leanest = result.nearest[0]
     switches = list(_switches(result, program, leanest, result.cluster.memory_bytes))

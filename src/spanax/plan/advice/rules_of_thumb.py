@@ -74,7 +74,7 @@ def warnings(search: Search, candidate: Candidate) -> list[str]:
     if best is not None and candidate.step_seconds > 1.02 * best.step_seconds:
         more = 100 * (candidate.step_seconds / best.step_seconds - 1)
         lines.append(
-            f"{candidate.layout} on {candidate.mesh} takes {more:.0f} % longer than {best.layout} on {best.mesh} "
+            f"{_quoted(candidate)} takes {more:.0f} % longer than {_quoted(best)} "
             f"({candidate.step_seconds:.3g} s against {best.step_seconds:.3g} s per step)"
         )
     model = dict(candidate.mesh.axes).get("model", 1)
@@ -85,3 +85,8 @@ def warnings(search: Search, candidate: Candidate) -> list[str]:
     if candidate.num_stages > 1 and best is not None and best.num_stages == 1:
         lines.append("stages are not needed here: a layout without them is faster")
     return lines
+
+
+def _quoted(candidate: Candidate) -> str:
+    stages = f" in {candidate.num_stages} stages" if candidate.num_stages > 1 else ""
+    return f"{candidate.layout} on {candidate.mesh}{stages}"

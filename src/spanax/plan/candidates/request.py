@@ -15,7 +15,8 @@ from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.program import Program
 from spanax.units import bytes_text
@@ -108,6 +109,7 @@ class Scope:
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
       model: prices only meshes with this size of `model`.
+      stages: prices only this number of stages; None for any.
     """
 
     batch_size: int
@@ -128,6 +130,24 @@ class Scope:
     fits_first: bool = False
     counts_stages: bool = True
     model: int | None = None
+    stages: int | None = None
+
+
+def is_searchable(cluster: Cluster, request: Request) -> bool:
+    """Returns whether a search can price a request: its layouts have names and standard mesh axes."""
+    schedule = request.schedule
+    if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
+        return False
+    plain = Schedule()
+    if schedule is not None and any(
+        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
+    ):
+        return False
+    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
+        return False
+    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
+    named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
+    return {*named, *pinned} <= {*AXES}
 
 
 def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:

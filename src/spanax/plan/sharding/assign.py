@@ -132,7 +132,7 @@ class _Assigning:
         accepted: dict[int, int] = {}
         square: dict[int, int] = {}
         for rank, name in enumerate(names):
-            for label in self._candidates(name, accepted):
+            for label in self._candidates(axis, name, accepted):
                 if not self._divides(axis, name, label):
                     continue
                 clash = _clash(self.program, label, accepted) if axis in self.layout.exclusive else None
@@ -156,11 +156,11 @@ class _Assigning:
         labels = self.program.step.labels_by_name.get("seq", ())
         return [label for label in labels if ways[label] % self._shards_with(axis, label) == 0]
 
-    def _candidates(self, name: str, accepted: Mapping[int, int]) -> Iterator[int]:
+    def _candidates(self, axis: str, name: str, accepted: Mapping[int, int]) -> Iterator[int]:
         """Yields the classes of a name that are not accepted, while those before them may be accepted.
 
         Of two classes with one name the earlier is first: its gradient ends at the model's input, which saves a
-        reduction.
+        reduction. Those that are too small to shard are checked too, for their reason.
         """
         program = self.program
         is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not self.pins.get(name)
@@ -169,7 +169,11 @@ class _Assigning:
             author = self._author(name, label)
             is_pinned_by_author = author != name and author in self.pins
             is_too_small = is_last_resort and label not in program.heavy
-            if label not in accepted and not is_pinned_by_author and not is_too_small:
+            if label in accepted or is_pinned_by_author:
+                continue
+            if is_too_small:
+                self._divides(axis, name, label)
+            else:
                 yield label
 
     def _author(self, name: str, label: int) -> str:
