@@ -39,12 +39,6 @@ def test_the_activations_of_a_gradient_move_where_they_are_smaller(batch: int, i
     matmuls = [op for op in program.step.graph.ops() if op.name == "dot_general"]
     (gradient,) = (op for op in matmuls if program.step.graph.shape(op.outputs[0]) in ((64, 32), (32, 64)))
     assert (gradient in by_op) is is_exchanged
-    machine = spanax.cluster("cpu:4")
-    plan = spanax.plan(program, machine, layout="fsdp")
-    report = spanax.check(program, plan, machine, level=1)
-    kinds, predicted = ({**each.collectives["fsdp"], "all-reduce": 0} for each in (report.compiled, report.predicted))
-    assert kinds == predicted  # but for the sums of the loss and the metrics
-    assert ("reduce-scatter" not in kinds) is is_exchanged and ("all-to-all" in kinds) is is_exchanged
 
 
 def test_data_parallelism_reshards_no_matmul() -> None:
