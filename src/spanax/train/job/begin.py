@@ -25,6 +25,8 @@ def begin(job: Job, telemetry: Telemetry, worker: Executor) -> Run:
     telemetry.beat("restore", 0)
     ledger = telemetry.ledger
     run = Run(as_planned(job.program, job.plan), job.plan, job.mesh, [], guard=job.config.guard)
+    if job.config.eval_every and run.program.run_evaluate is None:
+        _ = run.program.evaluation  # an error in it is raised before the first step
     with ledger.within("restore" if job.config.resume else ledger.bucket):
         compiled = _compile(run, job, worker)
         run.go_back(partial(start_or_restore, job, telemetry, resume=job.config.resume))
