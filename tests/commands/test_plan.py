@@ -233,6 +233,25 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
     assert room / 2 < data["best"]["memory"]["peak"] <= room
 
 
+@pytest.mark.parametrize(
+    ("why", "layout", "problem"),
+    [("fsdp+tensor", "fsdp+tensor", ""), ("data=2,fsdp=4", "hsdp", ""), ("data=3", None, "needs 3 devices")],
+)
+def test_a_layout_is_shown_beside_the_best(why: str, layout: str | None, problem: str) -> None:
+    text, data = ask(on=("h100:8",), why=why)
+    answer, best = data["why"], data["best"]
+    assert problem in answer["problem"] and bool(answer["problem"]) == bool(problem) == (answer["rows"] == [])
+    if layout is not None:
+        assert answer["layout"]["layout"] == layout and answer["best"]["layout"] == best["layout"]
+        rows = {(row["group"], row["term"]): row for row in answer["rows"]}
+        assert rows["seconds", "step"]["best"] == best["step_seconds"] < rows["seconds", "step"]["asked"]
+        for group, total in (("seconds", "step"), ("memory", "peak")):
+            for side in ("best", "asked"):
+                terms = [row[side] for (each, term), row in rows.items() if each == group and term != total]
+                assert sum(terms) == pytest.approx(rows[group, total][side])
+        assert f"{layout} on" in text and "difference" in text
+
+
 def test_the_fewest_devices() -> None:
     text, data = ask(workload="gpt2-xl", on=("l4:8",), global_batch_size=64, solve_for="devices", remat="full")
     assert text.startswith(f"the fewest l4 on which it fits are {data['answer']}; --solve-for offloads on request only")

@@ -60,6 +60,7 @@ class PlanCommand:
       top: number of candidates to list.
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this HTML file, in a table to sort and filter.
+      why: show a layout or a mesh, such as fsdp+tensor or fsdp=4,model=2, beside the best, term by term.
       explain: show one array: its sharding, the reason, and the collectives for it.
       diff: compare two plan files, without planning.
       solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.
@@ -88,6 +89,7 @@ class PlanCommand:
     top: int = 10
     out: Path | None = None
     html: Path | None = None
+    why: str | None = None
     explain: str | None = None
     diff: tuple[Path, Path] | None = None
     solve_for: Literal["batch", "seq", "layers", "embed", "devices"] | None = None
@@ -157,7 +159,7 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
     from spanax.show.page.plan import quotes_page
     from spanax.show.quotes import quotes_json, quotes_text
 
-    single = ("out", "explain", "solve_for", "target_mfu", "budget_hours", "calibrate")
+    single = ("out", "explain", "why", "solve_for", "target_mfu", "budget_hours", "calibrate")
     for name in (flag(name) for name in single if getattr(command, name)):
         raise ConflictError(f"{name} is for one cluster, and --on has {len(names)}.", fix=f"--on {names[0]}")
     prices = checked_prices(command.price, names)
@@ -181,20 +183,12 @@ def _check(command: PlanCommand) -> None:
     command.request.check_layout()
     command.precision.check_dtype()
     check_numbers(command.recipe)
-    check_positive(
-        command,
-        top="10",
-        microbatches="4",
-        target_mfu="40",
-        tokens="300e9",
-        examples="1e6",
-        budget_hours="500",
-        save_seconds="60",
-    )
+    counts = {"top": "10", "microbatches": "4", "tokens": "300e9", "examples": "1e6"}
+    check_positive(command, **counts, target_mfu="40", budget_hours="500", save_seconds="60")
     if command.tokens is not None and command.examples is not None:
         raise ConflictError("--tokens contradicts --examples.", fix="one of them")
     questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
-    others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
+    others = [flag(name) for name in ("out", "html", "explain", "why", "tokens") if getattr(command, name) is not None]
     if questions and len(questions + others) > 1:
         raise ConflictError(
             f"{questions[0]} answers one question, without {' or '.join((questions + others)[1:])}.",
@@ -276,7 +270,7 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
         lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)
     plan = decided(program, machine, _request(command), search)
-    for more_lines, more_data in _extras(command, load, summary, plan, machine):
+    for more_lines, more_data in _extras(command, load, summary, plan, program):
         lines, data = lines + more_lines, data | more_data
     return Answer("\n".join(lines), data)
 
@@ -314,16 +308,21 @@ def _calibrated(command: PlanCommand, calibration: "Calibration", before: "Searc
     return [*lines, ""], {"calibration": calibration_json(calibration, before, after)}
 
 
-def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[Extra]:
+def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", program: "Program") -> list[Extra]:
     """Returns what each flag adds, in the order of the answer."""
+    from spanax.show.search import chunked_logits, explained
+
     extras = list[Extra]()
     search = summary.search
+    machine = search.cluster
     if command.out is not None or command.html is not None:
         extras.append((_write(command, summary, plan, machine), {}))
     if command.explain is not None:
-        extras.append(_explained(command.explain, search, plan))
+        extras.append(explained(search, plan, command.explain))
     if command.request.loss_chunks is not None:
-        extras.append(_logits(search, plan, machine))
+        extras.append(chunked_logits(search, plan))
+    if command.why is not None:
+        extras.append(_why(command, load, search, program, command.why))
     if command.request.layout is not None or command.request.mesh is not None:
         extras.append(_compared_with_best(command, load, search, machine))
     if command.tokens is not None or command.examples is not None or command.price:
@@ -358,28 +357,20 @@ def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: Pl
     return write(search_page(summary, plan, command.workload), path)
 
 
-def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
-    """Returns the sharding of one array, the reason for it, and its collectives."""
-    from spanax.plan.evaluate import collectives_of
-    from spanax.show.search import array_lines
+def _why(command: PlanCommand, load: Load, search: "Search", program: "Program", asked: str) -> Extra:
+    """Returns a requested layout or mesh beside the best, term by term, or what would admit it."""
+    from spanax.show.search import why_json, why_lines
 
-    leaf = plan[path]
-    moved = collectives_of(search, search.best, leaf.path) if search.best and leaf.kind != "batch" else {}
-    return array_lines(leaf, moved), {"explained": asdict(leaf) | {"collectives": moved}}
-
-
-def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
-    """Returns the memory that chunked logits save."""
-    from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
-    from spanax.units import bytes_text
-
-    assert search.best is not None
-    program = search.program_of(search.best)
-    count = plan.schedule.loss_chunks
-    saved = saved_bytes(program, plan, machine)
-    line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
-    line = line if count > 1 else str(suiting_chunks(program, plan, machine)[1])
-    return [line], {"logits": {"chunks": count, "saved_bytes": saved}}
+    layout, mesh = (None, asked) if "=" in asked else (asked, None)
+    request = replace(command.request, layout=layout, mesh=mesh)
+    request.check_layout()
+    try:
+        other, _ = _search(replace(command, request=request), load, search.cluster, program)
+    except SpanaxError as error:
+        data: dict[str, Any] = {"asked": asked, "problem": str(error), "rows": []}
+    else:
+        data = why_json(asked, search, other)
+    return ["", *why_lines(data)], {"why": data}
 
 
 def _compared_with_best(command: PlanCommand, load: Load, search: "Search", machine: "Cluster") -> Extra:
