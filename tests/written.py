@@ -123,8 +123,10 @@ def _known(command: Any) -> None:
     workload = getattr(command, "workload", None)
     if workload and workload not in WORKLOADS and not re.fullmatch(r"[\w/]+\.py:\w+|.*/.*", workload):
         raise SpanaxError(f"there is no workload '{workload}'.", fix=nearest(workload, WORKLOADS))
-    if (on := str(getattr(command, "on", None) or "")) and ".toml" not in on:
-        cluster(on)
+    on = getattr(command, "on", None) or ()
+    for name in ",".join((on,) if isinstance(on, str) else on).split(","):
+        if name and ".toml" not in name:
+            cluster(name)
     command = getattr(command, "request", command)
     layout = getattr(command, "layout", None)
     if layout and layout.removesuffix("+seq") not in PRESETS:

@@ -217,6 +217,17 @@ def test_requested_stages_are_priced_as_they_are_planned(
     assert plan.price is not None and plan.price.step_seconds == pytest.approx(best["step_seconds"])
 
 
+def test_two_plans_differ_in_cost_and_placement(tmp_path: Path) -> None:
+    first, second = tmp_path / "tensor.json", tmp_path / "fsdp.json"
+    ask(layout="tensor", mesh="model=8", out=first)
+    ask(layout="fsdp", mesh="fsdp=8", out=second)
+    lines = answer(PlanCommand(diff=(first, second))).text.splitlines()
+    assert lines[0].startswith("step: ") and any(line.startswith("  matmuls: ") for line in lines)
+    assert any(line.startswith("memory: ") for line in lines) and "layout: tensor -> fsdp" in lines
+    assert any(re.fullmatch(r"all-gather over fsdp: 0 B -> .* MiB", line) for line in lines)
+    assert answer(PlanCommand(diff=(first, first))).text == "the plans are the same"
+
+
 def test_a_complete_training_run() -> None:
     _, data = ask(tokens=1e9, budget_hours=1e9, remat="none")
     steps = 1e9 / (16 * 64)

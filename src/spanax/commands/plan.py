@@ -117,10 +117,10 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
     """
     from spanax.plan.plan import Plan
     from spanax.show.live.waiting import waiting
+    from spanax.show.search import difference_text
 
     if command.diff is not None:
-        first, second = map(Plan.load, command.diff)
-        return Answer("\n".join(first.diff(second) or ["the plans are the same"]))
+        return Answer(difference_text(*map(Plan.load, command.diff)))
     _check(command)
     with waiting(sys.stderr):
         return _answer(command, load)

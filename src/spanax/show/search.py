@@ -1,6 +1,6 @@
 """Formats the result of a search as text and JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.evaluate import collectives_of
 from spanax.plan.plan import Plan
+from spanax.plan.prediction import Prediction
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
@@ -317,3 +318,38 @@ def why_lines(data: Mapping[str, Any]) -> list[str]:
         difference = f"{more:+.3g} s" if is_time else ("-" if more < 0 else "+") + bytes_text(abs(more))
         cells.append((row["group"], row["term"], *texts, difference if more else "equal"))
     return [head, *table_text(("", "", *names, "difference"), cells).splitlines()]
+
+
+def difference_text(first: Plan, second: Plan) -> str:
+    """Returns the differences between two plans, one per line: predicted costs, if both have them, then placements."""
+    lines = first.diff(second)
+    if first.price is not None and second.price is not None:
+        lines = [*cost_lines(first.price, second.price), *lines]
+    return "\n".join(lines) or "the plans are the same"
+
+
+def cost_lines(first: Prediction, second: Prediction) -> list[str]:
+    """Returns the differences between two predicted costs: the step and its terms, memory, and traffic.
+
+    Example:
+      >>> cost_lines(Prediction("h100:8", 2.0, {"matmuls": 2.0}, {}), Prediction("h100:8", 1.0, {"matmuls": 1.0}, {}))
+      ['step: 2 s -> 1 s', '  matmuls: 2 s -> 1 s']
+    """
+    costs = (first, second)
+    seconds = [
+        {"step": cost.step_seconds} | {f"  {name}": time for name, time in cost.seconds.items()} for cost in costs
+    ]
+    sizes = [
+        {"memory": cost.peak_bytes}
+        | {f"{kind} over {axes}": size for axes, kinds in cost.moved.items() for kind, size in kinds.items()}
+        for cost in costs
+    ]
+    return [*_changes(seconds, "{:.3g} s".format), *_changes(sizes, bytes_text)]
+
+
+def _changes(sides: Sequence[dict[str, Any]], text: Callable[[Any], str]) -> Iterator[str]:
+    """Yields a line for each value of two mappings whose texts differ."""
+    for name in sides[0] | sides[1]:
+        before, after = (text(side.get(name, 0)) for side in sides)
+        if before != after:
+            yield f"{name}: {before} -> {after}"

@@ -422,7 +422,12 @@ def test_data_parallel_reduces_every_gradient_once() -> None:
 
 
 def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
-    program = zoo_program("mlp")
+    program = spanax.trace(
+        build=lambda rngs: nnx.Sequential(nnx.Linear(16, 128, rngs=rngs), nnx.Linear(128, 16, rngs=rngs)),
+        optimizer=optax.adam(0.1),
+        batch=array(4096, 16),  # larger than the weights: their gradients move
+        loss=lambda model, batch: jnp.square(model(batch)).mean(),
+    )
     params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
     kernels = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2)
     assert moved(program, "fsdp", "fsdp=8", "reduce-scatter") == params
@@ -438,7 +443,7 @@ def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
         optimizer=optax.adam(0.1),
-        batch=array(8, 16),
+        batch=array(4096, 16),
         loss=loss,
     )
     assert moved(program, "fsdp", "fsdp=8", "all-gather") == 4 * 16 * 32
