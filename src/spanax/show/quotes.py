@@ -72,6 +72,7 @@ def notes(quotes: Quotes) -> list[str]:
             f"largest batch: in multiples of the devices, as of --microbatches {count} --offload none --pad none; "
             "more microbatches fit larger ones"
         )
+    lines += [f"no largest batch on {quote.on}: {quote.problem}" for quote in quotes if quote.plan and quote.problem]
     if quotes.tokens is not None and first is not None and first.tokens_per_step is None:
         lines.append("no device-hours or cost: a batch of this model has no tokens; --examples N counts examples")
     prices = {quote.cluster.chip.name: quote.dollars_per_hour for quote in quotes if quote.cluster is not None}

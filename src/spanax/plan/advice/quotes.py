@@ -23,7 +23,7 @@ class Quote:
       summary: its search; None if it cannot be planned.
       plan: the plan of the best layout; None if nothing fits.
       largest: a search at the largest batch that fits; None if there is none.
-      problem: why there is no plan; empty if there is one.
+      problem: why there is no plan, or only no largest batch; empty if there are both.
       dollars_per_hour: the price of a device for an hour; None if unknown.
     """
 
@@ -135,7 +135,7 @@ def quoted(
             quote = replace(quote, largest=largest_on(cluster))
         except SpanaxError as error:
             lines = [line.strip() for line in str(error).splitlines()]
-            quote = replace(quote, problem=quote.problem or "; ".join(lines)) if quote.plan is None else quote
+            quote = replace(quote, problem=quote.problem or "; ".join(lines))
         quotes.append(quote)
     return Quotes(tuple(quotes))
 
