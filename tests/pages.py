@@ -11,8 +11,7 @@ from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
-from spanax.plan.plan import Plan, Schedule
-from spanax.plan.prediction import Prediction
+from spanax.plan.plan import Plan, Prediction, Schedule
 from spanax.plan.sharding.placement import Placement
 from spanax.sealed import sealed
 from spanax.train.record.events import Events

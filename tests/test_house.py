@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "spanax"
 # the public names. A new place needs an entry here. Inside a place, folders and modules have an order of their own:
 # no folder at any depth is part of a circle.
 ORDER: tuple[set[str], ...] = (
-    {"activity", "frames", "printable", "sealed", "displays", "batch_dims", "compat"},
+    {"frames", "printable", "sealed", "displays", "batch_dims", "compat"},
     {"errors", "documents"},
     {"units", "usage", "schema", "entries"},
     {"processes"},
@@ -48,7 +48,7 @@ ROW = {name: row for row, names in enumerate(ORDER) for name in names}
 UPWARD = {
     ("displays.py", "spanax.show.page.notebook"),
     ("displays.py", "spanax.show.quotes"),
-    ("plan/sharding/constrained.py", "spanax.jit.constrain"),
+    ("plan/sharding/placement.py", "spanax.jit.constrain"),
 }
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80

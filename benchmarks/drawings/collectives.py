@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from drawings.canvas import EDGE, LINE, Diagram, Node, box, el, label, shade, shade_text
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.prediction import Moved
+from spanax.plan.plan import Moved
 from spanax.units import bytes_text
 
 MAX_DEVICES = 4

@@ -3,7 +3,7 @@
 import io
 import time
 
-from spanax.activity import doing
+from spanax.displays import doing
 from spanax.show.live.waiting import waiting
 
 

@@ -85,7 +85,7 @@ class AxesCommand:
 def axes_answer(command: AxesCommand) -> Answer:
     """Returns the axes of the traced workload."""
     from spanax.models.workloads import load
-    from spanax.show.axes import axes_json, axes_text
+    from spanax.show.placement import axes_json, axes_text
 
     began = time.perf_counter()
     workload = command.sizes.load(partial(load, command.workload))

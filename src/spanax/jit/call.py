@@ -1,7 +1,8 @@
 """The arguments of a call: NNX objects, arrays and static values."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from flax import nnx
 from jax.tree_util import keystr
 
 from spanax.batch_dims import ExampleDims
-from spanax.errors import ArgumentError, ObjectsError
+from spanax.errors import ArgumentError, ObjectsError, SpanaxError
+from spanax.frames import is_library, is_spanax
 from spanax.jit.content import content
 from spanax.trace.batch import AUTO, checked_axes, spread
 from spanax.trace.variables import Leaf
@@ -203,3 +205,54 @@ def as_array(value: Any) -> Any:
     if hasattr(value, "__array__"):
         return np.asarray(value)
     return None
+
+
+NOTE = (
+    "For simplicity, Spanax has removed its internal frames from the traceback. "
+    "Set JAX_TRACEBACK_FILTERING=off to include these."
+)
+
+
+class WithoutSpanax:
+    """A context that removes Spanax's frames from the tracebacks of errors; the frames of user code stay.
+
+    JAX_TRACEBACK_FILTERING=off keeps every frame, as in JAX.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or jax.config.jax_traceback_filtering == "off":
+            return
+        for each in _chain(error):
+            each.__traceback__ = _filtered(each.__traceback__)
+        # A SpanaxError states what to change; JAX adds a note of its own to errors that occur while it traces.
+        notes = getattr(error, "__notes__", ())
+        if not isinstance(error, SpanaxError) and not any("JAX_TRACEBACK_FILTERING" in note for note in notes):
+            error.add_note(NOTE)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its visible causes, each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _filtered(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of Spanax and of the libraries that it calls."""
+    frames = list[TracebackType]()
+    is_inside = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        is_inside = is_spanax(file) or (is_inside and is_library(file))
+        if not is_inside:
+            frames.append(trace)
+        trace = trace.tb_next
+    result: TracebackType | None = None
+    for frame in reversed(frames):
+        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return result

@@ -15,11 +15,10 @@ from flax import nnx
 
 from spanax.errors import ObjectsError
 from spanax.hardware.cluster import Cluster
-from spanax.jit.call import CallForm, changed_statics, check_static, split_call
+from spanax.jit.call import CallForm, WithoutSpanax, changed_statics, check_static, split_call
 from spanax.jit.objects import Objects, SeenObjects
 from spanax.jit.placement import LossOptions, SharedPlacement, place
 from spanax.jit.results import attributes, has_objects, returned, with_objects
-from spanax.jit.tracebacks import WithoutSpanax
 from spanax.plan.evaluate import evaluate
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
@@ -193,7 +192,7 @@ class ShardedFunction:
         Args:
           path: an array; returns its sharding, the reason for it, and the collectives that move it.
         """
-        from spanax.show.axes import axes_text
+        from spanax.show.placement import axes_text
         from spanax.show.search import array_lines
 
         program = self.program

@@ -23,8 +23,7 @@ from spanax.plan.cost.transfers import HOST_TRANSFERS, stage_transfer_bytes
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.place import as_planned, in_forms, resolver_of
-from spanax.plan.plan import Plan, path_pattern
-from spanax.plan.prediction import Prediction
+from spanax.plan.plan import Plan, Prediction, path_pattern
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES

@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from rich import box
@@ -21,6 +21,7 @@ from spanax.plan.plan import path_pattern
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.printable import printable
 from spanax.show.tables import table_text
+from spanax.trace.program import Program
 from spanax.units import bytes_text
 from spanax.usage import wants_colors
 
@@ -277,3 +278,49 @@ def devices_text(devices: Sequence[int]) -> str:
     if len(devices) > 8:
         return f"{','.join(map(str, devices[:4]))},... ({len(devices)})"
     return ",".join(map(str, devices))
+
+
+def axes_json(program: Program) -> dict[str, Any]:
+    """Returns axes and leaves as plain values; `ways` is the largest number of shards of an axis."""
+    axes = program.step.axes
+    return {
+        "axes": [asdict(axis) for axis in program.axes],
+        "leaves": [
+            {
+                "path": leaf.path,
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "kind": leaf.kind,
+                "axes": list(leaf.axes),
+            }
+            for leaf in (*program.leaves, *program.batch)
+        ],
+        "parameters": program.num_params,
+        "unknown": dict(axes.unknown),
+        "opaque": dict(axes.opaque),
+        "coverage": axes.coverage,
+    }
+
+
+def axes_text(program: Program) -> str:
+    """Returns the axes as a table, with the coverage and unknown primitives below it."""
+    columns = ("axis", "sizes", "ways", "classes", "arrays", "for example")
+    rows = [
+        (
+            axis.name,
+            ", ".join(map(str, axis.sizes)),
+            f"{axis.ways}",
+            f"{axis.num_classes}",
+            f"{len(axis.leaves)}",
+            axis.leaves[0],
+        )
+        for axis in program.axes
+    ]
+    axes = program.step.axes
+    notes = [f"{100 * axes.coverage:.0f} % of the matmul and convolution FLOPs is sharded with the batch"]
+    for name, count in axes.unknown.items():
+        note = "its dims are not sharded; add one with spanax.rule"
+        notes.append(f"no rule for primitive '{name}' ({count} times): {note}")
+    for name, count in axes.opaque.items():
+        notes.append(f"'{name}' ({count} times) cannot be traced into: its dims are not sharded")
+    return table_text(columns, rows, width=120) + "\n" + "\n".join(notes)

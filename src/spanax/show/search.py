@@ -11,8 +11,7 @@ from spanax.plan.candidate import Candidate, Rates, Search, shortfall
 from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.evaluate import collectives_of
-from spanax.plan.plan import Plan
-from spanax.plan.prediction import Prediction
+from spanax.plan.plan import Plan, Prediction
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text

@@ -8,9 +8,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import jax
 from flax import nnx
 
-from spanax.activity import doing
 from spanax.batch_dims import ExampleDims, num_examples
 from spanax.compat import unsharded_tracers
+from spanax.displays import doing
 from spanax.errors import LossError, PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import Traced, aligned, discover, warn_of_unknown

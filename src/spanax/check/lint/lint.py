@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from spanax.check.finding import Finding, Severity, most_severe_first
-from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs
+from spanax.check.lint import arrays, compiled, costs, mesh_axes, programs
 from spanax.check.lint.subject import LintSubject, Message
 from spanax.check.profile import StepProfile
 from spanax.check.report import Report
@@ -89,8 +89,8 @@ RULES: tuple[Rule[LintSubject], ...] = (
 """The rules on a plan, sorted by code."""
 
 PROFILE_RULES: tuple[Rule[StepProfile], ...] = (
-    Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would not make the step faster."),
-    Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are idle while they wait."),
+    Rule("SPX018", Severity.WARNING, costs.host_bound, "Faster devices would not make the step faster."),
+    Rule("SPX019", Severity.WARNING, costs.input_bound, "The devices are idle while they wait."),
 )
 """The rules on a profile, sorted by code."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spanax.activity import doing
+from spanax.displays import doing
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.attention_kernel import repeating_axes, ring_axes

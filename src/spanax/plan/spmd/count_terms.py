@@ -13,10 +13,9 @@ from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
-from spanax.plan.spmd.rounded_copies import is_rounded, narrowest_copy_bytes
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
-from spanax.plan.spmd.tiled_scatter import is_windowed_sum
+from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING

@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.live import Live
 from rich.text import Text
 
-from spanax.activity import told_to
+from spanax.displays import told_to
 from spanax.show.live.terminal import Terminal
 
 INTERVAL_SECONDS = 10.0
@@ -18,7 +18,7 @@ INTERVAL_SECONDS = 10.0
 
 @contextmanager
 def waiting(stream: TextIO, interval_seconds: float = INTERVAL_SECONDS) -> Iterator[None]:
-    """Shows what `spanax.activity.doing` reports: one live line on a terminal, else a line every ten seconds.
+    """Shows what `spanax.displays.doing` reports: one live line on a terminal, else a line every ten seconds.
 
     Args:
       stream: where to show it; not where the answer is printed.
@@ -26,7 +26,7 @@ def waiting(stream: TextIO, interval_seconds: float = INTERVAL_SECONDS) -> Itera
 
     Example:
       >>> import sys
-      >>> from spanax.activity import doing
+      >>> from spanax.displays import doing
       >>> with waiting(sys.stdout, interval_seconds=0.2):
       ...     doing("tracing the step")
       ...     time.sleep(0.3)

@@ -15,11 +15,10 @@ from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
-from spanax.show.axes import axes_text
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Block, Fact, Page, frame, table, text
 from spanax.show.page.plan import cost_blocks, layouts_part, plan_page, quotes_page
-from spanax.show.placement import dims_text, spec_text
+from spanax.show.placement import axes_text, dims_text, spec_text
 from spanax.show.schedules import ticks_text
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program

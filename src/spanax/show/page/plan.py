@@ -8,8 +8,7 @@ from spanax.plan.advice.quotes import Quotes
 from spanax.plan.advice.summary import Summary
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.plan import Plan, shared_path
-from spanax.plan.prediction import Moved
+from spanax.plan.plan import Moved, Plan, shared_path
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.show.page.document import Block, Cell, Fact, Page, Part, bars, table, text
 from spanax.show.placement import dims_text, repeated_arrays, spec_text

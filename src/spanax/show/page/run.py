@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from spanax.check.measure.run_record import RunRecord
-from spanax.plan.prediction import Prediction
+from spanax.plan.plan import Prediction
 from spanax.printable import printable
 from spanax.show.page.check import findings_part
 from spanax.show.page.document import Block, Fact, Page, Part, bars, lines, table, text

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.jit.tracebacks import NOTE, WithoutSpanax
+from spanax.jit.call import NOTE, WithoutSpanax
 
 PACKAGE = Path(spanax.__file__).parent
 X = np.ones((8, 4), "float32")
