@@ -116,8 +116,15 @@ def test_a_model_without_tokens_counts_examples() -> None:
 def test_a_list_of_clusters_in_python(tmp_path: Path) -> None:
     program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9)
     on = f"{small(tmp_path, 'h100', '1 GiB')}:8"
-    quotes = spanax.plan(program, ["h100:8", on, "h100:12"]).priced({"h100": 3.0}, tokens=1e9)
+    quotes = spanax.plan(program, on=["h100:8", on, "h100:12"]).priced({"h100": 3.0}, tokens=1e9)
     assert [quote.plan is None for quote in quotes] == [False, False, True]
     assert quotes[0].plan == spanax.plan(program, "h100:8")
     assert [quote.dollars_per_hour for quote in quotes] == [3.0, 2.0, None]
     assert "fill nodes" in str(quotes) and "cost $" in str(quotes) and "<iframe" in quotes._repr_html_()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"cluster": "h100:8", "on": ["h100:8"]}, {"on": "h100:8"}])
+def test_either_one_cluster_or_several(arguments: dict[str, Any]) -> None:
+    program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9)
+    with pytest.raises(SpanaxError, match="either `cluster`, or a list"):
+        spanax.plan(program, **arguments)

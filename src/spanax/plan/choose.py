@@ -61,13 +61,14 @@ def plan(program: Program, cluster: Cluster | str, **options: Any) -> Plan: ...
 
 
 @overload
-def plan(program: Program, cluster: list[Any] | tuple[Any, ...], **options: Any) -> Quotes: ...
+def plan(program: Program, *, on: Sequence[Cluster | str], **options: Any) -> Quotes: ...
 
 
 def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the keywords
     program: Program,
-    cluster: Cluster | str | list[Any] | tuple[Any, ...],
+    cluster: Cluster | str | None = None,
     *,
+    on: Sequence[Cluster | str] | None = None,
     layout: str | Layout | None = None,
     mesh: Mapping[str, int] | str | MeshShape | Mesh | None = None,
     sequence_parallel: bool = False,
@@ -82,11 +83,12 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
 ) -> Plan | Quotes:
     """Returns the sharding of every array of a program on a cluster. Uses no devices.
 
-    For a list of clusters, returns `Quotes`: an entry per cluster with its plan, which prints as a table.
+    With `on`, returns `Quotes`: an entry per cluster with its plan, which prints as a table.
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one; or a list of them.
+      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
+      on: several clusters, or their names, instead of `cluster`.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
         Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
@@ -135,14 +137,17 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
     scheduled = None if schedule is None else schedule.offload or None
     kinds = scheduled if offload is None else known_offload(offload)
     request = replace(request, offload=kinds)
-    if isinstance(cluster, list | tuple):
+    if (cluster is None) == (on is None) or isinstance(on, str):
+        raise ConflictError("pass either `cluster`, or a list of clusters as `on`.", fix='on=["h100:8", "v5e:4x4"]')
+    if on is not None:
         count = max(1, schedule.microbatches) if schedule is not None else 1
         return quoted(
-            cluster,
+            on,
             lambda machine: searched(program, machine, request),
             lambda machine, found: decided(program, machine, request, found),
             lambda machine: largest_batch(program, machine, request, count),
         )
+    assert cluster is not None
     return decided(program, cluster_of(cluster), request)
 
 
