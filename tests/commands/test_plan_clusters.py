@@ -13,7 +13,7 @@ from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.trace.workload import Workload
 
-NANO = with_flags(PlanCommand("gpt-nano", ("h100:8", "8xH100,v5e:2x4")), global_batch_size=16)
+NANO = with_flags(PlanCommand("gpt-nano", ("h100:8", "8xH100,a100:8")), global_batch_size=16)
 
 
 def small(folder: Path, like: str, memory: str) -> str:
@@ -44,7 +44,7 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
     reply = answer(asked)
     rows = reply.data["clusters"]
     assert reply.exit_code == 0 and len(traced) == 1
-    assert [row["on"] for row in rows] == ["h100:8", "8xH100", "v5e:2x4", "h100:12", "nothing:8", names[-1]]
+    assert [row["on"] for row in rows] == ["h100:8", "8xH100", "a100:8", "h100:12", "nothing:8", names[-1]]
     single = answer(with_flags(NANO, on=("h100:8",), tokens=300e9, price=("h100=2.9",))).data
     assert rows[0]["best"] == rows[1]["best"] == single["best"]
     assert rows[0]["cost_dollars"] == pytest.approx(single["budget"]["cost_dollars"])
@@ -63,7 +63,7 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
     assert answer(dataclasses.replace(NANO, on=names[2:4])).exit_code == 2
 
 
-@pytest.mark.parametrize("like, memory", [("h100", "40 MiB"), ("v5e", "60 MiB")])
+@pytest.mark.parametrize("like, memory", [("h100", "40 MiB"), pytest.param("v5e", "60 MiB", marks=pytest.mark.slow)])
 def test_the_largest_batch_is_that_of_a_plan_at_this_batch(tmp_path: Path, like: str, memory: str) -> None:
     on = f"{small(tmp_path, like, memory)}:8"
     rows = answer(with_flags(NANO, on=(on, "nothing:8"))).data["clusters"]
@@ -104,7 +104,7 @@ def test_mistakes_are_errors_before_anything_is_traced(
 
 
 def test_a_model_without_tokens_counts_examples() -> None:
-    images = with_flags(NANO, workload="resnet-nano", on=("h100:8", "v5e:2x4"), global_batch_size=64)
+    images = with_flags(NANO, workload="resnet-nano", on=("h100:8", "nothing:8"), global_batch_size=64)
     reply = answer(dataclasses.replace(images, tokens=1e9))
     assert "has no tokens" in reply.text and "device-hours " not in reply.text.splitlines()[0]
     counted = answer(dataclasses.replace(images, examples=1e9)).data["clusters"][0]
