@@ -54,10 +54,10 @@ FLAGS = {
     "inspect": {"hlo", "json", "leaf", "path", "schedule", "svg", "traceback", "workload"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
-        "accumulate", "attention", "budget_hours", "calibrate", "diff", "dtype", "embed", "explain",
+        "accumulate", "attention", "budget_hours", "calibrate", "diff", "dtype", "embed", "examples", "explain",
         "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "microbatches", "no_pipeline",
-        "on", "optimizer_state", "out", "out_cluster", "pipeline", "remat", "save_seconds", "seq_len", "solve_for",
-        "target_mfu", "tokens", "top", "traceback", "workload",
+        "on", "optimizer_state", "out", "out_cluster", "pipeline", "price", "remat", "save_seconds", "seq_len",
+        "solve_for", "target_mfu", "tokens", "top", "traceback", "why", "workload",
         "offload", "pad", *RECIPE,
     },
     "probe": {"devices", "out", "seconds"},

@@ -37,7 +37,7 @@ def count_of(text: str) -> float:
       >>> count_of("300B"), count_of("1e12"), count_of("1.5 T"), count_of("2_000")
       (300000000000.0, 1000000000000.0, 1500000000000.0, 2000.0)
     """
-    match = re.fullmatch(r"\s*(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,2})?)\s*([kKMBGT]?)\s*", text)
+    match = re.fullmatch(r"\s*(-?\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,2})?)\s*([kKMBGT]?)\s*", text)
     if match is None:
         raise FormatError(f"{text!r} is not a count.", fix="300B, 1e12 or 1T")
     return float(match[1]) * {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]

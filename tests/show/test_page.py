@@ -297,7 +297,7 @@ def test_every_value_has_a_display() -> None:
     values: list[Any] = [
         plan, plan.leaves[0], MeshShape.of("data=2,fsdp=2,model=2"), cluster("v5p:2x2x1"), a_certificate().report,
         a_certificate(), ticks("1f1b", 2, 4), program, program.step, result, result.best,
-        LintSubject(program, plan, machine),
+        LintSubject(program, plan, machine), spanax.plan(program, on=["h100:8", "a100:8"]),
     ]  # fmt: skip
     assert {type(value) for value in values} == set(SHOWN)
     for value in values:

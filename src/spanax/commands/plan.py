@@ -94,8 +94,8 @@ class PlanCommand:
     diff: tuple[Path, Path] | None = None
     solve_for: Literal["batch", "seq", "layers", "embed", "devices"] | None = None
     target_mfu: float | None = None
-    tokens: Count | None = None
-    examples: Count | None = None
+    tokens: Count = None
+    examples: Count = None
     price: Annotated[tuple[str, ...], UseAppendAction] = ()
     budget_hours: float | None = None
     save_seconds: float = 60.0

@@ -193,13 +193,13 @@ class LayoutRequest:
 
 
 Count = Annotated[
-    float,
+    float | None,
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="N",
         instance_from_str=lambda words: count_of(words[0]),
-        is_instance=lambda value: isinstance(value, float | int),
-        str_from_instance=lambda value: [f"{value:g}"],
+        is_instance=lambda value: value is None or isinstance(value, float | int),
+        str_from_instance=lambda value: ["None" if value is None else f"{value:g}"],
     ),
 ]
 """A number such as 1e12, 300B or 1T."""
