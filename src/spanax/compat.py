@@ -125,7 +125,7 @@ def is_of_python() -> bool:
 
 @contextmanager
 def unsharded_tracers() -> Iterator[None]:
-    """Traced arrays have no attribute `sharding`: JAX does not search for the origin of one that is asked for it.
+    """Traced arrays have no attribute `sharding`: JAX before 0.12 does not search for the origin of one that is asked.
 
     Flax asks twice for each draw from `nnx.Rngs` and each parameter that an optimizer updates. JAX then composes a
     message from all operations traced before, which nobody reads: `Tracer.__getattr__` raises its own.
