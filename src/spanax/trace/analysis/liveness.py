@@ -144,17 +144,6 @@ ALIASING = FUSED | {Family.DYNAMIC_SLICE, Family.DYNAMIC_UPDATE}
 """Operations whose result is an alias of an operand with the same classes: no dim was reduced."""
 
 
-def reachable(start: int, pairs: Mapping[int, Sequence[int]]) -> frozenset[int]:
-    """Returns the values that are aliases of a value, itself included, from pairs of direct aliases."""
-    aliases = {start}
-    stack = [start]
-    while stack:
-        new = [value for value in pairs.get(stack.pop(), ()) if value not in aliases]
-        aliases.update(new)
-        stack += new
-    return frozenset(aliases)
-
-
 def alias_pairs(traced: Traced, batch: Collection[int | None], layers: Collection[int | None]) -> dict[int, list[int]]:
     """Returns, for every value, its aliases that are one operation away, as operand or as result."""
 

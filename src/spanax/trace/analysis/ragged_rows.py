@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
+from spanax.trace.jaxpr.provenance import reachable
 
 Dim = tuple[int, int]
 """A value, and one of its dims."""
@@ -34,7 +35,7 @@ def ragged_rows(graph: Graph) -> set[Dim]:
         values = (*op.inputs, *op.outputs)
         related = (relation.dims for relation in op.dim_map.relations if not set(rows).isdisjoint(relation.dims))
         for array, row in {each for dims in related for each in dims}:
-            found = _connected((values[array], row), neighbors)
+            found = reachable((values[array], row), neighbors)
             if not {value for value, _ in found}.intersection(graph.body.inputs):
                 result |= found
     return result
@@ -56,13 +57,3 @@ def _equal(graph: Graph) -> Iterator[list[Dim]]:
 def _rows(op: Op) -> Iterator[list[Dim]]:
     values = (*op.inputs, *op.outputs)
     return ([(values[array], dim) for array, dim in relation.dims] for relation in op.dim_map.of_kind(Kind.SAME))
-
-
-def _connected(start: Dim, neighbors: dict[Dim, list[Dim]]) -> set[Dim]:
-    found = {start}
-    stack = [start]
-    while stack:
-        new = [dim for dim in neighbors.get(stack.pop(), ()) if dim not in found]
-        found.update(new)
-        stack += new
-    return found

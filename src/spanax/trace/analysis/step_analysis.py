@@ -10,7 +10,7 @@ from spanax.displays import display
 from spanax.trace.analysis.accumulation import accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
-from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order, reachable
+from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order
 from spanax.trace.analysis.moe_routing import ActiveFlops, Routing, active_flops, one_hot_labels, routed, routings
 from spanax.trace.analysis.op_groups import (
     GradientSum,
@@ -27,6 +27,7 @@ from spanax.trace.analysis.op_groups import (
 from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
 from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
+from spanax.trace.jaxpr.provenance import reachable
 
 
 @dataclass(frozen=True, eq=False)

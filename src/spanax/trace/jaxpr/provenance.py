@@ -1,11 +1,14 @@
 """Which inputs each value of a graph depends on, and which values contribute to given targets."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import reduce
 from operator import or_
+from typing import TypeVar
 
 from spanax.trace.jaxpr.graph import Body, Graph, Op
+
+T = TypeVar("T", bound=Hashable)
 
 
 class Origin(IntEnum):
@@ -106,3 +109,19 @@ def _trace_back(graph: Graph, body: Body, targets: Sequence[bool], result: list[
                 result[last] = True
         for outer, inner in wires.inputs:
             result[outer] |= result[inner] or targets[inner]
+
+
+def reachable(start: T, neighbors: Mapping[T, Iterable[T]]) -> frozenset[T]:
+    """Returns what a chain of neighbors leads to from a start, itself included.
+
+    Example:
+      >>> sorted(reachable(1, {1: [2], 2: [1, 3], 4: [5]}))
+      [1, 2, 3]
+    """
+    found = {start}
+    stack = [start]
+    while stack:
+        new = [each for each in neighbors.get(stack.pop(), ()) if each not in found]
+        found.update(new)
+        stack += new
+    return frozenset(found)
