@@ -213,7 +213,6 @@ def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None
 
     Operations with some classes are not counted, so that the bound holds where these are sharded in another way.
     """
-    cache = ShardingCache()
     compiler = Compiler.of(pricer.cluster)
     classes = program.step.axes.classes
     left_out = {
@@ -222,14 +221,13 @@ def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None
         if any(label in labels for value in (*group.op.inputs, *group.op.outputs) for label in classes[value])
     }
     least = np.inf
-    for family, grids, table in zip(pricer.space, pricer.grids, pricer.tables, strict=True):
-        if grids is not None:
-            sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
-            terms = count_terms(sharded, compiler=compiler, late=deferred_reductions(sharded), left_out=left_out)
-            costs = price(terms, pricer.cluster, grids.plain, pricer.assumptions, table)
-            in_rings = grids.plain.sizes[AXES.index("context")] > 1
-            seconds = costs.step_seconds - costs.terms["pipeline"]
-            least = min(least, float(np.where(in_rings, costs.without_attention(), seconds).min()))
+    for _, grids, table, layout in pricer.layouts(program):
+        sharded = layout.sharded
+        terms = count_terms(sharded, compiler=compiler, late=deferred_reductions(sharded), left_out=left_out)
+        costs = price(terms, pricer.cluster, grids.plain, pricer.assumptions, table)
+        in_rings = grids.plain.sizes[AXES.index("context")] > 1
+        seconds = costs.step_seconds - costs.terms["pipeline"]
+        least = min(least, float(np.where(in_rings, costs.without_attention(), seconds).min()))
     return least
 
 
