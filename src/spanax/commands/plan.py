@@ -324,7 +324,7 @@ def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", 
     if command.why is not None:
         extras.append(_why(command, load, search, program, command.why))
     if command.request.layout is not None or command.request.mesh is not None:
-        extras.append(_compared_with_best(command, load, search, machine))
+        extras.append(_compared_with_best(command, load, search, program))
     if command.tokens is not None or command.examples is not None or command.price:
         extras.append(_run(command, search, machine))
     return extras
@@ -373,12 +373,12 @@ def _why(command: PlanCommand, load: Load, search: "Search", program: "Program",
     return ["", *why_lines(data)], {"why": data}
 
 
-def _compared_with_best(command: PlanCommand, load: Load, search: "Search", machine: "Cluster") -> Extra:
+def _compared_with_best(command: PlanCommand, load: Load, search: "Search", program: "Program") -> Extra:
     """Returns warnings on a requested layout, compared with the best of all layouts."""
     from spanax.plan.advice.rules_of_thumb import warnings
 
     open_command = replace(command, request=replace(command.request, layout=None, mesh=None, pad=None))
-    unrestricted, _ = _search(open_command, load, machine)
+    unrestricted, _ = _search(open_command, load, search.cluster, program)
     assert search.best is not None
     lines = warnings(unrestricted, search.best)
     return [f"note: {line}" for line in lines], {"warnings": lines}
