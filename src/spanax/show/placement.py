@@ -1,4 +1,4 @@
-"""Formats where the arrays of a plan or a run are placed, as text, JSON and drawings.
+"""Formats the axes of a program, and where the arrays of a plan or a run are placed, as text, JSON and drawings.
 
 A drawing is a grid of the shards of an array, each with the devices that store it.
 """

@@ -48,7 +48,7 @@ def cells(quotes: Quotes, quote: Quote) -> list[tuple[str, float | None]]:
         (mfu_text(rates), rates.mfu),
         (f"{bytes_text(best.peak_bytes)}{room}", best.peak_bytes),
         (f"{size:,}" if size else "", size),
-        *(values[head] for head in heads(quotes)[7:]),
+        *(values[head] for head in heads(quotes) if head in values),
     ]
 
 

@@ -169,7 +169,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
     hidden = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in candidate.hidden.items() if seconds > 0)
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
-    moved = [(kind, axes, size) for axes, kinds in best.collectives.items() for kind, size in kinds.items()]
+    moved = bytes_by_collective(best.collectives)
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
     convention = MFU_CONVENTION + (ALL_EXPERTS if search.counts_all_experts else "")
     peak = quantity_text(search.peak_flops, "operations per second", digits=3)
@@ -188,7 +188,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         + (f"; {bytes_text(candidate.host_bytes)} of host memory per device" if candidate.host_bytes else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
         *([f"          {setting_text(needed, is_set=False)}"] if needed else []),
-        "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
+        "  moved   " + (", ".join(f"{name} {bytes_text(size)}" for name, size in moved.items()) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
@@ -237,6 +237,16 @@ def layout_cells(search: Search, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
+def bytes_by_collective(moved: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Returns the bytes of each kind of collective over some mesh axes, by its name as text.
+
+    Example:
+      >>> bytes_by_collective({"fsdp": {"all-gather": 64}})
+      {'all-gather over fsdp': 64}
+    """
+    return {f"{kind} over {axes}": size for axes, kinds in moved.items() for kind, size in kinds.items()}
+
+
 def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns the sharding of one array, its bytes, the reason, and its collectives by mesh axis, a line each."""
     memory = "" if leaf.memory_kind == DEVICE else " in host memory"
@@ -244,9 +254,9 @@ def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list
         f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}",
         f"  {bytes_text(leaf.local_bytes)} per device{memory}; {leaf.reason or 'sharded as it is used'}",
     ]
-    sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
+    sizes = bytes_by_collective(moved)
     return lines + (
-        [f"  {kind} over {axes}: {bytes_text(size)} per step" for kind, axes, size in sizes]
+        [f"  {name}: {bytes_text(size)} per step" for name, size in sizes.items() if size]
         or ["  no collectives move it"]
     )
 
@@ -284,11 +294,10 @@ def why_json(asked: str, search: Search, other: Search) -> dict[str, Any]:
         return {"asked": asked, "problem": problem, "rows": []}
     pair = (best, candidate)
     moved = collectives_of(search, best), collectives_of(other, candidate)
-    sent = [{f"{kind} over {axes}": n for axes, kinds in each.items() for kind, n in kinds.items()} for each in moved]
     groups: dict[str, Sequence[Mapping[str, float]]] = {
         "seconds": [{"step": each.step_seconds} | each.seconds for each in pair],
         "hidden seconds": [each.hidden for each in pair],
-        "bytes moved": sent,
+        "bytes moved": [bytes_by_collective(each) for each in moved],
         "memory": [{"peak": each.peak_bytes} | each.memory for each in pair],
     }
     rows = [
@@ -338,11 +347,7 @@ def cost_lines(first: Prediction, second: Prediction) -> list[str]:
     seconds = [
         {"step": cost.step_seconds} | {f"  {name}": time for name, time in cost.seconds.items()} for cost in costs
     ]
-    sizes = [
-        {"memory": cost.peak_bytes}
-        | {f"{kind} over {axes}": size for axes, kinds in cost.moved.items() for kind, size in kinds.items()}
-        for cost in costs
-    ]
+    sizes = [{"memory": cost.peak_bytes} | bytes_by_collective(cost.moved) for cost in costs]
     return [*_changes(seconds, "{:.3g} s".format), *_changes(sizes, bytes_text)]
 
 

@@ -1,4 +1,4 @@
-"""Lint rules on the predicted cost of a plan: faster alternatives on the same devices, and memory limits."""
+"""Lint rules on cost, predicted or profiled: faster alternatives, memory limits, devices that wait for the host."""
 
 from collections.abc import Iterator
 
