@@ -18,7 +18,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
 from spanax.plan.cost.memory.state import state_of
-from spanax.plan.cost.peak_memory import memory_use, walk
+from spanax.plan.cost.peak_memory import Meshes, memory_use, walk
 from spanax.plan.presets import layout_for
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
@@ -130,7 +130,6 @@ def _peak_groups(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
     ones = np.ones(1)
     shards = np.asarray([[mesh.size]], float)
     level = walk(ShardedProgram(resolver, program.step), is_tpu=True)
-    memory = memory_use(
-        state_of(resolver), level, shards, num_stages=ones, num_microbatches=ones, in_flight=ones, scale=ones
-    )
+    meshes = Meshes(shards, num_stages=ones, num_microbatches=ones, in_flight=ones, scale=ones)
+    memory = memory_use(state_of(resolver), level, meshes)
     return {name: int(values[0]) for name, values in memory.groups.items()}
