@@ -107,10 +107,8 @@ def stated(text: dict[str, str], file: str, number_in_file: int) -> Measured:
         raise Skipped(refusal(error)) from error
     ones = np.ones(1)
     shards = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
-    memory = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step)), shards, num_stages=ones * row.stages,
-        num_microbatches=ones, in_flight=ones, scale=ones,
-    )  # fmt: skip
+    meshes = Meshes(shards, num_stages=ones * row.stages, num_microbatches=ones, in_flight=ones, scale=ones)
+    memory = memory_use(state_of(resolver), walk(ShardedProgram(resolver, program.step)), meshes)
     params = float(memory.groups["parameters"][0]) / 4
     return Measured(row.id, "state of published runs", size * 2**30, params * MEGATRON_BYTES)
 
