@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# The bytecode of sources and tests is kept: without it, each process that a test starts compiles all of Spanax, which takes a third of it.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
@@ -16,10 +18,13 @@ SEARCHES := $(addprefix tests/plan/, calibration/ candidates/ $(addsuffix .py, t
 PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_api.py tests/test_docs.py tests/test_dist.py \
   tests/trace tests/hardware tests/plan/*/ tests/plan/test_*.py))
 
-# What `make test PART=versions` runs: the oracles (the numbers of one device, XLA's collectives, bit-equal round trips) and the examples
-# of the pages. They find what a version of Python, JAX or Flax changes; `make check` adds everything up to the Plan.
+# What PART=versions leaves of both: what a version of Python, JAX or Flax changes. `make check` runs what reads jaxprs and models XLA's
+# partitioner; `make test` the oracles (the numbers of one device, XLA's collectives, bit-equal round trips) and the examples of the pages.
+ifdef PART
+PLANNING := $(addprefix tests/, trace plan/sharding plan/spmd)
 VERSIONS := $(addprefix tests/, jit byo stack check step/replay step/pipeline step/attention step/test_accumulation.py train/state \
   train/store train/test_init.py train/test_parity.py processes test_api.py test_compat.py test_docs.py test_errata.py)
+endif
 
 # `make check test` runs no test twice: of what `make check` ran, `make test` runs what was left out there, for want of devices.
 CHECKED := $(if $(filter check, $(MAKECMDGOALS)), --checked="$(PLANNING)")
@@ -32,7 +37,7 @@ FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes;'
-	@echo '             make test PART=versions: what depends on the versions of Python, JAX and Flax'
+	@echo '             PART=versions: of both, what depends on the versions of Python, JAX and Flax'
 	@echo 'make frozen  compare programs, plans, prices and texts with the golden digests; make freeze writes them'
 	@echo 'make slow    every case of the large matrices, and the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
@@ -56,10 +61,10 @@ train: $(STAMP)
 	$(BIN)/spanax train gpt-nano $(ARGS)
 
 # Two processes: one alone leaves a core idle while it traces. Each begins with half, and takes from the other at the end.
-test: lint types doctest
-	$(PYTEST) -n 2 --dist worksteal $(CHECKED) $(if $(PART),$(VERSIONS)) $(ARGS)
+test: $(if $(PART),,lint types) doctest
+	$(PYTEST) -n 2 --dist worksteal $(CHECKED) $(VERSIONS) $(ARGS)
 
-check: lint types
+check: $(if $(PART),$(STAMP),lint types)
 	JAX_PLATFORMS=none_such $(PYTEST) -n 2 --dist worksteal $(PLANNING) $(ARGS)
 
 golden: $(STAMP)
@@ -102,7 +107,7 @@ types: $(STAMP)
 # tests/conftest.py is named so that doctests, too, run on 8 simulated devices. Packages that can be called show the docstring of
 # their function, whose examples run where it is defined.
 doctest: $(STAMP)
-	$(PYTEST) --doctest-modules src/spanax tests/conftest.py $(foreach name,check jit plan stack trace,--deselect src/spanax/$(name)/__init__.py)
+	$(PYTEST) -n 2 --dist worksteal --doctest-modules src/spanax tests/conftest.py $(foreach name,check jit plan stack trace,--deselect src/spanax/$(name)/__init__.py)
 
 docs: $(STAMP)
 	@$(INSTALL) -e '.[$@]' $(PINNED)

@@ -1,6 +1,7 @@
 """Code and commands in pages and help texts."""
 
 import ast
+import functools
 import importlib.util
 import re
 import shlex
@@ -35,6 +36,7 @@ class Block(NamedTuple):
     info: str = ""
 
 
+@functools.cache
 def blocks(page: str) -> list[Block]:
     """Every block of code of a page in Markdown, fenced or indented."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page)
