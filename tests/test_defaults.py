@@ -1,6 +1,7 @@
 """Defaults: every verb and the library plan the same, and nothing that is requested is dropped."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ STAGED_ON = "v100:2x2"
 """Where stages pay: the links between these nodes are slow."""
 
 
+@functools.cache
 def staged_program() -> Program:
     return load("gpt2-xl", batch_size=16, seq_len=128, num_layers=8).trace(learning_rate=1e-3, num_steps=100)
 
@@ -136,8 +138,7 @@ def test_a_saved_plan_is_the_one_that_trains(devices: list[jax.Device], tmp_path
     assert Plan.load(run / "plan.json") == Plan.load(file)
 
 
-@pytest.mark.parametrize("on", ["h100:8", "v5e:2x4"])
-@pytest.mark.parametrize("layout", [None, "data"])
+@pytest.mark.parametrize(("on", "layout"), [("h100:8", None), ("v5e:2x4", "data")])
 def test_a_loss_that_cannot_be_traced_in_bfloat16_is_planned_in_float32(on: str, layout: str | None) -> None:
     def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
         cache = jnp.zeros((x.shape[0], 32, 16))

@@ -102,13 +102,14 @@ def test_accelerators_plan_in_bfloat16_or_the_cause_is_named(name: str) -> None:
         assert str(error).startswith("the loss cannot be computed in bfloat16: ")
         if name != "lru":  # complex matmuls: no dtype is chosen for it
             with corpus.under_its_mesh(case):
-                plan = spanax.plan(corpus.program(name), spanax.cluster("h100:8"))
+                plan = spanax.plan(corpus.program(name), spanax.cluster("h100:8"), layout="data")
             assert plan.setting.dtypes == ("float32",)
             assert "computed in float32: the loss cannot be computed in bfloat16: " in plan.why
         with corpus.under_its_mesh(case):
             program = spanax.trace(**arguments, compute_dtype="float32")
     for cluster in ("v5e:2x4", "h100:8"):
-        assert spanax.plan(program, spanax.cluster(cluster)).schedule.compute_dtype == program.compute_dtype
+        plan = spanax.plan(program, spanax.cluster(cluster), layout="data")
+        assert plan.schedule.compute_dtype == program.compute_dtype
 
 
 @functools.cache
