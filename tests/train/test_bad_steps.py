@@ -80,10 +80,15 @@ def trained(
     return train(workload(source, **built), settings, jax.devices()[:size], emit)
 
 
-def saved(out: Path, source: Any, **built: Any) -> dict[int, dict[str, np.ndarray]]:
+@functools.cache
+def on_one_device(**built: Any) -> tuple[spanax.Program, spanax.Plan]:
+    program = workload(batches({}), **built)().trace(learning_rate=0, num_steps=0)
+    return program, spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
+
+
+def saved(out: Path, **built: Any) -> dict[int, dict[str, np.ndarray]]:
     """Every array of every checkpoint of a run."""
-    program = workload(source, **built)().trace(learning_rate=0, num_steps=0)
-    plan = spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
+    program, plan = on_one_device(**built)
     return {step: arrays(spanax.restore(program, plan, out / "checkpoints", step=step)) for step in steps_in(out)}
 
 
@@ -125,7 +130,7 @@ def without(mesh: str, folder: Path) -> dict[str, np.ndarray]:
     del source[BAD]
     out = folder / f"without-{mesh}"
     trained(source, config(out, "rollback", mesh=mesh), **MADE[mesh])
-    return saved(out, source, **MADE[mesh])[STEPS]
+    return saved(out, **MADE[mesh])[STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +145,7 @@ def test_halt_names_the_step_and_saves_nothing_of_it(tmp_path: Path) -> None:
     assert caught.value.args[0].startswith(f"step {BAD + 1} is bad: loss is nan.\n  where: batch {BAD} of list")
     assert "--on-bad-step rollback" in caught.value.args[0] and caught.value.exit_code == 70
     assert steps_in(out) == [4]
-    assert all(np.isfinite(array).all() for array in saved(out, source)[4].values())
+    assert all(np.isfinite(array).all() for array in saved(out)[4].values())
     (event,) = happened(out, "bad_step", "rolled_back", "skipped")
     assert event == {
         "event": "bad_step", "step": BAD + 1, "batch": BAD, "reason": "loss is nan", "policy": "halt",
@@ -156,7 +161,7 @@ def test_rollback_continues_as_if_the_batch_were_skipped(mesh: str, folder: Path
     assert [event["event"] for event in happened(out, "bad_step", "rolled_back")] == ["bad_step", "rolled_back"]
     assert happened(out, "rolled_back")[0] == {"event": "rolled_back", "step": 4, "from_step": BAD + 1, "batch": BAD}
     assert told_steps(out) == list(range(1, STEPS + 1))
-    result = saved(out, source, **MADE[mesh])
+    result = saved(out, **MADE[mesh])
     assert list(result) == [4, 8, 12] and all(np.isfinite(of).all() for step in result.values() for of in step.values())
     assert_same(result[STEPS], without(mesh, folder))
 
@@ -167,7 +172,7 @@ def test_skip_continues_with_the_previous_state(mesh: str, folder: Path, tmp_pat
     trained(source, config(out, "skip", mesh=mesh, steps=STEPS + 1), **MADE[mesh])
     assert happened(out, "skipped", "rolled_back") == [{"event": "skipped", "step": BAD + 1, "batch": BAD}]
     assert told_steps(out) == list(range(1, STEPS + 2))
-    result = saved(out, source, **MADE[mesh])
+    result = saved(out, **MADE[mesh])
     assert all(np.isfinite(of).all() for step in result.values() for of in step.values())
     for path, array in without(mesh, folder).items():
         np.testing.assert_allclose(array, result[STEPS + 1][path], rtol=1e-4, atol=1e-6, err_msg=path)
@@ -178,7 +183,7 @@ def test_ignore_saves_any_state(tmp_path: Path) -> None:
     """What the tests above would see if nothing watched."""
     out, source = tmp_path / "run", batches({BAD: NAN})
     trained(source, config(out, "ignore"))
-    assert happened(out, "bad_step") == [] and not np.isfinite(saved(out, source)[8]["up.kernel"]).all()
+    assert happened(out, "bad_step") == [] and not np.isfinite(saved(out)[8]["up.kernel"]).all()
 
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
@@ -189,7 +194,7 @@ def test_a_resumed_run_skips_the_same_batches(policy: str, tmp_path: Path) -> No
     trained(source, settings)
     trained(source, replace(settings, output_dir=str(out), steps=BAD + 1))
     trained(source, replace(settings, output_dir=str(out), resume=True))
-    assert_same(saved(out, source)[STEPS], saved(uninterrupted, source)[STEPS])
+    assert_same(saved(out)[STEPS], saved(uninterrupted)[STEPS])
 
 
 @pytest.mark.parametrize("policy", sampled(["rollback", "skip"], ["rollback"]))
@@ -198,7 +203,7 @@ def test_a_bad_step_that_is_due_is_not_saved(policy: str, tmp_path: Path) -> Non
     source = batches({7: NAN})
     trained(source, config(tmp_path / "run", policy, steps=8), reported.append)
     assert [event["step"] for event in reported if event["event"] == "save"] == [4, 8]
-    assert all(np.isfinite(array).all() for array in saved(tmp_path / "run", source)[8].values())
+    assert all(np.isfinite(array).all() for array in saved(tmp_path / "run")[8].values())
 
 
 def test_a_run_stopped_after_a_bad_step_does_not_save_it(tmp_path: Path) -> None:
@@ -212,7 +217,7 @@ def test_a_run_stopped_after_a_bad_step_does_not_save_it(tmp_path: Path) -> None
     last = trained(source, config(out, "rollback", mesh="data=1"), stop)
     assert (last["event"], last["step"]) == ("preempted", 4) and steps_in(out) == [4]
     trained(source, config(out, "rollback", mesh="data=1", resume=True))
-    assert all(np.isfinite(array).all() for array in saved(out, source)[STEPS].values())
+    assert all(np.isfinite(array).all() for array in saved(out)[STEPS].values())
 
 
 @pytest.mark.slow
@@ -221,7 +226,7 @@ def test_a_rollback_before_the_first_checkpoint_restarts_the_run(folder: Path, t
     trained(source, config(tmp_path / "run", "rollback", steps=2))
     trained([source[0], *source[2:]], config(tmp_path / "without", "rollback", steps=2))
     assert happened(tmp_path / "run", "rolled_back")[0]["step"] == 0
-    assert_same(saved(tmp_path / "run", source)[2], saved(tmp_path / "without", source)[2])
+    assert_same(saved(tmp_path / "run")[2], saved(tmp_path / "without")[2])
 
 
 def test_a_spike_is_detected_from_the_history_before_a_resume(tmp_path: Path) -> None:
@@ -248,7 +253,7 @@ def test_too_many_bad_steps_end_the_run(policy: str, tmp_path: Path) -> None:
         trained(source, config(tmp_path / "run", policy, max_bad_steps=2))
     assert ENDS[policy] in caught.value.args[0] and "a higher --max-bad-steps" in caught.value.args[0]
     assert len(happened(tmp_path / "run", "bad_step")) == 3 and steps_in(tmp_path / "run")[-1] in (4, 8)
-    assert all(np.isfinite(of).all() for step in saved(tmp_path / "run", source).values() for of in step.values())
+    assert all(np.isfinite(of).all() for step in saved(tmp_path / "run").values() for of in step.values())
 
 
 @pytest.mark.parametrize("policy", sampled(["halt", "skip", "rollback"], ["halt"]))
