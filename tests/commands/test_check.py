@@ -50,14 +50,16 @@ def test_what_a_gpu_needs_beyond_the_default_of_jax(
     share: float, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the text and in the JSON of both commands."""
-    need = ask(on="h100:8", level=0)[1]["upper_bytes"]
+    flags: dict[str, Any] = {"remat": "none", "attention": "plain", "loss_chunks": "1", "dtype": "float32"}
+    need = ask(on="h100:8", level=0, **flags)[1]["upper_bytes"]
     h100 = spanax.cluster("h100:8")
     memory = round(need / share)
     chip = dataclasses.replace(h100.chip, memory_bytes=memory)
     cluster = dataclasses.replace(h100, chip=chip, memory_bytes=memory)
     monkeypatch.setattr("spanax.hardware.cluster.cluster", lambda *_: cluster)
-    planned = plan.answer(with_flags(plan.PlanCommand("gpt-nano", ("h100:8",)), global_batch_size=16, mesh="fsdp=8"))
-    for text, data in (ask(on="h100:8", level=0), (planned.text, planned.data["best"])):
+    command = with_flags(plan.PlanCommand("gpt-nano", ("h100:8",)), global_batch_size=16, mesh="fsdp=8", **flags)
+    planned = plan.answer(command)
+    for text, data in (ask(on="h100:8", level=0, **flags), (planned.text, planned.data["best"])):
         assert data["environment"] == ({} if value is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": value})
         assert text.count(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={value}: by default") == (value is not None)
 
@@ -123,7 +125,7 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
     from spanax.commands.plan import answer as plan_answer
 
     plan_answer(
-        with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, out=tmp_path / "p.json", remat="full")
+        with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, layout="fsdp", out=tmp_path / "p.json")
     )
     text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)
     assert data["layout"] in text and data["predicted"]["state_bytes"] > 0
@@ -142,6 +144,8 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
                 "cpu:8",
                 "--global-batch-size",
                 "16",
+                "--layout",
+                "fsdp",
                 "--level",
                 "2",
                 "--timeout",

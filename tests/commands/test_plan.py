@@ -129,7 +129,7 @@ def test_the_order_of_a_table_is_explained(answered: tuple[str, dict[str, Any]])
 TABLES = [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")]
 
 
-@pytest.mark.parametrize("name, on", sampled(TABLES, TABLES[:2]))
+@pytest.mark.parametrize("name, on", sampled(TABLES, TABLES[:1]))
 def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
     searched = search(name, on)
@@ -200,7 +200,6 @@ def test_a_requested_layout_is_compared_with_the_best() -> None:
 @pytest.mark.parametrize(
     "layout, mesh, stages, inside",
     [
-        (None, "pipe=2,data=4", 2, {"data": 4}),
         ("pipeline+tensor", None, 2, {"model": 4}),
         ("3d", "pipe=2,data=2,model=2", 2, {"data": 2, "model": 2}),
         (None, "pipe=2,fsdp=4", 2, {"fsdp": 4}),
@@ -209,7 +208,7 @@ def test_a_requested_layout_is_compared_with_the_best() -> None:
 def test_requested_stages_are_priced_as_they_are_planned(
     tmp_path: Path, layout: str | None, mesh: str | None, stages: int, inside: dict[str, int]
 ) -> None:
-    text, data = ask(layout=layout, mesh=mesh, out=tmp_path / "plan.json")
+    text, data = ask(layout=layout, mesh=mesh, remat="none", out=tmp_path / "plan.json")
     best = data["best"]
     assert (best["stages"], best["mesh"]) == (stages, inside) and f"in {stages} stages takes" in text
     plan = spanax.Plan.load(tmp_path / "plan.json")
@@ -219,8 +218,8 @@ def test_requested_stages_are_priced_as_they_are_planned(
 
 def test_two_plans_differ_in_cost_and_placement(tmp_path: Path) -> None:
     first, second = tmp_path / "tensor.json", tmp_path / "fsdp.json"
-    ask(layout="tensor", mesh="model=8", out=first)
-    ask(layout="fsdp", mesh="fsdp=8", out=second)
+    ask(layout="tensor", mesh="model=8", remat="none", out=first)
+    ask(layout="fsdp", mesh="fsdp=8", remat="none", out=second)
     lines = answer(PlanCommand(diff=(first, second))).text.splitlines()
     assert lines[0].startswith("step: ") and any(line.startswith("  matmuls: ") for line in lines)
     assert any(line.startswith("memory: ") for line in lines) and "layout: tensor -> fsdp" in lines
@@ -229,11 +228,11 @@ def test_two_plans_differ_in_cost_and_placement(tmp_path: Path) -> None:
 
 
 def test_a_complete_training_run() -> None:
-    _, data = ask(tokens=1e9, budget_hours=1e9, remat="none")
+    _, data = ask(tokens=1e9, budget_hours=1e9, layout="fsdp", remat="none")
     steps = 1e9 / (16 * 64)
     assert data["budget"]["hours"] == pytest.approx(steps * data["best"]["step_seconds"] / 3600)
     assert data["budget"]["device_hours"] == pytest.approx(8 * data["budget"]["hours"]) and data["budget"]["within"]
-    assert ask(tokens=1e9, budget_hours=1e-9, remat="none")[1]["budget"]["within"] is False
+    assert ask(tokens=1e9, budget_hours=1e-9, layout="fsdp", remat="none")[1]["budget"]["within"] is False
 
 
 @pytest.mark.slow
@@ -249,7 +248,7 @@ def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
     [("fsdp+tensor", "fsdp+tensor", ""), ("data=2,fsdp=4", "hsdp", ""), ("data=3", None, "needs 3 devices")],
 )
 def test_a_layout_is_shown_beside_the_best(why: str, layout: str | None, problem: str) -> None:
-    text, data = ask(on=("h100:8",), why=why)
+    text, data = ask(why=why, remat="none")
     answer, best = data["why"], data["best"]
     assert problem in answer["problem"] and bool(answer["problem"]) == bool(problem) == (answer["rows"] == [])
     if layout is not None:
@@ -264,7 +263,9 @@ def test_a_layout_is_shown_beside_the_best(why: str, layout: str | None, problem
 
 
 def test_the_fewest_devices() -> None:
-    text, data = ask(workload="gpt2-xl", on=("l4:8",), global_batch_size=64, solve_for="devices", remat="full")
+    text, data = ask(
+        workload="gpt2-xl", on=("l4:8",), global_batch_size=64, solve_for="devices", remat="full", layout="fsdp"
+    )
     assert text.startswith(f"the fewest l4 on which it fits are {data['answer']}; --solve-for offloads on request only")
     assert data["of"] == "devices" and data["answer"] == data["devices"]
     with pytest.raises(SpanaxError, match="needs --tokens"):
@@ -298,7 +299,7 @@ def test_one_array_explained() -> None:
     (moved,) = data["explained"]["collectives"].values()
     assert set(moved) == {"all-gather", "reduce-scatter"} and "all-gather over fsdp" in text
     with pytest.raises(SpanaxError, match="did you mean 'blocks.up.kernel'"):
-        ask(explain="blocks.up.kernl", remat="none")
+        ask(explain="blocks.up.kernl", layout="fsdp", remat="none")
 
 
 @pytest.mark.slow
@@ -318,16 +319,12 @@ def test_a_plan_searched_for_simulated_devices_trains(
 
 
 def test_a_searched_plan_with_stages_runs() -> None:
-    import spanax
     from spanax.plan.candidate import plan_of
     from spanax.plan.place import as_planned
 
-    program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
-    search_result = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)
-    staged = next(
-        candidate for candidate in search_result.candidates if candidate.num_stages > 1 and candidate.num_chunks == 1
-    )
-    plan = plan_of(search_result, staged)
+    found = search("gpt", "a100:2x2")
+    staged = next(each for each in found.candidates if each.num_stages > 1 and each.num_chunks == 1)
+    plan = plan_of(found, staged)
     assert plan.mesh.ways(["pipe"]) == staged.num_stages and plan.mesh.size == 4
     assert plan.layout.splits("pipe") == ("layers",)
-    assert as_planned(program, plan).microbatches == staged.microbatches
+    assert as_planned(found.program_of(staged), plan).microbatches == staged.microbatches
