@@ -38,7 +38,7 @@ OF_EACH_CODE = {case.code: name for name, case in MISTAKES.items()} | {
 }  # fmt: skip
 NEAR_EACH_CODE = {case.code: name for name, case in reversed(NEAR.items()) if "does not fit" not in name}
 FEW_CLEAN = [
-    "the best for gpt-nano on cpu:8", "the best for moe-nano on h100:8", "a replicated matrix that fits",
+    "the best for gpt-nano on cpu:8", "a replicated matrix that fits",
     "an MLP with float32 on a CPU", "half of the memory", "7 layers in a list", "HSDP of Llama 3 8B on two nodes",
 ]  # fmt: skip
 
