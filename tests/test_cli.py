@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -442,4 +443,4 @@ def test_a_resumed_run_uses_the_requested_mesh(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--version")
-    assert code == 0 and out.startswith("spanax ")
+    assert code == 0 and re.fullmatch(r"spanax \d+\.\d+\.\d+\S*\n", out)

@@ -668,17 +668,9 @@ def test_a_started_backend_is_detected() -> None:
     assert python(f"import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices(); {BACKENDS}") == "['cpu']"
 
 
-HELP = """
-import sys
-from spanax.cli import main
-sys.argv = ["spanax", "--help"]
-try:
-    main()
-except SystemExit as stop:
-    assert not stop.code, stop.code
-"""
-
-
-def test_help_does_not_import_jax() -> None:
-    assert python(HELP + "print('jax' in sys.modules)") == "False"
-    assert python("import jax, sys; print('jax' in sys.modules)") == "True"
+def test_modules_that_need_no_array_do_not_import_jax() -> None:
+    """The supervisor, the doctor and the readers of data; of the command line, see test_manners.py."""
+    modules = "spanax.commands.launch, spanax.doctor.network, spanax.doctor.jax_probe, spanax.train.data.batches"
+    loaded = "sorted({'jax', 'grain', 'tokenizers'} & set(sys.modules))"
+    assert python(f"import sys, {modules}; print({loaded})") == "[]"
+    assert python(f"import sys, jax; print({loaded})") == "['jax']"

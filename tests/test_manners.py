@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import shutil
 import signal
 import subprocess
@@ -63,10 +62,6 @@ except SystemExit:
     imported = {name.partition(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
     installed = {name for name in imported & set(packages_distributions()) if name != "spanax"}
     assert installed == {"tyro", "docstring_parser", "typing_extensions"}
-
-
-def test_the_version_is_the_packages() -> None:
-    assert re.fullmatch(r"spanax \d+\.\d+\.\d+\S*\n", run("--version").stdout)
 
 
 # ---- completion
