@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import spanax
+from sampling import sampled
 from spanax.models import gpt
 from spanax.plan import choose
 from spanax.plan.candidate import Search
@@ -42,8 +43,13 @@ def uneven() -> Program:
 FORBIDDEN = {"seq": None, "head_dim": None}
 
 
-def test_uneven_heads_are_padded_where_that_is_faster(uneven: Program) -> None:
-    plain = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+@pytest.fixture(scope="module")
+def plain(uneven: Program) -> Search:
+    """The search without padding."""
+    return searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+
+
+def test_uneven_heads_are_padded_where_that_is_faster(uneven: Program, plain: Search) -> None:
     result = searched(uneven, MACHINE, Request(pins=FORBIDDEN))
     assert result.alternative is not None and result.alternative.code is Code.PADDED
     assert result.best.step_seconds * (1 + alternatives.ASSIGNMENT_MARGIN) <= plain.best.step_seconds
@@ -73,15 +79,12 @@ def test_requested_layouts_are_not_padded(uneven: Program, request_: Request) ->
     assert searched(uneven, MACHINE, request_).alternative is None
 
 
-def test_only_forms_that_can_gain_are_priced(uneven: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on simulated devices, not even axes, and not where the best layout hardly communicates."""
-    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
-    assert alternatives._forms(result)
-    quiet = replace(result.best, mesh=spanax.MeshShape.of("data=8"), seconds={"matmuls": result.best.step_seconds})
-    assert alternatives._forms(replace(result, candidates=(quiet,))) == []
-    even = searched(wide(24), MACHINE, Request(pins=FORBIDDEN))
+def test_only_forms_that_can_gain_are_priced(plain: Search) -> None:
+    """Not on simulated devices, and not even axes."""
+    assert alternatives._forms(plain)
+    even = searched(wide(24, num_layers=1), MACHINE, Request(pins=FORBIDDEN, pad="none"))
     assert alternatives._forms(even) == []
-    simulated = searched(uneven, spanax.cluster("cpu:8"), Request(pins=FORBIDDEN))
+    simulated = searched(wide(num_layers=1), spanax.cluster("cpu:8"), Request(pins=FORBIDDEN))
     assert simulated.alternative is None
 
 
@@ -95,8 +98,8 @@ def test_a_padded_form_without_a_layout_is_rejected_with_its_reason(monkeypatch:
     assert str(reason) == "heads padded: no layout shards a batch of 2 over 8 devices."
 
 
-def test_forms_depend_on_what_the_best_layout_shards_and_communicates(uneven: Program) -> None:
-    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+def test_forms_depend_on_what_the_best_layout_shards_and_communicates(plain: Search) -> None:
+    result = plain
     step = result.best.step_seconds
     quiet, loud = {"matmuls": step}, {"weights between devices": step}
 
@@ -109,8 +112,8 @@ def test_forms_depend_on_what_the_best_layout_shards_and_communicates(uneven: Pr
     assert forms("context=8", loud, pins={"heads": None}) == []
 
 
-def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program) -> None:
-    result = searched(uneven, MACHINE, Request(pins=FORBIDDEN, pad="none"))
+def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program, plain: Search) -> None:
+    result = plain
 
     def padded(mesh: str, num_stages: int, stage_margin: float) -> Search:
         best = replace(
@@ -128,12 +131,15 @@ def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program
     assert padded("model=8", 2, 0.5).alternative is not None and padded("model=8", 2, 0.9).alternative is None
 
 
-@pytest.mark.parametrize(("num_heads", "pins"), [(25, FORBIDDEN), (25, {}), (12, {})])
+BOUND = [(25, FORBIDDEN), (25, {}), (12, {})]
+
+
+@pytest.mark.parametrize(("num_heads", "pins"), sampled(BOUND, BOUND[2:]))
 def test_the_bound_of_a_padded_form_does_not_exceed_its_search(
     num_heads: int, pins: Pins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """12 heads do not divide by 8; a vocabulary of 1,023 by nothing."""
-    program = wide(num_heads, vocab_size=1023)
+    program = wide(num_heads, num_layers=1, vocab_size=1023)
     bounds = dict[Multiples, float]()
     found = dict[Multiples, float]()
     least = choose._Requested.least_padded
