@@ -20,11 +20,12 @@ from spanax.plan.cost.step_time import Grid, GridTable, Table, price
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Assignment
+from spanax.plan.sharding.resolve import Resolver
 from spanax.plan.space import AXES, Family, Rejections
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions
-from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
+from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache, joined_step
 from spanax.trace.program import Program
 
 
@@ -192,13 +193,18 @@ class Pricer:
         known = dict[object, LayoutCosts]()
         layout: LayoutCosts | None = None
         assignment: Assignment | None = None
+        resolvers = dict[Assignment, Resolver]()
+        for family, grids in zip(self.space, self.grids, strict=True):
+            if grids is not None and family.resolver.assignment not in resolvers:
+                resolvers[family.resolver.assignment] = family.resolver.of(program)
+        step = joined_step(program, resolvers.values())
         for family, state, grids, table in zip(self.space, self.states, self.grids, self.tables, strict=True):
             if grids is None:
                 continue
             resolver = family.resolver
             last = layout if assignment is resolver.assignment else None
             if last is None:
-                sharded = ShardedProgram(resolver.of(program), program.step, cache)
+                sharded = ShardedProgram(resolvers[resolver.assignment], step, cache)
             else:  # of one family, as in `by_ring`
                 sharded = last.sharded.on(resolver.mesh)
             equal = known.get(sharded.signature)
