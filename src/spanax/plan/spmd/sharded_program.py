@@ -184,6 +184,8 @@ class ShardedProgram:
 
 def joined_step(program: Program, resolvers: Collection[Resolver]) -> StepAnalysis:
     """Returns the step of a program, with the classes joined that each of some layouts shards alike."""
+    if not resolvers:
+        return program.step
     seen: dict[object, int] = {}
     known = [resolver.colors for resolver in resolvers]
     colors = {label: seen.setdefault(tuple(of[label] for of in known), len(seen)) for label in program.step.axes.ways}
