@@ -62,7 +62,7 @@ PLACES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "convolutions, TPUs": (lambda: zoo_program("cnn"), "v5e:2x4", {}),
     "offloaded moments": (lambda: workload("gpt-nano"), "h100:8", {"offload": ("optimizer",), "remat": ("none",)}),
     "blocks in a list, GPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "a100:2x8", {"remat": ("none",)}),
-    "blocks in a list, TPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "v5e:2x4", {"remat": ("full",)}),
+    "blocks in a list, TPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "v5e:2x4", {"remat": ("none",)}),
     "experts in a list": (lambda: in_a_list(zoo.MoEBlock, 32, 4), "a100:1x8", {"remat": ("none",)}),
     "layers in a chain": (in_a_chain, "v5e:2x4", {"remat": ("none",)}),
     "padded heads": (lambda: padded("gpt"), "a100:2x8", {"remat": ("none",)}),
