@@ -3,16 +3,23 @@
 import dataclasses
 import functools
 import random
+from collections import Counter
 from typing import Any
 
+import jax
+import optax
 import pytest
+from flax import nnx
 
 import sampling
 import spanax
+import zoo
 from programs import workload, zoo_program
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.evaluate import evaluate
 from spanax.plan.search import search
+from spanax.plan.space import Rejections, families
+from spanax.plan.spmd.sharded_program import joined_step
 from spanax.trace.program import Program
 
 EVERYTHING = 1_000_000
@@ -23,6 +30,22 @@ def padded(name: str) -> Program:
     """A model with 8 heads, padded to 16: a mesh axis of 16 devices would not divide them."""
     program = zoo_program(name)
     return program.variant(dataclasses.replace(program.form, padded=(("heads", 16),)))
+
+
+@functools.cache
+def in_a_list(block: Any, width: int, count: int) -> Program:
+    """A model whose equal blocks are in a list: each has classes of its own."""
+    build = lambda rngs: zoo.Decoder(rngs, [block] * count, width)  # noqa: E731
+    return spanax.trace(build=build, optimizer=optax.adamw(1e-3), batch=zoo.TEXT(16), loss=zoo.cross_entropy)
+
+
+@functools.cache
+def in_a_chain() -> Program:
+    """Matrices one after the other, of which a layout shards every other one."""
+    build = lambda rngs: nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(8)])  # noqa: E731
+    loss = lambda layers, batch: (functools.reduce(lambda x, layer: layer(x), layers, batch) ** 2).mean()  # noqa: E731
+    batch = jax.ShapeDtypeStruct((16, 64), "float32")
+    return spanax.trace(build=build, optimizer=optax.adamw(1e-3), batch=batch, loss=loss)
 
 
 PLACES: dict[str, tuple[Any, str, dict[str, Any]]] = {
@@ -39,6 +62,10 @@ PLACES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "convolutions, GPUs": (lambda: zoo_program("cnn"), "a100:2x8", {}),
     "convolutions, TPUs": (lambda: zoo_program("cnn"), "v5e:2x4", {}),
     "offloaded moments": (lambda: workload("gpt-nano"), "h100:8", {"offload": ("optimizer",), "remat": ("none",)}),
+    "blocks in a list, GPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "a100:2x8", {"remat": ("none",)}),
+    "blocks in a list, TPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "v5e:2x4", {"remat": ("none",)}),
+    "experts in a list": (lambda: in_a_list(zoo.MoEBlock, 32, 4), "a100:1x8", {"remat": ("none",)}),
+    "layers in a chain": (in_a_chain, "v5e:2x4", {"remat": ("none",)}),
     "padded heads": (lambda: padded("gpt"), "a100:2x8", {"remat": ("none",)}),
 }
 
@@ -76,6 +103,14 @@ def test_the_price_of_a_candidate_equals_its_price_alone(place: str) -> None:
         assert candidate.hidden == pytest.approx(alone.hidden, rel=1e-9, abs=1e-9 * alone.step_seconds), where
         assert candidate.memory == pytest.approx(alone.memory, rel=1e-9, abs=1), where
         assert candidate.host_bytes == pytest.approx(alone.host_bytes, rel=1e-9, abs=1), where
+
+
+@pytest.mark.parametrize(("place", "share"), [("blocks in a list, GPUs", 2), ("layers in a chain", 2)])
+def test_equal_layers_are_priced_once(place: str, share: int) -> None:
+    (program,) = searched(place).programs.values()
+    rejected: Rejections = Counter()
+    resolvers = [family.resolver for family in families(program, spanax.cluster("a100:8"), 16, rejected)]
+    assert len(joined_step(program, resolvers).op_groups) * share < len(program.step.op_groups)
 
 
 def test_the_samples_have_stages_rings_and_every_policy() -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from spanax.plan.cost.step_time import Grid, GridTable, Table, price
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Assignment
+from spanax.plan.sharding.resolve import Resolver
 from spanax.plan.space import AXES, Family, Rejections
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions
-from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
+from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache, joined_step
 from spanax.trace.program import Program
 
 
@@ -40,6 +41,7 @@ class Pricer:
       cluster: the devices.
       assumptions: constants that are not in data sheets.
       left_out: the candidates that are not priced, under each form of the program.
+      known: the costs of layouts that were priced, for other candidates of the same families.
     """
 
     space: Sequence[Family]
@@ -49,6 +51,7 @@ class Pricer:
     cluster: Cluster
     assumptions: Assumptions
     left_out: Rejections
+    known: dict[tuple[Program, Assignment, MeshShape], LayoutCosts] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -189,22 +192,32 @@ class Pricer:
     def layouts(self, program: Program) -> Iterator[tuple[Family, Grids, GridTable | None, LayoutCosts]]:
         """Yields every family with grids, and its costs under a form of the program, computed on first access."""
         cache = ShardingCache()
-        known = dict[object, LayoutCosts]()
+        equal = dict[object, LayoutCosts]()
         layout: LayoutCosts | None = None
         assignment: Assignment | None = None
+        resolvers = dict[Assignment, Resolver]()
+        for family, grids in zip(self.space, self.grids, strict=True):
+            resolver = family.resolver
+            is_known = (program, resolver.assignment, resolver.mesh) in self.known
+            if grids is not None and not is_known and resolver.assignment not in resolvers:
+                resolvers[resolver.assignment] = resolver.of(program)
+        step = joined_step(program, resolvers.values())
         for family, state, grids, table in zip(self.space, self.states, self.grids, self.tables, strict=True):
             if grids is None:
                 continue
             resolver = family.resolver
             last = layout if assignment is resolver.assignment else None
-            if last is None:
-                sharded = ShardedProgram(resolver.of(program), program.step, cache)
-            else:  # of one family, as in `by_ring`
-                sharded = last.sharded.on(resolver.mesh)
-            equal = known.get(sharded.signature)
             assignment = resolver.assignment
-            layout = LayoutCosts(sharded, state, self.cluster, self.assumptions, equal, last)
-            known.setdefault(sharded.signature, layout)
+            layout = self.known.get((program, assignment, resolver.mesh))
+            if layout is None:
+                if last is None:
+                    sharded = ShardedProgram(resolvers[assignment], step, cache)
+                else:  # of one family, as in `by_ring`
+                    sharded = last.sharded.on(resolver.mesh)
+                signature = sharded.cache, sharded.signature  # `last` may have the cache of other candidates
+                layout = LayoutCosts(sharded, state, self.cluster, self.assumptions, equal.get(signature), last)
+                equal.setdefault(signature, layout)
+                self.known[program, assignment, resolver.mesh] = layout
             yield family, grids, table, layout
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
+from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, RING
@@ -106,6 +107,12 @@ def attention_sharding(
 def attention_kernels(traced: StepAnalysis) -> list[Op]:
     """Returns the first operation of each group of equal attention kernels, forward."""
     return [op for op in traced.first_ops.get(FORWARD, ()) if op.params["kernel"] is not None]
+
+
+def kernel_labels(traced: StepAnalysis) -> frozenset[Labels]:
+    """Returns the labels of the values that fused attention reads and writes, also with stacked layers."""
+    values = (value for op in traced.graph.ops() if op.name in RING for value in (*op.inputs, *op.outputs))
+    return stacked_labels(traced.axes, {traced.axes.classes[value] for value in values}, traced.layer_labels)
 
 
 def _divides(form: Form, dim: int, axes: Axes, mesh: MeshShape) -> bool:

@@ -16,7 +16,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.sharding_keys import ShardingKey
+from spanax.trace.analysis.sharding_keys import ShardingKey, in_colors
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.program import Program
@@ -101,6 +101,20 @@ class Resolver:
                     break
         return tuple(spec)
 
+    @cached_property
+    def colors(self) -> dict[int, object]:
+        """What the layout decides by, for each class: it shards classes of one color alike."""
+        step = self.program.step
+        axes = step.axes
+        ranks = self.assignment.ranks.values()
+        alone = {*step.routings, *step.looked_up, *step.layer_labels, *(axes.ways if self.anchors else ())}
+        return {
+            label: label
+            if label in alone
+            else (axes.names.get(label), axes.uses.get(label), ways, *(by.get(label) for by in ranks))
+            for label, ways in axes.ways.items()
+        }
+
     def used(self, labels: Labels, shape: Sequence[int]) -> Spec:
         """Returns the spec of an array of the state or the batch in computation."""
         return self.computed(labels, shape, is_routed=labels in self.program.step.routed)
@@ -169,6 +183,18 @@ class Resolver:
     def kind(self, leaf: Leaf, labels: Labels) -> str:
         """Returns the kind a leaf is stored as; other state shaped like a parameter (its average) is stored like it."""
         return "param" if leaf.kind == "other" and label_key(labels) in self.program.param_keys else leaf.kind
+
+    def placed_by(self, leaf: Leaf, labels: Labels) -> tuple[object, ...]:
+        """Returns what the spec of a leaf depends on: it is equal for the leaves of equal layers."""
+        if labels not in self._patterns:
+            marks = labels in self.program.step.routed, label_key(labels) in self.program.param_keys
+            self._patterns[labels] = *in_colors(labels, self.colors), marks
+        known = leaf.kind, leaf.shape, leaf.dtype, leaf.annotation, self.anchors.get(leaf.path)
+        return known, self._patterns[labels]
+
+    @cached_property
+    def _patterns(self) -> dict[Labels, tuple[object, ...]]:
+        return {}
 
     def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, list[Reason]]:
         """Returns the spec of a leaf of the state or the batch between steps, and the reasons for it.

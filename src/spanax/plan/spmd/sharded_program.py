@@ -1,19 +1,21 @@
 """A traced function under one layout: shardings of values, resharding of operands, collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
 from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.ring_attention import ring_partition
-from spanax.trace.analysis.labels import Labels, stacked_labels
+from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import RAGGED, Op
+from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 
 SIZED = LOOKUPS | RING
@@ -127,10 +129,7 @@ class ShardedProgram:
     def kernel_labels(self) -> frozenset[Labels]:
         """Returns the labels of the values that fused attention reads and writes, also with stacked layers."""
         if not self.cache.kernel_labels:
-            traced = self.traced
-            values = (value for op in traced.graph.ops() if op.name in RING for value in (*op.inputs, *op.outputs))
-            labels = {traced.sharding_keys[value].labels for value in values}
-            self.cache.kernel_labels.append(stacked_labels(traced.axes, labels, traced.layer_labels))
+            self.cache.kernel_labels.append(kernel_labels(self.traced))
         return self.cache.kernel_labels[0]
 
     def division(self, op: Op) -> Division:
@@ -181,6 +180,16 @@ class ShardedProgram:
             shifts = [scattered(shift, further) if shift.value == value else shift for shift in shifts]
             shifts += transition(value, before, after, is_operand=False)
         return Division(use, replace(partitioned, shifts=tuple(shifts)))
+
+
+def joined_step(program: Program, resolvers: Collection[Resolver]) -> StepAnalysis:
+    """Returns the step of a program, with the classes joined that each of some layouts shards alike."""
+    if not resolvers:
+        return program.step
+    seen: dict[object, int] = {}
+    known = [resolver.colors for resolver in resolvers]
+    colors = {label: seen.setdefault(tuple(of[label] for of in known), len(seen)) for label in program.step.axes.ways}
+    return program.step.joined(colors, program.param_keys, kernel_labels(program.step))
 
 
 def scattered(shift: Reshard, axes: int) -> Reshard:

@@ -58,7 +58,8 @@ def worked_labels(graph: Graph, axes: Axes, routed: Collection[Labels]) -> froze
         if op.name in CONTRACTIONS:
             size = runs * contraction_size(graph, op)
             multiplied |= labels
-        work.update(dict.fromkeys(labels, size))
+        for label in labels:
+            work[label] += size
         total += size
     if not multiplied:
         return frozenset(worked)

@@ -51,13 +51,19 @@ class OpGroup:
     ops: tuple[tuple[Op, int], ...]
 
 
-def op_groups(traced: Traced, keys: Sequence[ShardingKey], layers: Collection[int | None]) -> list[OpGroup]:
-    """Returns the groups of equal operations of a traced function, in order of first appearance."""
+def op_groups(
+    traced: Traced, keys: Sequence[ShardingKey], layers: Collection[int | None], *, is_joined: bool = False
+) -> list[OpGroup]:
+    """Returns the groups of equal operations of a traced function, in order of first appearance.
+
+    If `is_joined`, values with different classes have equal keys: operations are equal if they relate them equally.
+    """
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = ancestors_of_loss(traced)
     for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
         phase = phase_of(traced.axes, op, forward)
-        groups.setdefault((_signature(traced.graph, keys, op), phase, in_layers), []).append((op, runs))
+        related = _related(traced.axes, op) if is_joined else ()
+        groups.setdefault(((_signature(traced.graph, keys, op), related), phase, in_layers), []).append((op, runs))
     return [
         OpGroup(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
         for (_, phase, in_layers), ops in groups.items()
@@ -283,6 +289,13 @@ def _signature(graph: Graph, keys: Sequence[ShardingKey], op: Op) -> tuple[Any, 
     ins = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
     outs = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
     return (op.name, params, ins, outs)
+
+
+def _related(axes: Axes, op: Op) -> tuple[int, ...]:
+    """Returns which dims of an operation's values have one class."""
+    order: dict[int | None, int] = {}
+    labels = (label for value in (*op.inputs, *op.outputs) for label in axes.classes[value])
+    return tuple(order.setdefault(label, len(order)) for label in labels)
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,9 +1,9 @@
 """The attributes of a value that determine its sharding, independently of any layout."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from spanax.trace.analysis.labels import Labels
+from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.ragged_rows import ragged_rows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
@@ -75,6 +75,38 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Co
         )
         keys.append(known.setdefault(key, key))
     return keys
+
+
+def joined_keys(
+    keys: Sequence[ShardingKey],
+    colors: Mapping[int, int],
+    weights: Collection[Key],
+    marked: Sequence[Collection[Labels]],
+) -> list[ShardingKey]:
+    """Returns the sharding key of every value, with one number for keys that differ only in classes of one color.
+
+    Args:
+      keys: the sharding key of every value, by index.
+      colors: the color of each class.
+      weights: the sorted classes of parameters, which are stored; no key of one is joined with any other.
+      marked: classes of values that are priced in another way; likewise.
+    """
+    numbers: dict[object, int] = {}
+    known: dict[int, ShardingKey] = {}
+    for key in keys:
+        if key.number not in known:
+            labels = key.labels
+            is_marked = label_key(labels) in weights, *(labels in some for some in marked)
+            others = key.shape, key.origin, key.is_computed, key.replicated, key.is_routed
+            color = (in_colors(labels, colors), others, is_marked)
+            known[key.number] = replace(key, number=numbers.setdefault(color, len(numbers)))
+    return [known[key.number] for key in keys]
+
+
+def in_colors(labels: Labels, colors: Mapping[int, object]) -> tuple[object, ...]:
+    """Returns the colors of the dims of a value, and the order of its classes, which decides between equal dims."""
+    order = sorted({label for label in labels if label is not None})
+    return tuple(None if label is None else (colors[label], order.index(label)) for label in labels)
 
 
 def uniform_values(graph: Graph) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Analyses of a traced function that do not depend on a layout, each computed once."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,10 +24,32 @@ from spanax.trace.analysis.op_groups import (
     score_keys,
     traffic,
 )
-from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
+from spanax.trace.analysis.sharding_keys import ShardingKey, joined_keys, sharding_keys, uniform_values
 from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.provenance import reachable
+
+LAYOUT_FREE = (
+    "labels_by_name",
+    "batch_labels",
+    "layer_labels",
+    "routings",
+    "routed",
+    "looked_up",
+    "recurrences",
+    "accumulated",
+    "host_copies",
+    "spatial_labels",
+    "score_labels",
+    "memory_plans",
+    "order",
+    "divided",
+    "inert",
+    "repeated",
+    "uniform",
+    "layer_carry",
+)
+"""The analyses that do not depend on which values have one sharding key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +84,32 @@ class StepAnalysis:
     def rename(self, names: Mapping[str, str]) -> "StepAnalysis":
         """Returns the analyses of the same function with renamed axes."""
         return StepAnalysis(replace(self.traced, axes=self.axes.renamed(names)))
+
+    def joined(self, colors: Mapping[int, int], weights: Collection[Key], marked: Collection[Labels]) -> "StepAnalysis":
+        """Returns the analyses with equal keys for values that differ only in classes of one color.
+
+        The equal layers of an unrolled model are priced once. Programs with few equal classes are priced as they are.
+
+        Args:
+          colors: for each class, a number; all layouts that the result is used for shard classes of one number alike.
+          weights: the sorted classes of every parameter.
+          marked: classes of values that are priced in another way than others.
+        """
+        of = tuple(colors.values())
+        if 2 * len({*of}) > len(of):
+            return self
+        if of not in self._joined:
+            result = replace(self)
+            shared = {name: getattr(self, name) for name in LAYOUT_FREE}
+            keys = joined_keys(self.sharding_keys, colors, weights, (self.score_labels, marked))
+            groups = op_groups(self.traced, keys, self.layer_labels, is_joined=True)
+            vars(result).update(shared, sharding_keys=keys, op_groups=groups)
+            self._joined[of] = result
+        return self._joined[of]
+
+    @cached_property
+    def _joined(self) -> dict[object, "StepAnalysis"]:
+        return {}
 
     @cached_property
     def labels_by_name(self) -> dict[str, list[int]]:

@@ -85,20 +85,23 @@ def state_of(resolver: Resolver, offload: Sequence[str] = (), left_out: Containe
     program = resolver.program
     bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
     classes = program.step.axes.classes
-    rows = defaultdict[tuple[str, Tiled], int](int)
-    counts = defaultdict[tuple[str, Tiled], int](int)
+    alike = defaultdict[object, list[tuple[Leaf, Labels]]](list)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = classes[value]
-        if any(label in left_out for label in labels):
-            continue
+        if not any(label in left_out for label in labels):
+            alike[resolver.placed_by(leaf, labels)].append((leaf, labels))
+    rows = defaultdict[tuple[str, Tiled], int](int)
+    counts = defaultdict[tuple[str, Tiled], int](int)
+    for leaves in alike.values():
+        leaf, labels = leaves[0]
         specs = {OFFLOADED if is_offloaded(leaf, offload) else leaf.kind: resolver.placed(leaf, labels)[0]}
         if leaf.kind == "param":
             specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
         for kind, spec in specs.items():
             tiled = _argument(leaf, labels, as_masks(spec, bits), program.step.layer_labels, kind == "batch")
             row = kind, tiled._replace(lookups=int(is_table(labels, program.step.looked_up)))
-            rows[row] += leaf.num_bytes
-            counts[row] += 1
+            rows[row] += leaf.num_bytes * len(leaves)
+            counts[row] += len(leaves)
     return State(
         tuple(kind for kind, _ in rows),
         np.asarray([*rows.values()], float),
