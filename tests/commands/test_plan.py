@@ -281,7 +281,11 @@ def test_what_moves_is_named_by_its_path_or_line() -> None:
     _, data = ask(on=("h100:8",), why="fsdp+tensor")
     rows = data["why"]["rows"]
     for name, size in ((row["term"], row["second"]) for row in rows if row["group"] == "bytes moved"):
-        parts = {row["term"]: row["second"] for row in rows if row["group"] == "what moves" and name in row["term"]}
+        parts = {
+            row["term"]: row["second"]
+            for row in rows
+            if row["group"] == "what moves" and row["term"].startswith(f"{name}: ")
+        }
         assert sum(parts.values()) == pytest.approx(size, abs=len(parts)), name
     moved = {row["term"] for row in rows if row["group"] == "what moves" and row["second"]}
     assert "all-gather over fsdp: blocks.up.kernel" in moved
