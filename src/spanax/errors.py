@@ -381,13 +381,15 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a `fix` for an unknown name: the closest known name, if any, and a list of known names.
+    """Returns a `fix` for an unknown name: the closest known name, or one that contains it, and a list of known names.
 
     Example:
       >>> nearest("fdsp", ["data", "fsdp"])
       "did you mean 'fsdp'? known: data, fsdp"
+      >>> nearest("embed", ["blocks.up.kernel", "embed.embedding"])
+      "did you mean 'embed.embedding'? known: blocks.up.kernel, embed.embedding"
     """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1) or [each for each in names if name and name in each]
     listed = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
     return (f"did you mean '{close[0]}'? " if close else "") + f"known: {listed}"

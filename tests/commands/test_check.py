@@ -12,6 +12,7 @@ import pytest
 import spanax
 from requested import with_flags
 from spanax import cli
+from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Buffer, Figures, Report
 from spanax.commands import plan
 from spanax.commands.check import CheckCommand, answer
@@ -106,6 +107,19 @@ def test_errors_of_tiny_collectives_are_in_bytes() -> None:
     assert rows["all-reduce over fsdp"] == ("4 KiB", "2 KiB", "+100.0 %")
     assert rows["all-to-all over fsdp"] == ("", "16 B", "-16 B")
     assert rows["reduce-scatter over fsdp"] == ("8 B", "", "only predicted")
+
+
+def test_equal_collectives_share_a_row() -> None:
+    """Unrolled layers have one each; `--explain-collective` takes the number of the first."""
+    first, second, other = (
+        Collective("all-reduce", "model", "bf16", "bf16[8]", 16, 3, 8, f"all-reduce.{number}", "", f"/a/b/c.py:{line}")
+        for number, line in enumerate((7, 7, 9))
+    )
+    rows = [line.split() for line in collectives_text((first, second, other)).splitlines()[1:]]
+    assert rows == [
+        ["1", "all-reduce", "model", "bf16[8]", "6", "96", "B", "b/c.py:7"],
+        ["3", "all-reduce", "model", "bf16[8]", "3", "48", "B", "b/c.py:9"],
+    ]
 
 
 def test_an_unknown_collective_raises() -> None:

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.errors import UnknownNameError, nearest
-from spanax.train.flags import BatchSizeFlags, BatchSizes
+from spanax.train.flags import SizeFlags, Sizes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class AxesCommand:
     """
 
     workload: Positional[str]
-    sizes: BatchSizeFlags = BatchSizes()
+    sizes: SizeFlags = Sizes()
     json: bool = False
     traceback: bool = False
 

@@ -60,9 +60,10 @@ class PlanCommand:
       top: number of candidates to list.
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this HTML file, in a table to sort and filter.
-      why: show a layout or a mesh, such as fsdp+tensor or fsdp=4,model=2, beside the best, term by term.
+      why: show a layout or a mesh, such as fsdp+tensor or fsdp=4,model=2, beside the best: the time of each term, and
+        what moves at which line of the model.
       explain: show one array: its sharding, the reason, and the collectives for it.
-      diff: compare two plan files, without planning.
+      diff: compare two plan files in the same way, and the placement of every array, without planning.
       solve_for: the largest batch, seq, layers or embed that fits, or the smallest number of devices on which it fits.
       target_mfu: the smallest batch that reaches this MFU, in percent.
       tokens: number of training tokens, such as 300B or 1e12; reports hours and device-hours.
@@ -116,11 +117,12 @@ def answer(command: PlanCommand, load: Load | None = None) -> Answer:
       SpanaxError: the request is invalid.
     """
     from spanax.plan.plan import Plan
+    from spanax.show.difference import difference_json, difference_text
     from spanax.show.live.waiting import waiting
-    from spanax.show.search import difference_text
 
     if command.diff is not None:
-        return Answer(difference_text(*map(Plan.load, command.diff)))
+        data = difference_json(*map(Plan.load, command.diff))
+        return Answer(difference_text(data), data)
     _check(command)
     with waiting(sys.stderr):
         return _answer(command, load)
@@ -316,13 +318,13 @@ def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", 
     search = summary.search
     machine = search.cluster
     if command.out is not None or command.html is not None:
-        extras.append((_write(command, summary, plan, machine), {}))
+        extras.append((_write(command, summary, plan), {}))
     if command.explain is not None:
         extras.append(explained(search, plan, command.explain))
     if command.request.loss_chunks is not None:
         extras.append(chunked_logits(search, plan))
     if command.why is not None:
-        extras.append(_why(command, load, search, program, command.why))
+        extras.append(_why(command, load, search, plan, program, command.why))
     if command.request.layout is not None or command.request.mesh is not None:
         extras.append(_compared_with_best(command, load, search, program))
     if command.tokens is not None or command.examples is not None or command.price:
@@ -330,16 +332,15 @@ def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", 
     return extras
 
 
-def _write(command: PlanCommand, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[str]:
+def _write(command: PlanCommand, summary: "Summary", plan: "Plan") -> list[str]:
     """Writes the plan with its predicted cost, and the page."""
-    from spanax.plan.evaluate import evaluate
+    from spanax.plan.evaluate import with_price
 
     lines = []
     search = summary.search
     assert search.best is not None
     try:
-        program = next(iter(search.programs.values()))
-        plan = replace(plan, price=evaluate(program, plan, machine).prediction_as(search.best))
+        plan = with_price(plan, search, search.best)
     except SpanaxError as error:
         lines.append(f"note: the plan has no predicted cost: {first_line(error)}")
     if command.html is not None:
@@ -357,20 +358,20 @@ def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: Pl
     return write(search_page(summary, plan, command.workload), path)
 
 
-def _why(command: PlanCommand, load: Load, search: "Search", program: "Program", asked: str) -> Extra:
-    """Returns a requested layout or mesh beside the best, term by term, or what would admit it."""
-    from spanax.show.search import why_json, why_lines
+def _why(command: PlanCommand, load: Load, search: "Search", plan: "Plan", program: "Program", asked: str) -> Extra:
+    """Returns the best plan beside a requested layout or mesh, or what would admit it."""
+    from spanax.show.difference import why_json, why_text
 
     layout, mesh = (None, asked) if "=" in asked else (asked, None)
     request = replace(command.request, layout=layout, mesh=mesh)
     request.check_layout()
     try:
         other, _ = _search(replace(command, request=request), load, search.cluster, program)
+        data = why_json(search, plan, other)
     except SpanaxError as error:
-        data: dict[str, Any] = {"asked": asked, "problem": str(error), "rows": []}
-    else:
-        data = why_json(asked, search, other)
-    return ["", *why_lines(data)], {"why": data}
+        data = {"problem": str(error)}
+    data = {"asked": asked} | data
+    return ["", why_text(data)], {"why": data}
 
 
 def _compared_with_best(command: PlanCommand, load: Load, search: "Search", program: "Program") -> Extra:

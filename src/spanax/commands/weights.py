@@ -71,7 +71,7 @@ class ExportCommand:
 
     Attributes:
       checkpoint: a run folder, a folder of checkpoints, or the output of spanax import.
-      kind: gpt2, vit, llama (also for those that follow), qwen2, qwen3 or gemma.
+      kind: gpt2, vit, llama (also for those that follow), mistral (without a window), qwen2, qwen3 or gemma.
       output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the saved dtype.
       workload: the workload of the checkpoint, if its folder does not record it.

@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,10 +28,11 @@ from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES
 from spanax.plan.spmd.compiler import Compiler
-from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.count_terms import collectives_by_value, count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import Terms
+from spanax.plan.spmd.value_names import axes_text, value_names
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
@@ -206,6 +207,30 @@ class Evaluation:
         return self._by_axes(count_terms(self.step, values, late=unreduced(self.step, self.plan.schedule)))
 
     @property
+    def collectives_at(self) -> dict[str, Moved]:
+        """Bytes of the collectives of `step` by the name of the value that moves."""
+        compiler = Compiler.of_program(self.cluster, adds_first=self.adds_first)
+        late = unreduced(self.step, self.plan.schedule)
+        by_value = collectives_by_value(self.step, compiler=compiler, late=late)
+        result: dict[str, Moved] = {}
+        for value, name in value_names(self.step, by_value).items():
+            moved = result.setdefault(name, {})
+            for axes, kinds in self._by_axes(replace(self.terms, collectives=by_value[value])).items():
+                for kind, num_bytes in kinds.items():
+                    moved.setdefault(axes, {})[kind] = moved.get(axes, {}).get(kind, 0) + num_bytes
+        return result
+
+    @property
+    def touched(self) -> dict[str, int]:
+        """Bytes that the fused kernels of `step` read and write on a device, by the axes of the values."""
+        step = self.step
+        result: Counter[str] = Counter()
+        for number, (_, phase, in_layers, _), num_bytes in step.traced.touched_bytes:
+            parts = step.ways(step.axes_of(number)) * (self._num_shares if in_layers or phase == Phase.UPDATE else 1)
+            result[axes_text(step, step.traced.first_values[number])] += round(num_bytes / parts)
+        return dict(result)
+
+    @property
     def prediction(self) -> Prediction | None:
         """The cost that is stored with the plan; None on a chip of unknown speed."""
         return self.prediction_as(self.candidate) if self.cluster.chip.peak_flops else None
@@ -227,6 +252,9 @@ class Evaluation:
             moved=self.collectives,
             moved_of={path: self.collectives_of(path) for path in _distinct_params(self.plan)},
             host_bytes=candidate.host_bytes,
+            hidden=candidate.hidden,
+            moved_at=self.collectives_at,
+            touched=self.touched,
         )
 
     @property
@@ -288,6 +316,16 @@ def evaluate(
     """
     is_first = cluster.adds_first if adds_first is None else adds_first
     return Evaluation(program, plan, cluster, assumptions or Assumptions(), is_first)
+
+
+def with_price(plan: Plan, search: Search, candidate: Candidate) -> Plan:
+    """Returns the plan of a search's candidate with its predicted cost.
+
+    Raises:
+      SpanaxError: the plan cannot run.
+    """
+    program = next(iter(search.programs.values()))
+    return replace(plan, price=evaluate(program, plan, search.cluster).prediction_as(candidate))
 
 
 def collectives_of(search: Search, candidate: Candidate, path: str | None = None) -> Moved:

@@ -44,6 +44,9 @@ class Prediction:
       moved_of: those of one parameter, its gradient and its update; by path. Of the parameters of equal blocks, only
       the first is listed.
       host_bytes: bytes of offloaded state in host memory.
+      hidden: seconds of collectives during which the device computes, by term; no part of the step's time.
+      moved_at: `moved` by what moves: a parameter, or an intermediate value with its source line.
+      touched: bytes that fused kernels read and write, by the axes of the values.
 
     Example:
       >>> cost = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
@@ -61,6 +64,9 @@ class Prediction:
     moved: Moved = field(default_factory=dict)
     moved_of: Mapping[str, Moved] = field(default_factory=dict)
     host_bytes: int = 0
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    moved_at: Mapping[str, Moved] = field(default_factory=dict)
+    touched: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

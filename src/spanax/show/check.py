@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +122,19 @@ def _moved(predicted: Figures, compiled: Figures) -> list[tuple[str, str]]:
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """Returns a table of collectives: kind, mesh axes, bytes, tensors, and source line."""
+    """Returns a table of collectives: kind, mesh axes, bytes, tensors, and source line; equal ones share a row."""
     if not collectives:
         return "no collectives, or a level that does not list them: --level 2 or 3"
-    rows = [(f"{number}", *collective_cells(collective)) for number, collective in enumerate(collectives, 1)]
+    equal: dict[Collective, list[int]] = {}
+    for number, collective in enumerate(collectives, 1):
+        equal.setdefault(replace(collective, name="", op_name="", runs=0), []).append(number)
+    rows = [
+        (
+            f"{numbers[0]}",
+            *collective_cells(replace(each, runs=sum(collectives[number - 1].runs for number in numbers))),
+        )
+        for each, numbers in equal.items()
+    ]
     return table_text(("", *COLLECTIVE_HEADS), rows, width=160)
 
 

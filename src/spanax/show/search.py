@@ -1,17 +1,16 @@
 """Formats the result of a search as text and JSON."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.summary import Best, Summary
-from spanax.plan.candidate import Candidate, Rates, Search, shortfall
+from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.evaluate import collectives_of
-from spanax.plan.plan import Plan, Prediction
+from spanax.plan.plan import Plan
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
@@ -277,83 +276,3 @@ def chunked_logits(search: Search, plan: Plan) -> tuple[list[str], dict[str, Any
     line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
     line = line if count > 1 else str(suiting_chunks(program, plan, search.cluster)[1])
     return [line], {"logits": {"chunks": count, "saved_bytes": saved}}
-
-
-def why_json(asked: str, search: Search, other: Search) -> dict[str, Any]:
-    """Returns a requested layout beside the best one, term by term, as plain values.
-
-    Args:
-      asked: the layout or mesh.
-      search: a search over all layouts.
-      other: a search over the requested ones.
-    """
-    candidate = next(iter((*other.candidates, *other.nearest)), None)
-    best = search.best
-    problem = "" if other.best else f"{shortfall(other)}; it fits with {'; or with '.join(remedies(other))}"
-    if best is None or candidate is None:
-        return {"asked": asked, "problem": problem, "rows": []}
-    pair = (best, candidate)
-    moved = collectives_of(search, best), collectives_of(other, candidate)
-    groups: dict[str, Sequence[Mapping[str, float]]] = {
-        "seconds": [{"step": each.step_seconds} | each.seconds for each in pair],
-        "hidden seconds": [each.hidden for each in pair],
-        "bytes moved": [bytes_by_collective(each) for each in moved],
-        "memory": [{"peak": each.peak_bytes} | each.memory for each in pair],
-    }
-    rows = [
-        {"group": group, "term": term, "best": float(first.get(term, 0)), "asked": float(second.get(term, 0))}
-        for group, (first, second) in groups.items()
-        for term in dict.fromkeys([*first, *second])
-    ]
-    layouts = {"best": layout_json(best), "layout": layout_json(candidate)}
-    return {"asked": asked, "problem": problem, **layouts, "rows": [row for row in rows if row["best"] or row["asked"]]}
-
-
-def why_lines(data: Mapping[str, Any]) -> list[str]:
-    """Returns what `why_json` returns as text."""
-    head = (
-        f"{data['asked']} does not fit: {data['problem']}" if data["problem"] else f"{data['asked']} beside the best:"
-    )
-    if not data["rows"]:
-        return [head]
-    meshes = [",".join(f"{axis}={size}" for axis, size in data[side]["mesh"].items()) for side in ("best", "layout")]
-    names = [f"{data[side]['layout']} on {mesh}" for side, mesh in zip(("best", "layout"), meshes, strict=True)]
-    cells = []
-    for row in data["rows"]:
-        is_time = "seconds" in row["group"]
-        texts = [f"{row[side]:.3g} s" if is_time else bytes_text(row[side]) for side in ("best", "asked")]
-        more = row["asked"] - row["best"]
-        difference = f"{more:+.3g} s" if is_time else ("-" if more < 0 else "+") + bytes_text(abs(more))
-        cells.append((row["group"], row["term"], *texts, difference if more else "equal"))
-    return [head, *table_text(("", "", *names, "difference"), cells).splitlines()]
-
-
-def difference_text(first: Plan, second: Plan) -> str:
-    """Returns the differences between two plans, one per line: predicted costs, if both have them, then placements."""
-    lines = first.diff(second)
-    if first.price is not None and second.price is not None:
-        lines = [*cost_lines(first.price, second.price), *lines]
-    return "\n".join(lines) or "the plans are the same"
-
-
-def cost_lines(first: Prediction, second: Prediction) -> list[str]:
-    """Returns the differences between two predicted costs: the step and its terms, memory, and traffic.
-
-    Example:
-      >>> cost_lines(Prediction("h100:8", 2.0, {"matmuls": 2.0}, {}), Prediction("h100:8", 1.0, {"matmuls": 1.0}, {}))
-      ['step: 2 s -> 1 s', '  matmuls: 2 s -> 1 s']
-    """
-    costs = (first, second)
-    seconds = [
-        {"step": cost.step_seconds} | {f"  {name}": time for name, time in cost.seconds.items()} for cost in costs
-    ]
-    sizes = [{"memory": cost.peak_bytes} | bytes_by_collective(cost.moved) for cost in costs]
-    return [*_changes(seconds, "{:.3g} s".format), *_changes(sizes, bytes_text)]
-
-
-def _changes(sides: Sequence[dict[str, Any]], text: Callable[[Any], str]) -> Iterator[str]:
-    """Yields a line for each value of two mappings whose texts differ."""
-    for name in sides[0] | sides[1]:
-        before, after = (text(side.get(name, 0)) for side in sides)
-        if before != after:
-            yield f"{name}: {before} -> {after}"

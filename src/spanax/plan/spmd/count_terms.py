@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,31 @@ def count_terms(
       late: the reductions that loops defer; none by default.
       left_out: operations that are not counted, for a lower bound.
     """
-    compiler = compiler or Compiler()
+    counter = _counted(sharded, only, compiler or Compiler(), late, left_out)
+    carry, num_layers = sharded.traced.layer_carry
+    num_bytes = 0 if carry is None else sharded.num_bytes(carry)
+    matmuls = table(Matmuls, counter.matmul_rows)
+    tables = matmuls, _memory_traffic(sharded), _collectives(counter.moves.items()), _host_copies(sharded)
+    return Terms(sharded.resolver.mesh.names, *tables, num_bytes, num_layers)
+
+
+def collectives_by_value(
+    sharded: ShardedProgram, *, compiler: Compiler | None = None, late: DeferredReductions | None = None
+) -> dict[int, Collectives]:
+    """Returns the collectives of `count_terms` by the value that they move, the first of equal ones."""
+    moves: dict[int, list[tuple[tuple[Any, ...], int]]] = defaultdict(list)
+    for key, runs in _counted(sharded, None, compiler or Compiler(), late).moves.items():
+        moves[key[-1]].append((key, runs))
+    return {value: _collectives(rows) for value, rows in moves.items()}
+
+
+def _counted(
+    sharded: ShardedProgram,
+    only: frozenset[int] | None,
+    compiler: Compiler,
+    late: DeferredReductions | None,
+    left_out: Container[Op] = (),
+) -> "_TermCounter":
     counter = _TermCounter(sharded, only, late or DeferredReductions(), compiler)
     traced = sharded.traced
     for group in traced.op_groups:
@@ -49,18 +73,14 @@ def count_terms(
     counter.defer()
     for gradient_sum in traced.gradient_sums if compiler.adds_first else ():
         counter.join(gradient_sum)
-    carry, num_layers = traced.layer_carry
-    num_bytes = 0 if carry is None else sharded.num_bytes(carry)
-    matmuls = table(Matmuls, counter.matmul_rows)
-    tables = matmuls, _memory_traffic(sharded), counter.collectives(), _host_copies(sharded)
-    return Terms(sharded.resolver.mesh.names, *tables, num_bytes, num_layers)
+    return counter
 
 
 class Move(NamedTuple):
     """A collective of a group of operations.
 
     Attributes:
-      key: its row of `Collectives`, without the number of runs; None for a value that needs no communication.
+      key: its row of `Collectives`, without the number of runs, and its value; None if that needs no communication.
       runs: how often it runs, in addition to `uses`.
       uses: the operands that it moves, with their shardings, each with a number of runs. Operations of the same body
         share a resharded operand: only the first group that uses it so moves it.
@@ -81,7 +101,7 @@ class Counted(NamedTuple):
 
 
 class _TermCounter:
-    """Accumulates the rows of the terms; equal collectives are counted together."""
+    """Accumulates the rows of the terms; equal collectives of a value are counted together."""
 
     def __init__(
         self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions, compiler: Compiler
@@ -92,7 +112,7 @@ class _TermCounter:
         self._late = late
         self._compiler = compiler
         self.matmul_rows: list[Matmul] = []
-        self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
+        self.moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
         # What is all-reduced depends on the sizes of the mesh, and `only` on the values.
         is_shared = only is None and not compiler.all_reduced
@@ -123,7 +143,7 @@ class _TermCounter:
             counted = self._known[key] = count(*of)
         self.matmul_rows += counted.matmuls
         gathered = self._gathered
-        moves = self._moves
+        moves = self.moves
         for row, runs, uses, times in counted.moves:
             for use, number in uses:
                 if use not in gathered:
@@ -271,7 +291,7 @@ class _TermCounter:
         return runs if self._only is None or value in self._only else 0
 
     def _key(self, shift: Reshard, phase: Phase, in_layers: bool) -> tuple[Any, ...] | None:
-        """Returns the row of a collective, without its number of runs; None for a uniform value."""
+        """Returns the row of a collective, without its number of runs, and its value; None for a uniform value."""
         if shift.value in self.traced.uniform:
             return None
         if shift.kind == "reduce-scatter" and self._is_all_reduced(shift):
@@ -280,12 +300,12 @@ class _TermCounter:
         num_bytes = self._num_bytes(shift)
         unchanged = shift.unchanged & ~shift.over
         place = int(phase), in_layers, not is_batched
-        return KINDS.index(shift.kind), num_bytes, shift.over, unchanged, is_batched, *place
+        return KINDS.index(shift.kind), num_bytes, shift.over, unchanged, is_batched, *place, shift.value
 
     def _move(self, runs: int, phase: Phase, in_layers: bool, shift: Reshard) -> None:
         key = self._key(shift, phase, in_layers)
         if runs and key is not None:
-            self._moves[key] += runs * shift.times
+            self.moves[key] += runs * shift.times
 
     def _is_all_reduced(self, shift: Reshard) -> bool:
         """Returns whether a sum that is stored sharded is all-reduced; a loop of permutes scatters that of a matmul."""
@@ -302,10 +322,13 @@ class _TermCounter:
         is_halved = self._compiler.rounds_first and is_gather and is_rounded(graph, value)
         return self.sharded.num_bytes(value) / (2 if is_halved else 1)
 
-    def collectives(self) -> Collectives:
-        """Returns the collectives, with the number of runs of equal ones."""
-        rows = [(*key[:5], runs, *key[5:]) for key, runs in self._moves.items() if runs]
-        return table(Collectives, rows)
+
+def _collectives(moves: Iterable[tuple[tuple[Any, ...], int]]) -> Collectives:
+    """Returns the collectives, with the number of runs of equal ones, whatever their values."""
+    total: dict[tuple[Any, ...], int] = defaultdict(int)
+    for key, runs in moves:
+        total[key[:-1]] += runs
+    return table(Collectives, [(*key[:5], runs, *key[5:]) for key, runs in total.items() if runs])
 
 
 def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:

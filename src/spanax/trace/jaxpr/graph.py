@@ -5,6 +5,7 @@ dims of unrelated call sites. Calls are therefore inlined, each with its own val
 kernels remain operations with bodies.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
+from spanax.frames import is_library, is_spanax
 from spanax.trace.jaxpr.dim_maps.relations import DimMap, Family
 from spanax.trace.jaxpr.dim_maps.table import dim_map, names
 
@@ -32,6 +34,9 @@ LAYER_PARTS = "spanax_layer_parts"
 
 PADDING = "spanax_padding"
 """Name of the operations that pad a dim of an uneven axis, or cut it, in the name stack."""
+
+MAX_FRAMES = 100
+"""The number of frames, from the innermost, among which the line of an operation is."""
 
 
 def marked(value: Any, mark: str) -> Any:
@@ -135,9 +140,16 @@ class Op:
 
     @property
     def where(self) -> str:
-        """The user's source line; for an operation inside a JAX function, that of the call."""
-        lines = (source_info_util.summarize(eqn.source_info) for eqn in (self.eqn, *self.callers))
-        return next(filter(None, lines), "")
+        """The innermost line of the user's code, or else of a library; inside a JAX function, that of the call."""
+        frames = [
+            line
+            for eqn in (self.eqn, *self.callers)
+            for line in reversed(source_info_util.summarize(eqn.source_info, MAX_FRAMES).splitlines())
+        ]
+        files = [line.partition(":")[0] for line in frames]
+        of_model = itertools.takewhile(lambda file: not is_spanax(file), files)
+        user = [index for index, file in enumerate(of_model) if not is_library(file)]
+        return next((frames[index] for index in user), next(iter(frames), ""))
 
     def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Runs the operation on arrays or tracers; `params` replaces the parameters it was traced with."""

@@ -1,0 +1,42 @@
+"""Names of the values of a step: parameters by path, others by their axes and the line that computes them."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from spanax.plan.plan import path_pattern
+from spanax.plan.spmd.sharded_program import ShardedProgram
+
+COLUMN = re.compile(r"(:\d+):\d+\b")
+
+
+def value_names(step: ShardedProgram, values: Iterable[int]) -> dict[int, str]:
+    """Returns the names of some values, each the first of equal ones, which have names of their own; at most two."""
+    traced = step.traced
+    of_param = {
+        value: path_pattern(leaf.path)
+        for index, leaf in enumerate(step.resolver.program.leaves)
+        if leaf.kind == "param"
+        for value in traced.leaf_aliases(index)
+    }
+    equal: dict[int, list[int]] = defaultdict(list)
+    for op, first in traced.alike.items():
+        for value, each in zip((*first.inputs, *first.outputs), (*op.inputs, *op.outputs), strict=True):
+            equal[value].append(each)
+    result = {}
+    for value in values:
+        names = {of_param.get(each) or _at_line(step, each) for each in (value, *equal[value])}
+        first = sorted(names, key=lambda name: (" at " not in name, name))[:2]
+        result[value] = ", ".join(first) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+    return result
+
+
+def axes_text(step: ShardedProgram, value: int) -> str:
+    """Returns the axes of a value, such as `batch,seq,embed`."""
+    return ",".join(name or "?" for name in step.traced.axes.of(value)) or "scalar"
+
+
+def _at_line(step: ShardedProgram, value: int) -> str:
+    producer = step.traced.graph.producers.get(value)
+    line = "" if producer is None else COLUMN.sub(r"\1", producer.where.rpartition("/")[2])
+    return f"{axes_text(step, value)} at {line}" if line else axes_text(step, value)

@@ -1,0 +1,94 @@
+"""Formats two plans side by side: seconds, memory and collectives of a step, and the placement of arrays."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from spanax.plan.advice.remedies import remedies
+from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.evaluate import with_price
+from spanax.plan.plan import Moved, Plan, Prediction
+from spanax.show.search import bytes_by_collective
+from spanax.show.tables import table_text
+from spanax.units import bytes_text
+
+MOST = 8
+"""The number of rows that the text lists of a group of `BY_VALUE`, those that differ most; JSON has all of them."""
+
+BY_VALUE = ("what moves", "read and written")
+"""Groups with a row per value."""
+
+
+def difference_json(first: Plan, second: Plan) -> dict[str, Any]:
+    """Returns two plans side by side as plain values: `rows` of costs where both plans have one, and `changes`."""
+    rows = list[dict[str, Any]]()
+    if first.price is not None and second.price is not None:
+        sides = _groups(first.price), _groups(second.price)
+        rows = [
+            {"group": group, "term": term, "first": float(left.get(term, 0)), "second": float(right.get(term, 0))}
+            for (group, left), right in zip(sides[0].items(), sides[1].values(), strict=True)
+            for term in dict.fromkeys([*left, *right])
+        ]
+    rows = [row for row in rows if row["first"] or row["second"]]
+    return {"plans": [_name(first), _name(second)], "rows": rows, "changes": first.diff(second)}
+
+
+def _groups(price: Prediction) -> dict[str, Mapping[str, float]]:
+    """Returns the figures of a predicted cost by group and term."""
+    return {
+        "seconds": {"step": price.step_seconds} | price.seconds,
+        "hidden seconds": price.hidden,
+        "memory": {"peak": price.peak_bytes} | price.memory,
+        "bytes moved": bytes_by_collective(price.moved),
+        **dict(zip(BY_VALUE, (_by_value(price.moved_at), price.touched), strict=True)),
+    }
+
+
+def _by_value(moved_at: Mapping[str, Moved]) -> dict[str, int]:
+    return {
+        f"{kind}: {name}": size for name, moved in moved_at.items() for kind, size in bytes_by_collective(moved).items()
+    }
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.layout.name} on {plan.mesh}"
+
+
+def difference_text(data: Mapping[str, Any]) -> str:
+    """Returns what `difference_json` returns as a table, without figures that are equal, and a line per change."""
+    cells = []
+    for group, rows in itertools.groupby(data["rows"], key=lambda row: row["group"]):
+        is_by_value = group in BY_VALUE
+        by_difference = sorted(rows, key=lambda row: -abs(row["second"] - row["first"]) if is_by_value else 0)
+        cells += [_cells(row) for row in (by_difference[:MOST] if is_by_value else by_difference)]
+    cells = [row for row in cells if row[2] != row[3]]
+    table = table_text(("", "", *data["plans"], "difference"), cells, width=200) if cells else ""
+    return "\n".join(filter(None, [table, *data["changes"]])) or "the plans are the same"
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    more = row["second"] - row["first"]
+    sizes = row["first"], row["second"], abs(more)
+    first, second, size = [f"{each:.3g} s" if "seconds" in row["group"] else bytes_text(each) for each in sizes]
+    return row["group"], row["term"], first, second, ("-" if more < 0 else "+") + size
+
+
+def why_json(search: Search, plan: Plan, other: Search) -> dict[str, Any]:
+    """Returns the best plan of a search beside that of a search over requested layouts, and why the latter is refused.
+
+    Raises:
+      SpanaxError: one of them cannot run.
+    """
+    problem = "" if other.best else f"{shortfall(other)}; it fits with {'; or with '.join(remedies(other))}"
+    candidate = next(iter((*other.candidates, *other.nearest)), None)
+    if search.best is None or candidate is None:
+        return {"problem": problem}
+    second = with_price(plan_of(other, candidate), other, candidate)
+    return {"problem": problem} | difference_json(with_price(plan, search, search.best), second)
+
+
+def why_text(data: Mapping[str, Any]) -> str:
+    """Returns what `why_json` returns for what was `asked`, without the changes of single arrays."""
+    problem = data["problem"]
+    head = f"{data['asked']} does not fit: {problem}" if problem else f"{data['asked']} beside the best:"
+    return "\n".join([head, *([difference_text({**data, "changes": []})] if "rows" in data else [])])
