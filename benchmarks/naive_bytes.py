@@ -10,15 +10,18 @@ Usage:
 """
 
 import argparse
+import functools
 import json
 import statistics
+import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import spanax
 from generated_tables import write_table
-from memory_cells import corpus, of_corpus
+from memory_cells import ROOT, corpus, traced
 from spanax.errors import SpanaxError
 
 SIZE = 64
@@ -41,10 +44,17 @@ def cells() -> list[tuple[str, str]]:
     return [(name, preset) for name in (*corpus.FILES, *corpus.zoo.ZOO) for preset in PRESETS]
 
 
+@functools.cache
+def commit() -> str:
+    """Returns the commit of this checkout, marked if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=8", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def compared(name: str, preset: str, cluster: str = "cpu:8") -> dict[str, Any]:
     """Returns the bytes that a device sends, as planned and in the naive program; or why there is no such plan."""
     machine = spanax.cluster(cluster)
-    program = of_corpus(name, SIZE)
+    program = traced(name, SIZE)
     try:
         plan = spanax.plan(program, machine, layout=preset)
     except SpanaxError as error:
@@ -63,7 +73,8 @@ def compared(name: str, preset: str, cluster: str = "cpu:8") -> dict[str, Any]:
         "naive": sum(move.sent_bytes for move in naive.collectives),
         "predicted": predicted,
         "compiled": compiled,
-        "version": ours.versions["compiler"],
+        "commit": commit(),
+        "versions": {package: ours.versions[package] for package in ("jax", "jaxlib", "flax")},
     }
 
 
@@ -87,7 +98,15 @@ def table(rows: Sequence[Mapping[str, Any]], cluster: str) -> str:
     ratios = [ratio(row) for row in by_cell.values()]
     above = sum(each > ROUNDED for each in ratios)
     figures = f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}"
-    return "\n".join([*lines, "", f"{len(ratios)} cells, {above} above 1.00, {figures}."])
+    origins = Counter(f"{row['commit']} ({versions(row)})" for row in by_cell.values())
+    commits = ", ".join(f"{count} of {origin}" for origin, count in origins.most_common())
+    refused = len(rows) - len(ratios)
+    counted = f"{len(ratios)} of {len(cells())} cells, {refused} more refused; {above} above 1.00, {figures}."
+    return "\n".join([*lines, "", counted, "", f"Commits: {commits}."])
+
+
+def versions(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in row["versions"].items())
 
 
 def main() -> None:
