@@ -36,9 +36,9 @@ def difference_json(first: Plan, second: Plan) -> dict[str, Any]:
 def _groups(price: Prediction) -> dict[str, Mapping[str, float]]:
     """Returns the figures of a predicted cost by group and term."""
     return {
-        "seconds": {"step": price.step_seconds} | price.seconds,
+        "seconds": {"step": price.step_seconds, **price.seconds},
         "hidden seconds": price.hidden,
-        "memory": {"peak": price.peak_bytes} | price.memory,
+        "memory": {"peak": price.peak_bytes, **price.memory},
         "bytes moved": bytes_by_collective(price.moved),
         **dict(zip(BY_VALUE, (_by_value(price.moved_at), price.touched), strict=True)),
     }

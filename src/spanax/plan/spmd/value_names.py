@@ -26,8 +26,8 @@ def value_names(step: ShardedProgram, values: Iterable[int]) -> dict[int, str]:
     result = {}
     for value in values:
         names = {of_param.get(each) or _at_line(step, each) for each in (value, *equal[value])}
-        first = sorted(names, key=lambda name: (" at " not in name, name))[:2]
-        result[value] = ", ".join(first) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+        listed = sorted(names, key=lambda name: (" at " not in name, name))[:2]
+        result[value] = ", ".join(listed) + (f" +{len(names) - 2}" if len(names) > 2 else "")
     return result
 
 
