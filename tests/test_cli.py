@@ -40,7 +40,7 @@ FLAGS = {
         "num_epochs", "offload", "pad", *RECIPE,
     },
     "models": {"json", "name"},
-    "axes": {"global_batch_size", "json", "seq_len", "traceback", "workload"},
+    "axes": {"embed", "global_batch_size", "json", "layers", "seq_len", "traceback", "workload"},
     "check": {
         "accumulate", "attention", "cache", "codegen", "collectives", "dtype", "embed", "explain_collective",
         "fail_on", "global_batch_size", "inputs_only", "json", "layers", "layout", "level", "loss_chunks", "mesh",

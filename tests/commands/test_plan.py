@@ -23,6 +23,7 @@ from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
+from spanax.show.search import bytes_by_collective
 from spanax.show.search import ranked_text, search_text
 from spanax.units import bytes_text
 
@@ -269,6 +270,8 @@ def test_a_layout_is_shown_beside_the_best(why: str, name: str, problem: str) ->
     assert answer["plans"][1] == name and name in text and "difference" in text
     rows = {(row["group"], row["term"]): row for row in answer["rows"]}
     assert rows["seconds", "step"]["first"] == best["step_seconds"] < rows["seconds", "step"]["second"]
+    moved = {term: row["first"] for (group, term), row in rows.items() if group == "bytes moved" and row["first"]}
+    assert moved == bytes_by_collective(best["collectives"])
     for group, total in (("seconds", "step"), ("memory", "peak")):
         for side in ("first", "second"):
             terms = [row[side] for (each, term), row in rows.items() if each == group and term != total]

@@ -51,7 +51,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(str(path) for path in folder.rglob("*"))
+    return sorted(str(path) for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -346,7 +346,8 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     if path is not None:
         values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
-    terms = count_terms(sharded, values, compiler=Compiler.of(search.cluster))
+    late = deferred_reductions(sharded)
+    terms = count_terms(sharded, values, compiler=Compiler.of(search.cluster), late=late)
     moved = terms.moved_bytes(
         mesh,
         scale=search.batch_size / program.batch_size / candidate.microbatches,
