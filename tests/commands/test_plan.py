@@ -23,8 +23,7 @@ from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
-from spanax.show.search import bytes_by_collective
-from spanax.show.search import ranked_text, search_text
+from spanax.show.search import bytes_by_collective, ranked_text, search_text
 from spanax.units import bytes_text
 
 SMALL = with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16)
