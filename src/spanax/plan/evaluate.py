@@ -29,7 +29,7 @@ from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import collectives_by_value, count_terms
-from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
+from spanax.plan.spmd.deferred_reductions import DeferredReductions, deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import Terms
 from spanax.plan.spmd.value_names import axes_text, value_names
@@ -174,8 +174,7 @@ class Evaluation:
     @cached_property
     def terms(self) -> Terms:
         """The cost terms of `step`."""
-        compiler = Compiler.of_program(self.cluster, adds_first=self.adds_first)
-        return count_terms(self.step, compiler=compiler, late=unreduced(self.step, self.plan.schedule))
+        return count_terms(self.step, compiler=self._compiler, late=self._late)
 
     @property
     def matmul_flops(self) -> float:
@@ -204,14 +203,12 @@ class Evaluation:
         """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
         program = self.step.resolver.program
         values = self.step.traced.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
-        return self._by_axes(count_terms(self.step, values, late=unreduced(self.step, self.plan.schedule)))
+        return self._by_axes(count_terms(self.step, values, late=self._late))
 
     @property
     def collectives_at(self) -> dict[str, Moved]:
         """Bytes of the collectives of `step` by the name of the value that moves."""
-        compiler = Compiler.of_program(self.cluster, adds_first=self.adds_first)
-        late = unreduced(self.step, self.plan.schedule)
-        by_value = collectives_by_value(self.step, compiler=compiler, late=late)
+        by_value = collectives_by_value(self.step, compiler=self._compiler, late=self._late)
         result: dict[str, Moved] = {}
         for value, name in value_names(self.step, by_value).items():
             moved = result.setdefault(name, {})
@@ -256,6 +253,14 @@ class Evaluation:
             moved_at=self.collectives_at,
             touched=self.touched,
         )
+
+    @property
+    def _compiler(self) -> Compiler:
+        return Compiler.of_program(self.cluster, adds_first=self.adds_first)
+
+    @cached_property
+    def _late(self) -> DeferredReductions:
+        return unreduced(self.step, self.plan.schedule)
 
     @property
     def _num_shares(self) -> float:

@@ -15,7 +15,9 @@ from spanax.units import bytes_text
 MOST = 8
 """The number of rows that the text lists of a group of `BY_VALUE`, those that differ most; JSON has all of them."""
 
-BY_VALUE = ("what moves", "read and written")
+MOVES = "what moves"
+TOUCHED = "read and written"
+BY_VALUE = (MOVES, TOUCHED)
 """Groups with a row per value."""
 
 
@@ -40,7 +42,8 @@ def _groups(price: Prediction) -> dict[str, Mapping[str, float]]:
         "hidden seconds": price.hidden,
         "memory": {"peak": price.peak_bytes, **price.memory},
         "bytes moved": bytes_by_collective(price.moved),
-        **dict(zip(BY_VALUE, (_by_value(price.moved_at), price.touched), strict=True)),
+        MOVES: _by_value(price.moved_at),
+        TOUCHED: price.touched,
     }
 
 
