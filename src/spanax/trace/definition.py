@@ -18,7 +18,7 @@ from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retrac
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.remat_policies import GATHERED
-from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, loss_form
+from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, loss_form, traced_update
 from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
@@ -286,7 +286,11 @@ class Definition:
 
     @_once
     def _traced_loss(self, compute_dtype: str | None, seed: int) -> TracedLoss:
-        return TracedLoss()
+        return TracedLoss(update=self._update())
+
+    @_once
+    def _update(self) -> Callable[..., Any]:
+        return traced_update()
 
     @_once
     def _microbatches(self, variant: Variant) -> Microbatches:

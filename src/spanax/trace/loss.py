@@ -29,6 +29,7 @@ from spanax.trace.jaxpr.remat_policies import (
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
 from spanax.trace.rewrites.microbatches.accumulation import accumulated, examples, mean_of_microbatches
+from spanax.trace.rewrites.outline import outlined
 from spanax.trace.rewrites.pure_loss import check_unmoved, numbers_of, pure_function, pure_loss
 from spanax.trace.rewrites.remat import rematerialized
 from spanax.trace.rewrites.traced_once import TracedLoss, TracedOnce, jaxpr_of
@@ -80,7 +81,7 @@ def loss_gradient(
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
         attending = pure if variant.context == GATHERED else _fused(pure, variant.context, traced)
-        return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
+        return rematerialized(outlined(chunked_loss(attending, variant.loss_chunks)), variant.remat)
 
     gradient = jax.value_and_grad(transform(value), has_aux=True)
     if count == 1:
@@ -194,14 +195,26 @@ def _step_around(
             attentions.extend(traced.attentions[variant.context])
         nnx.update(model, result.params)
         nnx.update(model, result.rest)
-        grads = marked_gradients(result.grads)
-        grad_norm = optax.tree.norm(grads)
-        if clip_norm is not None:
-            grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
-        optimizer.update(model, grads)
+        update = traced.update or _updated
+        grad_norm = update(model, optimizer, result.grads, clip_norm)
         return {"loss": result.scalar, "grad_norm": grad_norm} | result.extra
 
     return train_step
+
+
+def _updated(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm: float | None) -> Any:
+    """Updates model and optimizer by gradients; returns their norm before clipping."""
+    grads = marked_gradients(grads)
+    grad_norm = optax.tree.norm(grads)
+    if clip_norm is not None:
+        grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
+    optimizer.update(model, grads)
+    return grad_norm
+
+
+def traced_update() -> Callable[..., Any]:
+    """Returns the update of model and optimizer by gradients, which JAX traces once for all variants of a step."""
+    return nnx.jit(_updated, static_argnums=3)
 
 
 def as_metrics(returned: Any) -> dict[str, Any]:

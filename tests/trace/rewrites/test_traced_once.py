@@ -44,11 +44,11 @@ def test_all_forms_of_a_loss_read_one_trace() -> None:
     calls.clear()
     forms = [Variant(remat="dots"), Variant(loss_chunks=2), Variant(context=RING), Variant("dots", context=RING)]
     graphs = [str(program.variant(form).step.graph.body.ops) for form in forms]
-    assert len(calls) == 1
+    assert not calls
     alone = [str(traced([]).variant(form).step.graph.body.ops) for form in forms]
     assert [text.count("=") for text in graphs] == [text.count("=") for text in alone]
     program.variant(Variant(remat="dots", compute_dtype="bfloat16"))
-    assert len(calls) == 2
+    assert len(calls) == 1
 
 
 def test_the_evaluation_is_traced_when_it_is_read() -> None:

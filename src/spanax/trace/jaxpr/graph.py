@@ -141,15 +141,7 @@ class Op:
     @property
     def where(self) -> str:
         """The innermost line of the user's code, or else of a library; inside a JAX function, that of the call."""
-        frames = [
-            line
-            for eqn in (self.eqn, *self.callers)
-            for line in reversed(source_info_util.summarize(eqn.source_info, MAX_FRAMES).splitlines())
-        ]
-        files = [line.partition(":")[0] for line in frames]
-        of_model = itertools.takewhile(lambda file: not is_spanax(file), files)
-        user = [index for index, file in enumerate(of_model) if not is_library(file)]
-        return next((frames[index] for index in user), next(iter(frames), ""))
+        return source_line((self.eqn, *self.callers))
 
     def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Runs the operation on arrays or tracers; `params` replaces the parameters it was traced with."""
@@ -157,6 +149,19 @@ class Op:
         with self.eqn.ctx.manager:
             out = primitive.bind(*ins, **primitive.get_bind_params(self.params if params is None else params))
         return list(out) if primitive.multiple_results else [out]
+
+
+def source_line(eqns: Iterable[core.JaxprEqn]) -> str:
+    """Returns the innermost line of the user's code among those of equations, or else of a library.
+
+    Spanax rewrites steps, as for microbatches: a line of its own outside of models is that of no operation.
+    """
+    frames = [
+        line for eqn in eqns for line in reversed(source_info_util.summarize(eqn.source_info, MAX_FRAMES).splitlines())
+    ]
+    of_model = list(itertools.takewhile(lambda line: not is_spanax(line.partition(":")[0]), frames))
+    user = (line for line in of_model if not is_library(line.partition(":")[0]))
+    return next(user, next(iter(of_model), ""))
 
 
 @dataclass(frozen=True, eq=False)

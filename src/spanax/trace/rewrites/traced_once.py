@@ -19,10 +19,12 @@ class TracedLoss:
     Attributes:
       known: the jaxprs.
       attentions: the outcome for each attention.
+      update: the update of model and optimizer by gradients, traced once; None runs it each time.
     """
 
     known: dict[str, Known] = field(default_factory=lambda: defaultdict(dict))
     attentions: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    update: Callable[..., Any] | None = None
 
 
 class TracedOnce:
@@ -47,7 +49,11 @@ class TracedOnce:
         leaves, treedef = jax.tree.flatten(args)
         key = treedef, *map(jax.typeof, leaves)
         if key not in self._known:
-            closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
+            try:
+                closed, shapes = jax.make_jaxpr(self._function, return_shape=True)(*args)
+            except Exception:
+                self._function(*args)  # raises it again, in a trace that has the user's names of arguments
+                raise
             if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
                 return closed, shapes  # an array of the enclosing function, which another trace cannot read
             self._known[key] = closed, shapes
