@@ -23,7 +23,7 @@ import spanax  # noqa: E402
 from generated_tables import write_table  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 from spanax.plan.candidate import Search, plan_of, shortfall  # noqa: E402
-from spanax.plan.evaluate import collectives_of  # noqa: E402
+from spanax.plan.evaluate import evaluated  # noqa: E402
 from spanax.units import bytes_text  # noqa: E402
 
 MODELS = ("gpt2-xl", "llama3-8b")
@@ -92,7 +92,7 @@ def planned(point: Point, found: Search) -> Point:
     best = found.best
     if best is None:
         return Point(**given, why=shortfall(found))
-    rates, moved = found.rates(best), collectives_of(found, best)
+    rates, moved = found.rates(best), evaluated(found, best).collectives
     waits = sum(seconds for name, seconds in best.seconds.items() if "between devices" in name or "sync" in name)
     by_axes = {axes: sum(kinds.values()) for axes, kinds in moved.items()}
     return Point(

@@ -57,8 +57,9 @@ FLAGS = {
     "plan": {
         "accumulate", "attention", "budget_hours", "calibrate", "diff", "dtype", "embed", "examples", "explain",
         "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "microbatches", "no_pipeline",
-        "on", "optimizer_state", "out", "out_cluster", "pipeline", "price", "remat", "save_seconds", "seq_len",
-        "solve_for", "target_mfu", "tokens", "top", "traceback", "why", "workload",
+        "on", "optimizer_state", "out", "out_cluster", "pipeline", "pipeline_schedule", "price", "remat",
+        "save_seconds", "seq_len", "solve_for", "target_mfu", "tokens", "top", "traceback", "virtual_stages", "why",
+        "workload",
         "offload", "pad", *RECIPE,
     },
     "probe": {"devices", "out", "seconds"},

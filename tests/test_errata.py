@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.models.workloads import load
-from spanax.plan.evaluate import collectives_of
+from spanax.plan.evaluate import evaluated
 from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight
 from spanax.plan.search import search
 from spanax.trace.program import Program
@@ -41,7 +41,7 @@ def gpt3_on(layout: str, mesh: str, remat: str = "full", stages: int = 1, microb
     )  # fmt: skip
     item = next(entry for entry in (*search_result.candidates, *search_result.nearest) if entry.num_stages == stages)
     held = {name: size / 2**30 for name, size in item.memory.items()}
-    gathered = sum(kinds.get("all-gather", 0) for kinds in collectives_of(search_result, item).values()) / 1e9
+    gathered = sum(kinds.get("all-gather", 0) for kinds in evaluated(search_result, item).collectives.values()) / 1e9
     return held | {"all": item.peak_bytes / 2**30, "gathered": gathered}
 
 

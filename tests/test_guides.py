@@ -15,7 +15,7 @@ from sampling import sampled
 from spanax.models.workloads import load
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Candidate, Search, plan_of
-from spanax.plan.evaluate import collectives_of
+from spanax.plan.evaluate import evaluated
 from spanax.trace.program import Program
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -57,7 +57,7 @@ def layouts(
             attention="auto",
         )  # fmt: skip
         item = next(iter((*search_result.candidates, *search_result.nearest)))
-        moved = {axes: sum(kinds.values()) / GIB for axes, kinds in collectives_of(search_result, item).items()}
+        moved = {axes: sum(kinds.values()) / GIB for axes, kinds in evaluated(search_result, item).collectives.items()}
         reported = ", ".join(f"{size:.2f} GiB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
         held = f"{item.peak_bytes / GIB:.1f} GiB ({state(item) / GIB:.2f})"
         held += "" if item in search_result.candidates else ", **too much**"
@@ -87,8 +87,7 @@ def choices() -> str:
         mfu = search_result.model_flops / (
             search_result.peak_flops * search_result.cluster.num_devices * item.step_seconds
         )
-        stages = f", {item.num_stages} stages" if item.num_stages > 1 else ""
-        chosen = f"`{item.layout}` on `{item.mesh}`{stages}, remat {item.remat}"
+        chosen = f"`{item.layout}` on `{item.whole_mesh}`, remat {item.remat}"
         lines.append(
             (f"`{workload}`, {batch_size}", f"`{on}`", chosen, f"{item.step_seconds:.3g} s, {100 * mfu:.0f} %",
              rule(search_result, item, plan_of(search_result, item)))
@@ -99,12 +98,12 @@ def choices() -> str:
 def stages() -> str:
     """GPT-3 on 512 A100s: the fastest layout by how many stages it has."""
     search_result = searched("gpt3-175b", 1536, "a100-80gb:64x8")
-    lines: list[tuple[object, ...]] = [("stages", "layout of a stage", "schedule, remat", "peak memory", "step")]
+    lines: list[tuple[object, ...]] = [("stages", "layout", "schedule, remat", "peak memory", "step")]
     for count in (1, 4, 8, 16, 32):
         item = next(candidate for candidate in search_result.candidates if candidate.num_stages == count)
         schedule = f"{item.schedule}, " if count > 1 else ""
         lines.append(
-            (count, f"`{item.layout}` on `{item.mesh}`",
+            (count, f"`{item.layout}` on `{item.whole_mesh}`",
              f"{schedule}{item.microbatches} microbatches, {item.remat}",
              f"{item.peak_bytes / GIB:.1f} GiB", f"{item.step_seconds:.3g} s")
         )  # fmt: skip

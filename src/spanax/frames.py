@@ -9,6 +9,8 @@ from pathlib import Path
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 OURS = Path(__file__).parent
 """The package folder of Spanax; the models in it are treated as user code."""
+IN_MODELS = ("models", "stack")
+"""The folders of code that models run."""
 
 
 @functools.cache
@@ -71,9 +73,9 @@ def user_frames(error: BaseException) -> traceback.StackSummary:
 
 
 def is_spanax(file: str) -> bool:
-    """Returns whether a file belongs to Spanax, other than to its models."""
-    # Layers of built-in models raise errors for arguments that user code passes to them.
-    return Path(file).is_relative_to(OURS) and not _is_model(file)
+    """Returns whether a file belongs to Spanax, other than to what models run: its models, and stacks of layers."""
+    # Layers raise errors for arguments that user code passes to them.
+    return Path(file).is_relative_to(OURS) and not any(Path(file).is_relative_to(OURS / name) for name in IN_MODELS)
 
 
 def _is_model(file: str) -> bool:

@@ -196,7 +196,7 @@ def test_names_of_layouts_and_keywords_are_checked_before_any_call() -> None:
         ({"remat": "dots"}, "the function has none"),
         ({"microbatches": 2}, "the function has none"),
         ({"loss_chunks": 2}, "the function has none"),
-        ({"mesh": "pipe=2,data=4"}, "no repeated blocks"),
+        ({"mesh": "pipe=2,data=4"}, "no loop over equal layers"),
         ({"donate_argnums": 0, "donate": False}, "contradicts donate_argnums"),
         ({"out_shardings": jax.P("data")}, "`out_shardings` of nnx.jit does not apply"),
         ({"donate_argnum": 0}, "no argument `donate_argnum`(.|\\n)*did you mean"),

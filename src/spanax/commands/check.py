@@ -40,9 +40,6 @@ class CheckCommand:
     Attributes:
       workload: a name, or file.py:name.
       on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8; or a cloud's name: p5.48xlarge, v5litepod-16.
-      microbatches: number of microbatches for gradient accumulation; a pipeline sends them through its stages.
-      pipeline_schedule: schedule of the pipeline stages: gpipe, 1f1b, interleaved or zero-bubble.
-      virtual_stages: groups of layers per stage of the interleaved schedule.
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler. Default: the highest
         available.
@@ -67,9 +64,6 @@ class CheckCommand:
     precision: PrecisionFlags = Precision()
     recipe: RecipeFlags = Recipe()
     request: LayoutFlags = LayoutRequest()
-    microbatches: int | None = None
-    pipeline_schedule: str | None = None
-    virtual_stages: int | None = None
     plan: Path | None = None
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
@@ -161,7 +155,6 @@ def _machine(command: CheckCommand) -> "Cluster":
 def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Program, Plan]":
     """Returns the program and the plan to check: that of --plan, or the best for the requested layout."""
     from spanax.plan.choose import plan
-    from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
     from spanax.plan.plan import Plan
     from spanax.train.config import PLAN_SETTINGS, check_alone
 
@@ -172,21 +165,17 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
     program = request.trace(command.sizes.load(load), command.precision, dtype=dtype, recipe=command.recipe)
-    schedule = requested_schedule(
-        microbatches=command.microbatches, schedule=command.pipeline_schedule, chunks=command.virtual_stages
-    )
     chosen = loaded or plan(
         program,
         machine,
         layout=request.layout,
         mesh=request.mesh,
-        schedule=schedule,
+        schedule=request.step_schedule,
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad,
         offload=request.offload,
     )
-    check_requested_schedule(command.pipeline_schedule, chosen)
     return program, chosen
 
 

@@ -54,7 +54,6 @@ class PlanCommand:
       workload: a name, or file.py:name.
       on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml; or a cloud's name: p5.48xlarge, v5litepod-16.
         Several, with commas or repeated, are compared in one table.
-      microbatches: only consider this number of microbatches. Default: any number; 1 with --solve-for batch.
       pipeline: always consider pipeline stages. Default: on several nodes, or if nothing fits without.
       no_pipeline: never consider pipeline stages.
       top: number of candidates to list.
@@ -84,7 +83,6 @@ class PlanCommand:
     precision: PrecisionFlags = Precision()
     recipe: RecipeFlags = Recipe()
     request: LayoutFlags = LayoutRequest()
-    microbatches: int | None = None
     pipeline: Annotated[bool, FlagCreatePairsOff] = False
     no_pipeline: Annotated[bool, FlagCreatePairsOff] = False
     top: int = 10
@@ -171,7 +169,7 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
         names,
         lambda machine: _search(command, load, machine, program)[0],
         lambda machine, search: decided(program, machine, request, search),
-        lambda machine: largest_batch(program, machine, request, command.microbatches or 1),
+        lambda machine: largest_batch(program, machine, request, command.request.microbatches or 1),
     )
     quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
     lines = [quotes_text(quotes)]
@@ -185,7 +183,8 @@ def _check(command: PlanCommand) -> None:
     command.request.check_layout()
     command.precision.check_dtype()
     check_numbers(command.recipe)
-    counts = {"top": "10", "microbatches": "4", "tokens": "300e9", "examples": "1e6"}
+    check_numbers(command.request)
+    counts = {"top": "10", "tokens": "300e9", "examples": "1e6"}
     check_positive(command, **counts, target_mfu="40", budget_hours="500", save_seconds="60")
     if command.tokens is not None and command.examples is not None:
         raise ConflictError("--tokens contradicts --examples.", fix="one of them")
@@ -220,7 +219,7 @@ def _search(
     traced = time.perf_counter() - began
     is_page = command.html is not None
     # With enough microbatches any batch fits: the largest is that of a single microbatch.
-    microbatches = 1 if command.solve_for == "batch" and command.microbatches is None else None
+    microbatches = 1 if command.solve_for == "batch" and command.request.microbatches is None else None
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
     search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
@@ -234,7 +233,6 @@ def _traced(command: PlanCommand, load: Load) -> "Program":
 
 def _request(command: PlanCommand) -> "Request":
     from spanax.plan.candidates.request import Request
-    from spanax.plan.pipeline.stages import requested_schedule
     from spanax.trace.jaxpr.remat_policies import known_offload
 
     request = command.request
@@ -242,7 +240,7 @@ def _request(command: PlanCommand) -> "Request":
     return Request(
         request.layout,
         request.mesh,
-        schedule=requested_schedule(microbatches=command.microbatches),
+        schedule=request.step_schedule,
         attention=request.attention,
         loss_chunks=request.loss_chunks,
         pad=request.pad or ("none" if command.solve_for else None),
@@ -362,8 +360,7 @@ def _why(command: PlanCommand, load: Load, search: "Search", plan: "Plan", progr
     """Returns the best plan beside a requested layout or mesh, or what would admit it."""
     from spanax.show.difference import why_json, why_text
 
-    layout, mesh = (None, asked) if "=" in asked else (asked, None)
-    request = replace(command.request, layout=layout, mesh=mesh)
+    request = command.request.placed(*((None, asked) if "=" in asked else (asked, None)))
     request.check_layout()
     try:
         other, _ = _search(replace(command, request=request), load, search.cluster, program)
@@ -378,7 +375,7 @@ def _compared_with_best(command: PlanCommand, load: Load, search: "Search", prog
     """Returns warnings on a requested layout, compared with the best of all layouts."""
     from spanax.plan.advice.rules_of_thumb import warnings
 
-    open_command = replace(command, request=replace(command.request, layout=None, mesh=None, pad=None))
+    open_command = replace(command, request=replace(command.request.placed(None, None), pad=None))
     unrestricted, _ = _search(open_command, load, search.cluster, program)
     assert search.best is not None
     lines = warnings(unrestricted, search.best)
@@ -444,7 +441,7 @@ def _largest_batch(command: PlanCommand, load: Load, machine: "Cluster") -> Answ
     from spanax.plan.choose import largest_batch
 
     program = _traced(command, load)
-    found = largest_batch(program, machine, _request(command), command.microbatches or 1)
+    found = largest_batch(program, machine, _request(command), command.request.microbatches or 1)
     if found is None:
         smallest = summarize(_search(command, load, machine, program)[0])
         what = f"no batch fits on {machine}: {smallest.shortfall}."

@@ -14,9 +14,10 @@ from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
+from spanax.plan.pipeline.stages import mesh_of_stages
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import as_ring
+from spanax.plan.presets import as_ring, name_in_stages
 from spanax.plan.reason import Code, Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.assign import Pins
@@ -32,6 +33,7 @@ from spanax.units import bytes_text
 class Candidate:
     """One layout with its cost. Bytes and seconds are per device and per step.
 
+    `layout` and `whole_mesh` are its names in `--layout` and `--mesh`; `mesh` is that of one stage.
     `memory` is device memory by group, and `upper_bytes` the upper estimate of their sum, by which the layout fits.
     `host_bytes` is the offloaded state in host memory. `hidden` are seconds of communication by term that run during
     computation; `step_seconds` excludes them.
@@ -70,8 +72,9 @@ class Candidate:
         index: int = 0,
     ) -> "Candidate":
         """Returns the candidate of one entry of a priced grid."""
+        name = as_ring(layout.name) if program.context == RING else layout.name
         return Candidate(
-            layout=as_ring(layout.name) if program.context == RING else layout.name,
+            layout=name_in_stages(name) if grid.num_stages[index] > 1 else name,
             storing=storing,
             sequence=layout.sequence_axis is not None,
             mesh=mesh,
@@ -110,9 +113,14 @@ class Candidate:
         return sum(self.memory[name] for name in ("parameters", "optimizer", "other state"))
 
     @property
-    def num_devices(self) -> int:
-        """The number of devices."""
-        return self.mesh.size * self.num_stages
+    def whole_mesh(self) -> MeshShape:
+        """The mesh of all stages."""
+        return mesh_of_stages(self.mesh, self.num_stages)
+
+    @property
+    def title(self) -> str:
+        """The layout and the mesh, as a plan has them."""
+        return f"{self.layout} on {self.whole_mesh}"
 
     @property
     def stages_text(self) -> str:

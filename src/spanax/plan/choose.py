@@ -23,7 +23,7 @@ from spanax.plan.candidate import Search, plan_of, refused_stages, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.forms import REMAT
-from spanax.plan.candidates.grids import CONTIGUOUS, SCHEDULES
+from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
@@ -44,11 +44,12 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for
+from spanax.plan.presets import PRESETS, axes_named, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.padding import padded_axes, padding_text
+from spanax.plan.space import layout_on, storing_of
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
@@ -313,6 +314,7 @@ def _requested(
         distinct=True,
         offload=request.offload or (),
         stages=None if staged is None else staged.num_stages,
+        always=(PLAIN, 1) if staged is None else (staged.pipeline, staged.num_chunks),
         schedules=SCHEDULES if staged is None else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
@@ -434,14 +436,15 @@ def _check_request(request: Request) -> None:
 
 def _in_stages(program: Program, cluster: Cluster, request: Request) -> tuple[Request, Schedule | None]:
     """Returns the request of one stage, and the schedule of all, if stages are requested; else the request and None."""
-    base = request.layout.removesuffix("+seq") if isinstance(request.layout, str) else ""
-    roles = PRESETS.get(base, ())
+    roles = axes_named(request.layout) if isinstance(request.layout, str) else ()
     is_staged = request.mesh is not None and MeshShape.of(request.mesh).ways([AXIS]) > 1
     if not is_staged and AXIS not in roles:
         return request, None
     plan = _placed(program, cluster, request, program.loss_chunks)
     mesh = inside_stage(plan).mesh
-    layout = layout_for(mesh).name if AXIS in roles and {*mesh.names} <= {*roles} else request.layout
+    layout = request.layout
+    if AXIS in roles and {*mesh.names} <= {*roles, "data"}:
+        layout = layout_on(storing_of(plan.layout), False, mesh).name
     has_sequence = plan.layout.sequence_axis is not None
     return replace(request, layout=layout, mesh=mesh, sequence_parallel=has_sequence), plan.schedule
 

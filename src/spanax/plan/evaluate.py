@@ -11,27 +11,25 @@ from functools import cached_property
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidate import Candidate, Search, rounded_up
+from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
 from spanax.plan.cost.memory.tiles import OnChip
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Costs, Grid, GridTable, price
-from spanax.plan.cost.transfers import HOST_TRANSFERS, stage_transfer_bytes
+from spanax.plan.cost.transfers import HOST_TRANSFERS, stage_transfers
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.place import as_planned, in_forms, resolver_of
 from spanax.plan.plan import Plan, Prediction, path_pattern
 from spanax.plan.sharding.layer_partition import shares
-from spanax.plan.sharding.resolve import resolve
-from spanax.plan.space import AXES
+from spanax.plan.space import storing_of
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import collectives_by_value, count_terms
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.plan.spmd.terms import Terms
+from spanax.plan.spmd.terms import HOP, Terms
 from spanax.plan.spmd.value_names import axes_text, value_names
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import pipeline_partition
@@ -158,12 +156,9 @@ class Evaluation:
         """The plan as a candidate of a search, whatever the names of its mesh axes."""
         costs = self.layout.costs(self.grid)
         plan = self.plan
-        stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
-        storing = "fsdp"
-        if stored and "param" not in stored:
-            storing = "zero2" if "gradient" in stored else "zero1"
         program = self.layout.sharded.resolver.program
-        return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, program, self.grid, costs, self.memory)
+        mesh = inside_stage(plan).mesh
+        return Candidate.of(plan.layout, storing_of(plan.layout), mesh, program, self.grid, costs, self.memory)
 
     @cached_property
     def step(self) -> ShardedProgram:
@@ -191,28 +186,26 @@ class Evaluation:
     @property
     def collectives(self) -> Moved:
         """Bytes of all collectives of `step`, including transfers between stages."""
-        result = self._by_axes(self.terms)
-        schedule = self.plan.schedule
-        if schedule.num_stages > 1:
-            pieces = pipeline_partition(self.step.traced, schedule.microbatches)
-            sent = stage_transfer_bytes(self.step.resolver, pieces, ticks_of(schedule))
-            result[AXIS] = {"collective-permute": sent}
-        return result
+        sent = self._sent.total()
+        return self._by_axes(self.terms) | ({AXIS: {HOP: sent}} if sent else {})
 
     def collectives_of(self, path: str) -> Moved:
         """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
         program = self.step.resolver.program
         values = self.step.traced.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
-        return self._by_axes(count_terms(self.step, values, late=self._late))
+        return self._by_axes(count_terms(self.step, values, compiler=self._compiler, late=self._late))
 
     @property
     def collectives_at(self) -> dict[str, Moved]:
-        """Bytes of the collectives of `step` by the name of the value that moves."""
-        by_value = collectives_by_value(self.step, compiler=self._compiler, late=self._late)
+        """Bytes of `collectives` by the phase and the name of the value that moves."""
+        counted = collectives_by_value(self.step, compiler=self._compiler, late=self._late)
+        rows = [(place, self._by_axes(replace(self.terms, collectives=each))) for place, each in counted.items()]
+        rows += [(place, {AXIS: {HOP: num_bytes}}) for place, num_bytes in self._sent.items()]
+        names = value_names(self.step, {value for (value, _), _ in rows})
         result: dict[str, Moved] = {}
-        for value, name in value_names(self.step, by_value).items():
-            moved = result.setdefault(name, {})
-            for axes, kinds in self._by_axes(replace(self.terms, collectives=by_value[value])).items():
+        for (value, phase), by_axes in rows:
+            moved = result.setdefault(f"{phase.name.lower()} {names[value]}", {}) if by_axes else {}
+            for axes, kinds in by_axes.items():
                 for kind, num_bytes in kinds.items():
                     moved.setdefault(axes, {})[kind] = moved.get(axes, {}).get(kind, 0) + num_bytes
         return result
@@ -259,6 +252,15 @@ class Evaluation:
         return Compiler.of_program(self.cluster, adds_first=self.adds_first)
 
     @cached_property
+    def _sent(self) -> Counter[tuple[int, Phase]]:
+        """Bytes that one device receives from other stages, by value and phase."""
+        schedule = self.plan.schedule
+        if schedule.num_stages == 1:
+            return Counter()
+        cut = pipeline_partition(self.step.traced, schedule.microbatches)
+        return stage_transfers(self.step.resolver, cut, ticks_of(schedule))
+
+    @cached_property
     def _late(self) -> DeferredReductions:
         return unreduced(self.step, self.plan.schedule)
 
@@ -270,7 +272,8 @@ class Evaluation:
 
     def _by_axes(self, terms: Terms) -> Moved:
         result: Moved = {}
-        moved = terms.moved_bytes(inside_stage(self.plan).mesh, num_stages=self._num_shares)
+        mesh = inside_stage(self.plan).mesh
+        moved = terms.moved_bytes(mesh, scale=self.scale, num_stages=self._num_shares)
         for (kind, axes), num_bytes in sorted(moved.items()):
             result.setdefault(axes, {})[kind] = round(num_bytes)
         return result
@@ -323,46 +326,20 @@ def evaluate(
     return Evaluation(program, plan, cluster, assumptions or Assumptions(), is_first)
 
 
+def evaluated(search: Search, candidate: Candidate) -> Evaluation:
+    """Returns the predicted cost of a search's candidate."""
+    program = next(iter(search.programs.values()))
+    evaluation = evaluate(program, plan_of(search, candidate), search.cluster)
+    return replace(evaluation, scale=search.batch_size / program.batch_size)
+
+
 def with_price(plan: Plan, search: Search, candidate: Candidate) -> Plan:
     """Returns the plan of a search's candidate with its predicted cost.
 
     Raises:
       SpanaxError: the plan cannot run.
     """
-    program = next(iter(search.programs.values()))
-    return replace(plan, price=evaluate(program, plan, search.cluster).prediction_as(candidate))
-
-
-def collectives_of(search: Search, candidate: Candidate, path: str | None = None) -> Moved:
-    """Returns the bytes of the collectives of a candidate, over all iterations of loops.
-
-    Counts the bytes of the result of each collective, as compiled programs show them, without transfers between stages.
-
-    Args:
-      search: the search.
-      candidate: one of its candidates.
-      path: a leaf of the state; counts only the collectives of it, its gradient and its update.
-    """
-    program = search.program_of(candidate)
-    sizes = [dict(candidate.mesh.axes).get(axis, 1) for axis in AXES]
-    mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
-    layout = candidate.assignment
-    values = None
-    if path is not None:
-        values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
-    sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
-    late = deferred_reductions(sharded)
-    terms = count_terms(sharded, values, compiler=Compiler.of(search.cluster), late=late)
-    moved = terms.moved_bytes(
-        mesh,
-        scale=search.batch_size / program.batch_size / candidate.microbatches,
-        num_microbatches=candidate.microbatches,
-        num_stages=float(shares(program.step.layer_carry[1], candidate.num_stages, candidate.num_chunks)),
-    )
-    totals: Moved = {}
-    for (kind, axes), num_bytes in moved.items():
-        totals.setdefault(axes, {})[kind] = rounded_up(num_bytes)
-    return totals
+    return replace(plan, price=evaluated(search, candidate).prediction_as(candidate))
 
 
 def main_dtype(terms: Terms) -> str:

@@ -21,7 +21,7 @@ from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement, constrain
 from spanax.schema import parsed
 from spanax.sealed import VersionError, check_version, opened
-from spanax.trace.jaxpr.remat_policies import GATHERED, known_offload
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED, known_offload
 from spanax.units import bytes_text, count_text
 
 Moved = Mapping[str, Mapping[str, int]]
@@ -99,8 +99,8 @@ class Schedule:
       offload: the kinds of state that are stored in host memory, and on the devices during the update only.
 
     Example:
-      >>> Schedule(remat="full", microbatches=4).num_stages
-      1
+      >>> print(Schedule(remat="full", microbatches=4), Schedule(microbatches=8, num_stages=2), sep="; ")
+      remat full, 4 microbatches; remat as written, 8 microbatches, 2 stages 1f1b
     """
 
     remat: str | None = None
@@ -113,6 +113,14 @@ class Schedule:
     loss_chunks: int = 1
     padded: tuple[tuple[str, int], ...] = ()
     offload: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [
+            f"remat {self.remat or AS_WRITTEN}",
+            f"{self.microbatches} microbatch" + "es" * (self.microbatches > 1),
+        ]
+        parts += [f"{self.num_stages} stages {self.pipeline}"] if self.num_stages > 1 else []
+        return ", ".join([*parts, *([f"{self.num_chunks} chunks"] if self.num_chunks > 1 else [])])
 
 
 @dataclass(frozen=True)

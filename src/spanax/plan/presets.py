@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
-from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, PIPE, TENSOR_AXES, Layout
 from spanax.trace.jaxpr.remat_policies import RING
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -42,6 +42,19 @@ STORED: dict[str, tuple[str, ...]] = {
 }
 """The arrays that ZeRO stages 1 and 2 shard in storage; every other preset with `fsdp` shards all of them."""
 
+WORDS = {
+    "pipe": "pipeline",
+    "data": "data",
+    "fsdp": "fsdp",
+    "expert": "expert",
+    "context": "context",
+    "model": "tensor",
+}
+"""The part of a layout's name for each mesh axis, slowest first."""
+
+PARTS = {word: (axis,) for axis, word in WORDS.items()} | dict.fromkeys(STORED, ("fsdp",)) | {RING: ("context",)}
+"""The mesh axes of each part of a name such as `pipeline+zero1+tensor`, which is not that of a preset."""
+
 BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name != RING}
 """The presets by their mesh axes."""
 
@@ -61,28 +74,73 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
       >>> layout_named("fsdp", MeshShape.of("data=8")).stored_params
       ('data',)
     """
-    base, plus, option = name.partition("+seq")
+    base = name.removesuffix("+seq")
     if base == RING and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
         return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
-    if base not in PRESETS or option or (plus and "model" not in PRESETS[base]):
-        raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
-    roles = _roles(base, PRESETS[base], mesh)
-    layout = _layout(name, roles, STORED.get(base, ("param", "gradient", "optimizer")))
-    wants_sequence = sequence_parallel or bool(plus)
-    if wants_sequence and "model" not in PRESETS[base]:
+    axes = axes_named(name)
+    roles = _roles(base, axes, mesh)
+    stored = (STORED[part] for part in base.split("+") if part in STORED)
+    layout = _layout(name, roles, next(stored, ("param", "gradient", "optimizer")))
+    wants_sequence = sequence_parallel or base != name
+    if wants_sequence and "model" not in axes:
         raise MeshError(f"layout '{base}' has no model axis to shard the sequence over.", fix="fsdp+tensor+seq")
     return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
+
+
+def axes_named(name: str) -> tuple[str, ...]:
+    """Returns the mesh axes of the name of a preset, or of a layout that a search ranks, slowest first.
+
+    Raises:
+      SpanaxError: no layout has this name.
+
+    Example:
+      >>> axes_named("3d"), axes_named("pipeline+fsdp")
+      (('pipe', 'data', 'model'), ('pipe', 'fsdp'))
+    """
+    base = name.removesuffix("+seq")
+    inside = base.removeprefix(f"{WORDS[PIPE]}+")
+    axes = PRESETS.get(base) or tuple(axis for part in base.split("+") for axis in PARTS.get(part, ("",)))
+    axes = axes if inside == base else (PIPE, *axes_named(inside))
+    usual = BY_AXES.get(frozenset(axes), base)
+    is_usual = base in (*PRESETS, usual, as_ring(usual)) or not STORED.keys().isdisjoint(base.split("+"))
+    is_ordered = axes == tuple(axis for axis in MEANING if axis in axes)
+    if not (is_usual and is_ordered and (base == name or "model" in axes)):
+        raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
+    return axes
+
+
+def requests_stages(layout: str | None, mesh: str | None) -> bool:
+    """Returns whether a layout or a mesh has stages.
+
+    Example:
+      >>> requests_stages("pipeline+fsdp", None), requests_stages("pipeline", "data=8")
+      (True, False)
+    """
+    return PIPE in (MeshShape.of(mesh).names if mesh is not None else axes_named(layout or "data"))
+
+
+def name_in_stages(name: str) -> str:
+    """Returns the name of a layout whose layers are partitioned into stages; that of one with stages is the same.
+
+    Example:
+      >>> name_in_stages("data"), name_in_stages("data+tensor+seq"), name_in_stages("zero1")
+      ('pipeline', '3d+seq', 'pipeline+zero1')
+    """
+    base, *options = name.partition("+seq")
+    axes = {*PRESETS.get(base, ()), *(axis for part in base.split("+") for axis in PARTS.get(part, ()))}
+    if PIPE in axes:
+        return name
+    return "".join([BY_AXES.get(frozenset({PIPE, *axes})) or f"{WORDS[PIPE]}+{base}", *options])
 
 
 def check_names(layout: str | Layout | None, mesh: MeshShape | None) -> None:
     """Checks the names of a requested layout or, without one, those of the mesh axes.
 
     Raises:
-      SpanaxError: no preset has a part of this name, or a mesh axis has no meaning by name.
+      SpanaxError: a part of the name is unknown, or a mesh axis has no meaning by name.
     """
-    parts = {"seq", *(part for name in PRESETS for part in name.split("+"))}
-    if isinstance(layout, str) and not parts.issuperset(layout.split("+")):
-        raise UnknownNameError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
+    if isinstance(layout, str):
+        axes_named(layout)
     if layout is None and mesh is not None:
         layout_for(mesh)
 
@@ -134,40 +192,28 @@ def layout_for(mesh: MeshShape) -> Layout:
 def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
     """Returns the layout of a mesh of canonical axes that shards these kinds of arrays over `fsdp` in storage."""
     roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
-    words = {
-        "pipe": "pipeline",
-        "data": "data",
-        "fsdp": "fsdp",
-        "model": "tensor",
-        "context": "context",
-        "expert": "expert",
-    }
-    name = BY_AXES.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
-    return _layout(name, roles, stored)
+    inside = [axis for axis in WORDS if axis in roles and axis != PIPE]
+    name = BY_AXES.get(frozenset(inside)) or "+".join(WORDS[axis] for axis in inside) or "data"
+    return _layout(name_in_stages(name) if PIPE in roles else name, roles, stored)
 
 
 def default_mesh(name: str, num_devices: int) -> MeshShape:
-    """Returns a mesh for a preset: two devices on its last axis, the rest on the first.
+    """Returns a mesh for a layout's name: two devices on each axis, the rest on the one that shards the batch.
+
+    HSDP limits all-gathers to the small, fast domain, and a pipeline has the fewest stages possible.
 
     Example:
-      >>> default_mesh("fsdp+tensor", 8)
-      fsdp=4,model=2
+      >>> default_mesh("fsdp+tensor", 8), default_mesh("pipeline+fsdp", 8)
+      (fsdp=4,model=2, pipe=2,fsdp=4)
     """
-    base = name.partition("+seq")[0]
-    if base not in PRESETS:
-        raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
-    axes = PRESETS[base]
-    if len(axes) == 1:
-        return MeshShape(((axes[0], num_devices),))
-    second = 2 if num_devices % 2 == 0 else 1
-    if len(axes) == 3:
-        rest = num_devices // second
-        third = 2 if rest % 2 == 0 else 1
-        return MeshShape(((axes[0], second), (axes[1], rest // third), (axes[2], third)))
-    # HSDP limits all-gathers to the small, fast domain, and a pipeline has the fewest stages possible; the other
-    # presets shard the batch over the large axis.
-    sizes = (second, num_devices // second) if axes[0] == "pipe" or name == "hsdp" else (num_devices // second, second)
-    return MeshShape(tuple(zip(axes, sizes, strict=True)))
+    axes = axes_named(name)
+    large = next(axis for axis in ("fsdp", "data", *axes) if axis in axes and axis != PIPE)
+    sizes = dict.fromkeys(axes, 1) | {large: num_devices}
+    for axis in axes:
+        if axis != large and sizes[large] % 2 == 0:
+            sizes[axis] = 2
+            sizes[large] //= 2
+    return MeshShape(tuple(sizes.items()))
 
 
 def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:

@@ -36,10 +36,10 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import defaults
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
-from spanax.plan.presets import PRESETS, as_ring
+from spanax.plan.presets import as_ring, axes_named, name_in_stages
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
-from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
+from spanax.plan.space import AXES, Family, Rejections, families, is_standard, layout_on, mesh_of
 from spanax.trace.jaxpr.remat_policies import RING, known_offload, partial_policy
 from spanax.trace.program import Program
 
@@ -210,6 +210,7 @@ def _pricers(
         microbatches=scope.microbatches,
         num_layers=program.step.layer_carry[1],
         schedules=scope.schedules,
+        always=scope.always,
     )
     return [
         Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
@@ -396,9 +397,7 @@ def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) 
       SpanaxError: the layout or mesh is unknown or does not fit the cluster.
     """
     if layout is not None:
-        for part in layout.removesuffix("+seq").split("+"):
-            if part not in {*PRESETS, *STORING}:
-                raise UnknownNameError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
+        axes_named(layout)
     if mesh is None:
         return
     for axis in mesh.names:
@@ -429,7 +428,8 @@ def _requested(family: Family, scope: Scope, rejected: Rejections) -> Family:
             continue
         if requested in (None, set(shape.axes) - {("data", 1)}) and scope.stages in (None, stages):
             name = layout_on(family.storing, family.sequence, shape).name
-            if layout in (None, name) or (layout == as_ring(name) and layout != name):
+            names = (None, name, as_ring(name))
+            if layout in names or (stages > 1 and layout in map(name_in_stages, names[1:])):
                 columns.append(column)
                 continue
         rejected[Reason(Code.NOT_REQUESTED)] += 1

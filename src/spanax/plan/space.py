@@ -115,6 +115,12 @@ def layout_on(storing: str, sequence: bool, mesh: MeshShape) -> Layout:
     return replace(layout, name=name)
 
 
+def storing_of(layout: Layout) -> str:
+    """Returns what a layout stores sharded, as a key of STORING."""
+    stored = {kind for kind in STORING["fsdp"] if layout.stored(kind)}
+    return next((name for name, kinds in STORING.items() if stored == {*kinds}), "fsdp")
+
+
 def mesh_of(sizes: Sequence[int]) -> MeshShape:
     """Returns a mesh of AXES without axes of one device, or `data=1`."""
     axes = tuple((axis, int(size)) for axis, size in zip(AXES, sizes, strict=True) if size > 1)

@@ -89,7 +89,7 @@ def _step_cells(step: CalibratedStep) -> tuple[str, ...]:
 
 
 def _best_text(candidate: Candidate) -> str:
-    return f"{candidate.layout} on {candidate.mesh}, remat {candidate.remat}: {candidate.step_seconds:.4g} s"
+    return f"{candidate.title}, remat {candidate.remat}: {candidate.step_seconds:.4g} s"
 
 
 def _best_json(candidate: Candidate) -> dict[str, Any]:

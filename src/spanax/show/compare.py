@@ -96,7 +96,7 @@ def compared_text(comparison: Comparison) -> str:
     cells = [
         (
             candidate.layout + (" *" if candidate is choice else ""),
-            str(candidate.mesh),
+            str(candidate.whole_mesh),
             f"{row.step_seconds:.4g}",
             f"{row.ratio:.3f}",
             *[f"{row.step_core_seconds:.4g}"] * is_shared,
@@ -120,8 +120,8 @@ def compared_text(comparison: Comparison) -> str:
             "",
             table_text(heads, cells),
             "",
-            f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {comparison.choice_ratio:.3f} times "
-            f"the time of the fastest, {best.layout} on {best.mesh}{by_cores}",
+            f"the planner's choice (*), {choice.title}, takes {comparison.choice_ratio:.3f} times "
+            f"the time of the fastest, {best.title}{by_cores}",
             _correlation_text(comparison.rank_correlation, len(rows), num_pruned),
             *["core s: CPU seconds of all cores together, independent of other load on the machine"] * is_shared,
             f"peak: {MEMORY_SOURCE}; moved: bytes of results per device and step",

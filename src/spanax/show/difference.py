@@ -1,7 +1,7 @@
 """Formats two plans side by side: seconds, memory and collectives of a step, and the placement of arrays."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spanax.plan.advice.remedies import remedies
@@ -13,7 +13,7 @@ from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 MOST = 8
-"""The number of rows that the text lists of a group of `BY_VALUE`, those that differ most; JSON has all of them."""
+"""The number of rows that the text lists of a group of `BY_VALUE`; JSON has all of them."""
 
 MOVES = "what moves"
 TOUCHED = "read and written"
@@ -22,7 +22,7 @@ BY_VALUE = (MOVES, TOUCHED)
 
 
 def difference_json(first: Plan, second: Plan) -> dict[str, Any]:
-    """Returns two plans side by side as plain values: `rows` of costs where both plans have one, and `changes`."""
+    """Returns two plans with their `schedules` as plain values: `rows` of costs if both have them, and `changes`."""
     rows = list[dict[str, Any]]()
     if first.price is not None and second.price is not None:
         sides = _groups(first.price), _groups(second.price)
@@ -32,7 +32,13 @@ def difference_json(first: Plan, second: Plan) -> dict[str, Any]:
             for term in dict.fromkeys([*left, *right])
         ]
     rows = [row for row in rows if row["first"] or row["second"]]
-    return {"plans": [_name(first), _name(second)], "rows": rows, "changes": first.diff(second)}
+    plans = [first, second]
+    return {
+        "plans": [f"{plan.layout.name} on {plan.mesh}" for plan in plans],
+        "schedules": [str(plan.schedule) for plan in plans],
+        "rows": rows,
+        "changes": first.diff(second),
+    }
 
 
 def _groups(price: Prediction) -> dict[str, Mapping[str, float]]:
@@ -53,20 +59,23 @@ def _by_value(moved_at: Mapping[str, Moved]) -> dict[str, int]:
     }
 
 
-def _name(plan: Plan) -> str:
-    return f"{plan.layout.name} on {plan.mesh}"
-
-
 def difference_text(data: Mapping[str, Any]) -> str:
     """Returns what `difference_json` returns as a table, without figures that are equal, and a line per change."""
     cells = []
     for group, rows in itertools.groupby(data["rows"], key=lambda row: row["group"]):
-        is_by_value = group in BY_VALUE
-        by_difference = sorted(rows, key=lambda row: -abs(row["second"] - row["first"]) if is_by_value else 0)
-        cells += [_cells(row) for row in (by_difference[:MOST] if is_by_value else by_difference)]
+        cells += [_cells(row) for row in (_most_different([*rows]) if group in BY_VALUE else rows)]
     cells = [row for row in cells if row[2] != row[3]]
+    cells[:0] = [("schedule", "", *data["schedules"], "")] if cells else []
     table = table_text(("", "", *data["plans"], "difference"), cells, width=200) if cells else ""
     return "\n".join(filter(None, [table, *data["changes"]])) or "the plans are the same"
+
+
+def _most_different(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the rows that differ most, at least one of each collective."""
+    ordered = sorted(rows, key=lambda row: -abs(row["second"] - row["first"]))
+    firsts = {row["term"].partition(": ")[0]: index for index, row in reversed([*enumerate(ordered)])}
+    chosen = sorted(range(len(ordered)), key=lambda index: index not in firsts.values())[:MOST]
+    return [ordered[index] for index in sorted(chosen)]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,5 +102,5 @@ def why_json(search: Search, plan: Plan, other: Search) -> dict[str, Any]:
 def why_text(data: Mapping[str, Any]) -> str:
     """Returns what `why_json` returns for what was `asked`, without the changes of single arrays."""
     problem = data["problem"]
-    head = f"{data['asked']} does not fit: {problem}" if problem else f"{data['asked']} beside the best:"
+    head = f"{data['asked']} does not fit: {problem}" if problem else f"{data['asked']} beside {data['plans'][0]}:"
     return "\n".join([head, *([difference_text({**data, "changes": []})] if "rows" in data else [])])

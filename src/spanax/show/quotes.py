@@ -42,7 +42,7 @@ def cells(quotes: Quotes, quote: Quote) -> list[tuple[str, float | None]]:
     values["$ per hour"] = values["cost $"]
     return [
         (quote.on, None),
-        (f"{best.layout} on {best.mesh}{stages}", None),
+        (f"{best.title}{stages}", None),
         (f"{best.step_seconds:.4g}", best.step_seconds),
         (f"{speed:,.0f}", speed),
         (mfu_text(rates), rates.mfu),

@@ -9,7 +9,7 @@ from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
-from spanax.plan.evaluate import collectives_of
+from spanax.plan.evaluate import evaluated
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
@@ -28,10 +28,10 @@ LAYOUT_HEADS = ("layout", "mesh", "stages", "remat", "micro", "step s", "MFU %",
 
 
 def layout_json(candidate: Candidate) -> dict[str, Any]:
-    """Returns what identifies a candidate without stages, as plain values."""
+    """Returns what identifies a candidate, as plain values."""
     return {
         "layout": candidate.layout,
-        "mesh": dict(candidate.mesh.axes),
+        "mesh": dict(candidate.whole_mesh.axes),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
     }
@@ -42,7 +42,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
     rates = search.rates(candidate)
     return {
         "layout": candidate.layout,
-        "mesh": dict(candidate.mesh.axes),
+        "mesh": dict(candidate.whole_mesh.axes),
         "stages": candidate.num_stages,
         "schedule": candidate.schedule if candidate.num_stages > 1 else None,
         "chunks": candidate.num_chunks,
@@ -99,7 +99,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "nearest": [candidate_json(search, candidate) for candidate in search.nearest],
             "fits_with": list(summary.remedies),
         }
-    layout = best.layout
+    layout = best.plan.layout
     return {
         "best": candidate_json(search, search.best)
         | {
@@ -173,10 +173,8 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     convention = MFU_CONVENTION + (ALL_EXPERTS if search.counts_all_experts else "")
     peak = quantity_text(search.peak_flops, "operations per second", digits=3)
     needed = search.cluster.memory_setting(candidate.upper_bytes)
-    stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
-        f"{candidate.layout} on {search.cluster} ({candidate.mesh}{stages}): {search.setting}, "
-        f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}"
+        f"{candidate.layout} on {search.cluster} ({candidate.whole_mesh}): {search.setting}, {best.plan.schedule}"
         + "".join(f", {form}" for form in _forms(search, candidate)),
         *(f"  why     {reason}" for reason in _reasons(search)),
         f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
@@ -226,7 +224,7 @@ def layout_cells(search: Search, candidate: Candidate) -> tuple[str, ...]:
     """Returns the cells of a candidate below `LAYOUT_HEADS`."""
     return (
         candidate.layout,
-        str(candidate.mesh),
+        str(candidate.whole_mesh),
         candidate.stages_text,
         candidate.remat,
         str(candidate.microbatches),
@@ -263,7 +261,7 @@ def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list
 def explained(search: Search, plan: Plan, path: str) -> tuple[list[str], dict[str, Any]]:
     """Returns the sharding of one array of a plan, the reason for it, and its collectives, as text and as JSON."""
     leaf = plan[path]
-    moved = collectives_of(search, search.best, leaf.path) if search.best and leaf.kind != "batch" else {}
+    moved = evaluated(search, search.best).collectives_of(leaf.path) if search.best and leaf.kind != "batch" else {}
     return array_lines(leaf, moved), {"explained": asdict(leaf) | {"collectives": moved}}
 
 

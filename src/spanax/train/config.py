@@ -41,9 +41,6 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
       learning_rate: peak learning rate; --lr for short. Default: that of the workload.
       seed: seed of the parameters and of the order of the data.
-      microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
-      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
-      virtual_stages: groups of layers per stage of the interleaved schedule.
       output_dir: run folder. Default: runs/<workload>-<time>.
       init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
         the state is new.
@@ -81,9 +78,6 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
     tokenizer: str | None = None
     learning_rate: float | None = None
     seed: int = 0
-    microbatches: int | None = None
-    pipeline_schedule: str | None = None
-    virtual_stages: int | None = None
     output_dir: str | None = None
     init: str | None = None
     init_partial: bool = False

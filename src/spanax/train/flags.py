@@ -1,18 +1,19 @@
 """Flags that several commands share: sizes of a workload, precision, and the requested layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from spanax.errors import RangeError
+from spanax.errors import PipelineError, RangeError
 from spanax.trace.optimizers.recipe import AS_DEFINED, Recipe
 from spanax.units import count_of
 from spanax.usage import flag
 
 if TYPE_CHECKING:
+    from spanax.plan.plan import Schedule
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
 
@@ -124,8 +125,8 @@ class LayoutRequest:
 
     Attributes:
       layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert, pipeline,
-        pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or
-        the fastest layout that fits.
+        pipeline+tensor, 3d, or another name that spanax plan lists, such as pipeline+fsdp; `+seq` after a tensor layout
+        also shards the sequence. Default: inferred from --mesh, or the fastest layout that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
       remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
         each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
@@ -141,6 +142,11 @@ class LayoutRequest:
         none. Default: none; without layout and mesh, whatever makes a layout fit if nothing fits otherwise.
       accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
         microbatches. Default: exact.
+      microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline. Default:
+        with a requested pipeline, at most four per stage; 1 on CPUs with a layout or mesh, and with --solve-for batch;
+        otherwise the fastest.
+      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
+      virtual_stages: groups of layers per stage of the interleaved schedule.
     """
 
     layout: str | None = None
@@ -151,10 +157,31 @@ class LayoutRequest:
     pad: str | None = None
     offload: str | None = None
     accumulate: str | None = None
+    microbatches: int | None = None
+    pipeline_schedule: str | None = None
+    virtual_stages: int | None = None
+
+    @property
+    def step_schedule(self) -> "Schedule | None":
+        """The requested microbatches and stages; None without any."""
+        from spanax.plan.pipeline.stages import requested_schedule
+
+        return requested_schedule(
+            microbatches=self.microbatches, schedule=self.pipeline_schedule, chunks=self.virtual_stages
+        )
+
+    def placed(self, layout: str | None, mesh: str | None) -> "LayoutRequest":
+        """Returns the request of another layout or mesh, without a schedule of stages if it has none."""
+        from spanax.plan.presets import requests_stages
+
+        request = replace(self, layout=layout, mesh=mesh)
+        return (
+            request if requests_stages(layout, mesh) else replace(request, pipeline_schedule=None, virtual_stages=None)
+        )
 
     def check_layout(self) -> None:
         """Raises SpanaxError if the value of a flag is unknown."""
-        from spanax.plan.presets import check_names
+        from spanax.plan.presets import check_names, requests_stages
         from spanax.trace.jaxpr.remat_policies import (
             known_accumulation,
             known_attention,
@@ -164,6 +191,13 @@ class LayoutRequest:
         )
 
         check_names(self.layout, None)
+        of_stages = {"--pipeline-schedule": self.pipeline_schedule, "--virtual-stages": self.virtual_stages}
+        for flag_name, value in of_stages.items():
+            if value is not None and not requests_stages(self.layout, self.mesh):
+                raise PipelineError(
+                    f"{flag_name} {value} is for a pipeline, and no stages are requested.",
+                    fix=f"--layout pipeline, a --mesh with 'pipe', or leave {flag_name} out",
+                )
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)

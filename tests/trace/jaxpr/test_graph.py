@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
+import spanax
 from spanax.trace.jaxpr.graph import CALLS, INLINED, Graph, from_jaxpr, marked
 
 X = jax.ShapeDtypeStruct((4, 4), "float32")
@@ -71,3 +73,12 @@ def test_the_line_of_an_operation_inside_a_jax_function_is_that_of_the_call() ->
     line = function.__code__.co_firstlineno + 1
     assert [op.where.split(" ")[0].rpartition(":")[0] for op in graph.ops()] == [f"{Path(__file__)}:{line}"] * 2
     assert [len(op.callers) > 0 for op in graph.ops()] == [False, True]
+
+
+def test_the_line_of_a_loop_over_layers_is_that_of_the_call() -> None:
+    def function(x: Any) -> Any:
+        layers = spanax.Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs=nnx.Rngs(0))
+        return layers(x)
+
+    loop = next(op for op in traced(function, X).ops() if op.name == "scan" and op.params["length"] == 2)
+    assert loop.where.startswith(f"{Path(__file__)}:{function.__code__.co_firstlineno + 2}:")

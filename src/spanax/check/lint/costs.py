@@ -51,7 +51,7 @@ def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
         return
     verdict = "does not fit" if peak > limit else f"leaves less than {100 * reserve:.0f} % free"
     best = next(iter(subject.alternatives), None)
-    fix = f"{best.layout} on {best.mesh} needs {bytes_text(best.peak_bytes)}" if best is not None else "more devices"
+    fix = f"{best.title} needs {bytes_text(best.peak_bytes)}" if best is not None else "more devices"
     yield Message(
         "",
         f"the step needs {bytes_text(peak)} of {bytes_text(limit)} per device (according to {source}): it {verdict}.",
@@ -83,9 +83,8 @@ def _faster(subject: LintSubject, candidates: list[Candidate]) -> Iterator[Messa
         percent = 100 * (current.step_seconds / best.step_seconds - 1)
         yield Message(
             "",
-            f"{current.layout} on {current.mesh} takes {current.step_seconds:.3g} s per step, {percent:.0f} % longer "
-            f"than {best.layout}.",
-            f"{best.layout} on {best.mesh}: {best.step_seconds:.3g} s, {bytes_text(best.peak_bytes)} per device",
+            f"{current.title} takes {current.step_seconds:.3g} s per step, {percent:.0f} % longer than {best.layout}.",
+            f"{best.title}: {best.step_seconds:.3g} s, {bytes_text(best.peak_bytes)} per device",
         )
 
 

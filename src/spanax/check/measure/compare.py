@@ -19,7 +19,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.request import Request
 from spanax.plan.choose import searched
-from spanax.plan.evaluate import collectives_of
+from spanax.plan.evaluate import evaluated
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
@@ -128,7 +128,7 @@ def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str
     return Comparison(
         search_result,
         tuple(rows),
-        tuple(collectives_of(search_result, row.candidate) for row in rows),
+        tuple(evaluated(search_result, row.candidate).collectives for row in rows),
         regret(rows),
         core_regret(rows) if search_result.cluster.chip.shared else None,
         rank_correlation(rows),

@@ -137,7 +137,8 @@ def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
                 f"{', '.join(priced.setting.dtypes)}.",
                 fix=f"--dtype {file.dtypes[0] if file.dtypes else 'float32'}",
             )
-        matches = [item for item in priced.candidates if (item.layout, dict(item.mesh.axes)) == (row.layout, row.mesh)]
+        asked = row.layout, row.mesh
+        matches = [item for item in priced.candidates if (item.layout, dict(item.whole_mesh.axes)) == asked]
         if not matches:
             raise CalibrationError(f"'{path}' has {row.layout} on {row.mesh}, which this program cannot run.")
         evaluation = evaluate(priced.programs[row.remat], plan_of(priced, matches[0]), machine)

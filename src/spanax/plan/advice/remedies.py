@@ -62,7 +62,7 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     if Reason(Code.NOT_REQUESTED) in previous.rejected:
         best = _search_all(previous, program, previous.cluster, None).best
         if best is not None:
-            yield f"--layout {best.layout} --mesh {best.mesh}", True
+            yield f"--layout {best.layout} --mesh {best.whole_mesh}", True
 
 
 def _search(

@@ -2,6 +2,7 @@
 
 import math
 
+from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.resolve import axes_of
@@ -32,17 +33,24 @@ def rule(search: Search, candidate: Candidate, plan: Plan) -> str:
             domain = " across slower links" if candidate.mesh.size > search.cluster.devices_per_node else ""
             parts.append(f"replicated over data={axes['data']}{domain}")
     if axes.get("model", 1) > 1:
-        inside = "inside a node" if axes["model"] <= search.cluster.devices_per_node else "across nodes"
+        inside = _place(search.cluster, axes["model"])
         parts.append(f"{_sharded_over(plan, 'model')} sharded over model={axes['model']}, {inside}")
     if axes.get("context", 1) > 1:
         parts.append(f"sequences are sharded over context={axes['context']}")
     if axes.get("expert", 1) > 1:
         parts.append(f"experts are sharded over expert={axes['expert']}")
     if candidate.num_stages > 1:
-        parts.append(f"layers are partitioned into {candidate.num_stages} stages across nodes")
+        where = _place(search.cluster, search.cluster.num_devices)
+        parts.append(f"layers are partitioned into {candidate.num_stages} stages {where}")
     if candidate.remat == "full":
         parts.append("activations are recomputed to save memory")
     return "; ".join(parts)
+
+
+def _place(cluster: Cluster, num_devices: int) -> str:
+    """Returns where neighbors on mesh axes of this many devices are."""
+    name = "slice" if cluster.is_torus else "node"
+    return f"inside a {name}" if num_devices <= cluster.devices_per_node else f"across {name}s"
 
 
 def _sharded_over(plan: Plan, axis: str) -> str:
@@ -74,19 +82,13 @@ def warnings(search: Search, candidate: Candidate) -> list[str]:
     if best is not None and candidate.step_seconds > 1.02 * best.step_seconds:
         more = 100 * (candidate.step_seconds / best.step_seconds - 1)
         lines.append(
-            f"{_quoted(candidate)} takes {more:.0f} % longer than {_quoted(best)} "
+            f"{candidate.title} takes {more:.0f} % longer than the best, {best.title} "
             f"({candidate.step_seconds:.3g} s against {best.step_seconds:.3g} s per step)"
         )
     model = dict(candidate.mesh.axes).get("model", 1)
     if model > search.cluster.devices_per_node:
-        lines.append(
-            f"model={model} spans nodes of {search.cluster.devices_per_node}: its all-reduces cross slow links"
-        )
+        size = search.cluster.devices_per_node
+        lines.append(f"model={model} is {_place(search.cluster, model)} of {size}: its all-reduces cross slow links")
     if candidate.num_stages > 1 and best is not None and best.num_stages == 1:
         lines.append("stages are not needed here: a layout without them is faster")
     return lines
-
-
-def _quoted(candidate: Candidate) -> str:
-    stages = f" in {candidate.num_stages} stages" if candidate.num_stages > 1 else ""
-    return f"{candidate.layout} on {candidate.mesh}{stages}"

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import Search, plan_of, shortfall
-from spanax.plan.evaluate import Moved, collectives_of
-from spanax.plan.layout import Layout
+from spanax.plan.candidate import Search, shortfall
+from spanax.plan.evaluate import Moved, evaluated
+from spanax.plan.plan import Plan
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best candidate of a search: its layout, its collectives, and the rule of thumb that it follows."""
+    """The best candidate of a search: its plan, its collectives, and the rule of thumb that it follows."""
 
-    layout: Layout
+    plan: Plan
     collectives: Moved
     rule: str
 
@@ -46,5 +46,6 @@ def summarize(search: Search) -> Summary:
     candidate = search.best
     if candidate is None:
         return Summary(search, None, shortfall(search), tuple(remedies(search)))
-    plan = plan_of(search, candidate)
-    return Summary(search, Best(plan.layout, collectives_of(search, candidate), rule(search, candidate, plan)))
+    evaluation = evaluated(search, candidate)
+    plan = evaluation.plan
+    return Summary(search, Best(plan, evaluation.collectives, rule(search, candidate, plan)))

@@ -8,6 +8,7 @@ from spanax.errors import NoLayoutError, SpanaxError, first_line
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.padding import is_used, padded_forms
 from spanax.plan.cost.overlap import TERMS
+from spanax.plan.cost.step_time import IDLE
 from spanax.plan.defaults import ASSIGNMENT_MARGIN
 from spanax.plan.reason import Code, Reason
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS, OPTIMIZER_STATE
@@ -20,7 +21,7 @@ UNREQUESTED = ("heads", "vocab")
 MOST_GROUPS = 6_000
 """The most groups of operations, over all padded forms, that a search walks without a request."""
 
-BETWEEN_DEVICES = (*dict.fromkeys(TERMS.values()), "weights between devices", "pipeline")
+BETWEEN_DEVICES = (*dict.fromkeys(TERMS.values()), "weights between devices", *IDLE)
 """The terms of the step time that another sharding of the same matmuls may save."""
 
 IN_HOST_MEMORY: tuple[tuple[str, tuple[str, ...], str | None], ...] = (

@@ -28,7 +28,7 @@ class Grids:
     """The candidates of a family under every schedule.
 
     Attributes:
-      plain: every mesh with every possible number of microbatches; in stages, under `1f1b`.
+      plain: every mesh with every possible number of microbatches; in stages, under one schedule.
       others: candidates of `plain` under another schedule, with their columns in `plain`. The layers are partitioned as
         in `plain`, so that only the bubble, the hops and the activations in flight differ.
     """
@@ -62,10 +62,11 @@ def grids_of(
     microbatches: int | None,
     num_layers: int,
     schedules: Collection[str] = SCHEDULES,
+    always: tuple[str, int] = (PLAIN, 1),
 ) -> Grids | None:
     """Returns every mesh of a family with every possible number of microbatches and schedule; None for no candidate.
 
-    `schedules` are those to price in addition to `1f1b`.
+    `schedules` are those to price in addition to `always`, a schedule with its chunks per stage.
     """
     num_shards = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
     pairs = [
@@ -78,7 +79,7 @@ def grids_of(
         return None
     columns, counts = np.asarray(pairs).T
     scale = batch_size / counts / traced_batch
-    plain = Grid(family.sizes[:, columns], family.num_stages[columns], counts, scale, num_layers=num_layers)
+    plain = Grid(family.sizes[:, columns], family.num_stages[columns], counts, scale, *always, num_layers)
     in_stages = np.flatnonzero(plain.num_stages > 1)
     others = []
     if in_stages.size and ZERO_BUBBLE in schedules:

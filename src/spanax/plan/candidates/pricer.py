@@ -16,7 +16,7 @@ from spanax.plan.candidates.ranking import Priced, slowest_rank
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import State
 from spanax.plan.cost.roofline import shard_counts
-from spanax.plan.cost.step_time import Grid, GridTable, Table, price
+from spanax.plan.cost.step_time import IDLE, Grid, GridTable, Table, price
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Assignment
@@ -239,7 +239,7 @@ def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None
         terms = count_terms(sharded, compiler=compiler, late=deferred_reductions(sharded), left_out=left_out)
         costs = price(terms, pricer.cluster, grids.plain, pricer.assumptions, table)
         in_rings = grids.plain.sizes[AXES.index("context")] > 1
-        seconds = costs.step_seconds - costs.terms["pipeline"]
+        seconds = costs.step_seconds - sum(costs.terms[name] for name in IDLE)
         least = min(least, float(np.where(in_rings, costs.without_attention(), seconds).min()))
     return least
 

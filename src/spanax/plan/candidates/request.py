@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from spanax.errors import ArgumentError, MissingError, check_type
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidates.grids import SCHEDULES
+from spanax.plan.candidates.grids import PLAIN, SCHEDULES
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Schedule
@@ -105,7 +105,8 @@ class Scope:
       distinct: returns each sharding once, with its fastest remat policy, schedule and number of microbatches.
       offload: kinds of state in host memory.
       stage_margin: layouts with stages rank as if they were slower by this fraction.
-      schedules: the schedules of stages to price; `1f1b` is always priced.
+      always: a schedule of stages that is always priced, and its chunks per stage.
+      schedules: the other schedules of stages to price.
       fits_first: prices the policies after the first, which the program must support, only if some layout does not fit.
       counts_stages: whether layouts with stages count for this.
       model: prices only meshes with this size of `model`.
@@ -126,6 +127,7 @@ class Scope:
     distinct: bool = False
     offload: tuple[str, ...] = ()
     stage_margin: float = 0.0
+    always: tuple[str, int] = (PLAIN, 1)
     schedules: Collection[str] = SCHEDULES
     fits_first: bool = False
     counts_stages: bool = True

@@ -44,6 +44,9 @@ COLLECTIVES: dict[str, Collective] = {
 COMPUTING = ("matmuls", "memory", "kernel starts")
 """The terms of computation."""
 
+IDLE = ("bubble", "transfers between stages")
+"""The terms of a pipeline: the time in which stages wait for others, and what sends between them add to it."""
+
 WEIGHTED = "matmuls with weights"
 """The matmuls outside of attention; a part of the term `matmuls`."""
 
@@ -115,12 +118,12 @@ class Costs:
 
     def scheduled(self, grid: Grid) -> "Costs":
         """Returns the costs under the schedule of a grid with the same meshes, microbatches and parts of the layers."""
-        terms = self.terms | {"pipeline": self.stage.idle_seconds(grid)}
+        terms = self.terms | self.stage.idle_seconds(grid)
         return replace(self, terms=terms, step_seconds=np.sum([*terms.values()], 0))
 
     def without_attention(self) -> Array:
         """Returns seconds of the terms that no form of attention shortens, one entry per candidate."""
-        changed = ("activations between devices", "memory", "pipeline")
+        changed = ("activations between devices", "memory", *IDLE)
         return np.asarray(sum(row for name, row in self.terms.items() if name not in changed) - self.attention)
 
     def plus(self, name: str, seconds: Array) -> "Costs":
@@ -141,21 +144,24 @@ class Stage:
     weights: Array
     hop: Array
 
-    def idle_seconds(self, grid: Grid) -> Array:
-        """Returns the bubble and the exposed hops of a step."""
-        parts = {name: getattr(self, name) / grid.num_chunks for name in ("forward", "backward", "weights")}
-        pipelined = step_seconds(
-            grid.schedule,
-            grid.num_stages,
-            grid.num_microbatches,
-            grid.num_chunks,
-            forward_seconds=parts["forward"],
-            backward_seconds=parts["backward"],
-            weight_seconds=parts["weights"],
-            hop_seconds=self.hop,
-        )
+    def idle_seconds(self, grid: Grid) -> dict[str, Array]:
+        """Returns the bubble, without hops, and the time that hops add to a step, by term."""
         busy = (self.forward + self.backward + self.weights) * grid.num_microbatches
-        return np.where(grid.num_stages > 1, np.maximum(pipelined - busy, 0.0), 0.0)
+        without, pipelined = (
+            step_seconds(
+                grid.schedule,
+                grid.num_stages,
+                grid.num_microbatches,
+                grid.num_chunks,
+                forward_seconds=self.forward / grid.num_chunks,
+                backward_seconds=self.backward / grid.num_chunks,
+                weight_seconds=self.weights / grid.num_chunks,
+                hop_seconds=hop,
+            )
+            for hop in (0.0, self.hop)
+        )
+        idle = zip(IDLE, (without - busy, pipelined - without), strict=True)
+        return {name: np.where(grid.num_stages > 1, np.maximum(seconds, 0.0), 0.0) for name, seconds in idle}
 
 
 def price(
@@ -185,7 +191,7 @@ def price(
     # The last stage also runs the operations around the layers, and all other stages wait for it.
     count = grid.num_microbatches
     seconds_by_term = {name: (layers[name] / grid.shares + around[name]) * count for name in layers}
-    seconds_by_term["pipeline"] = stage.idle_seconds(grid)
+    seconds_by_term |= stage.idle_seconds(grid)
     seconds_by_term[ONCE] = np.zeros(grid.scale.shape)
     for (phase, inside, name), seconds in exposed.seconds.items():
         if name == ONCE:

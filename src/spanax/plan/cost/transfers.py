@@ -1,6 +1,7 @@
 """The time of copies between devices and host, and the bytes sent between the stages of a pipeline."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -36,8 +37,8 @@ def exposed_copies(
     return {HOST_TRANSFERS: seconds}
 
 
-def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) -> int:
-    """Returns the bytes that one device receives from permutations between stages in one step.
+def stage_transfers(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) -> Counter[tuple[int, Phase]]:
+    """Returns the bytes that one device receives from permutations between stages in one step, by value and phase.
 
     Activations at every tick with a forward pass; their gradients at every tick with a backward pass; once per step the
     sums and records of the first and last stages, to one of them (where both have a part) and then to all, doubling the
@@ -57,13 +58,18 @@ def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Tick
         ways = 1 if constraint is None else resolver.mesh.ways([*axes_of(constraint.spec)])
         return graph.num_bytes(value) // ways
 
-    sent: dict[Kind, tuple[int, ...]] = {"F": cut.payload_forward, "B": cut.payload_backward}
-    total = sum(ticks.num_taken(kind) * sum(map(size, values)) for kind, values in sent.items())
+    sent = Counter[tuple[int, Phase]]()
+    payloads: tuple[tuple[Kind, Phase, tuple[int, ...]], ...] = (
+        ("F", Phase.FORWARD, cut.payload_forward),
+        ("B", Phase.BACKWARD, cut.payload_backward),
+    )
+    for kind, phase, values in payloads:
+        for value in values:
+            sent[value, phase] += ticks.num_taken(kind) * size(value)
     rounds = math.ceil(math.log2(ticks.num_stages))
-    outputs = cut.loop.body.outputs
-    for term in cut.sums:
-        if not term.is_rows:
-            total += (rounds + ("head" in term.parts)) * size(outputs[term.index])
-    states = sum(size(state.after) for state in cut.states)
-    results = ticks.num_microbatches * sum(size(value) for value, _ in cut.results)
-    return total + rounds * (states + results)
+    ends = [(cut.loop.body.outputs[s.index], rounds + ("head" in s.parts)) for s in cut.sums if not s.is_rows]
+    ends += [(state.after, rounds) for state in cut.states]
+    ends += [(value, rounds * ticks.num_microbatches) for value, _ in cut.results]
+    for value, times in ends:
+        sent[value, Phase.BACKWARD] += times * size(value)
+    return sent

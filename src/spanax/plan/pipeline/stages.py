@@ -8,6 +8,7 @@ from spanax.hardware.torus import divisors
 from spanax.plan.layout import PIPE, Layout
 from spanax.plan.pipeline.schedules import check_counts
 from spanax.plan.plan import Plan, Schedule
+from spanax.plan.presets import name_in_stages
 from spanax.plan.sharding.assign import divided_layers
 from spanax.trace.jaxpr.remat_policies import partial_policy
 from spanax.trace.program import Program
@@ -38,16 +39,26 @@ def in_stages(
     """
     stages = mesh.ways([AXIS])
     if stages == 1 and schedule.num_stages > 1:
-        inner_axes = tuple(pair for pair in mesh.axes if pair[0] != AXIS and pair[1] > 1)
-        mesh = MeshShape(((AXIS, schedule.num_stages), *inner_axes))
+        mesh = mesh_of_stages(mesh, schedule.num_stages)
     schedule = replace(schedule, num_stages=mesh.ways([AXIS]))
     if schedule.num_stages > 1 and not layout.splits(AXIS):
-        layout = replace(layout, name=f"pipeline+{layout.name}", computed=((AXIS, ("layers",)), *layout.computed))
+        layout = replace(layout, name=name_in_stages(layout.name), computed=((AXIS, ("layers",)), *layout.computed))
     if not schedule.microbatches:
         schedule = replace(schedule, microbatches=_suiting(program, layout, mesh, schedule))
     if schedule.num_stages > 1:
         _check(program, layout, mesh, schedule)
     return layout, mesh, schedule
+
+
+def mesh_of_stages(mesh: MeshShape, num_stages: int) -> MeshShape:
+    """Returns the mesh of all stages, given that of one.
+
+    Example:
+      >>> mesh_of_stages(MeshShape.of("data=1,fsdp=4"), 2)
+      pipe=2,fsdp=4
+    """
+    inside = tuple(pair for pair in mesh.axes if pair[0] != AXIS and pair[1] > 1)
+    return MeshShape(((AXIS, num_stages), *inside)) if num_stages > 1 else mesh
 
 
 def requested_schedule(
@@ -67,20 +78,6 @@ def requested_schedule(
         num_chunks=chunks or (2 if schedule == "interleaved" else 1),
         pipeline=schedule or "1f1b",
     )
-
-
-def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
-    """Checks that a plan uses the requested pipeline schedule.
-
-    Raises:
-      SpanaxError: the mesh has no stages.
-    """
-    if schedule is not None and plan.schedule.num_stages == 1:
-        raise PipelineError(
-            f"--pipeline-schedule {schedule} is for a pipeline, and the mesh has no stages.",
-            where=f"mesh {plan.mesh}",
-            fix="a mesh with 'pipe', such as pipe=2,data=4, or leave --pipeline-schedule out",
-        )
 
 
 def inside_stage(plan: Plan) -> Plan:
@@ -158,9 +155,9 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     labels = divided_layers(program)
     if not labels:
         raise PipelineError(
-            "the model has no repeated blocks that could be divided into stages.",
-            where=f"mesh {mesh}",
-            fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",
+            "the step has no loop over equal layers that could be divided into stages.",
+            where=f"mesh {mesh}; blocks in a list run one by one, in no loop",
+            fix=f"spanax.stack(model), which makes loops of lists of equal blocks, or a mesh without '{AXIS}'",
         )
     _check_accumulates(program, mesh)
     if schedule.num_chunks > 1:

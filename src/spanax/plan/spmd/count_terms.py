@@ -16,7 +16,7 @@ from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
-from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, trips
+from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, ancestors_of_loss, phase_of_values, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING
 
@@ -49,12 +49,18 @@ def count_terms(
 
 def collectives_by_value(
     sharded: ShardedProgram, *, compiler: Compiler | None = None, late: DeferredReductions | None = None
-) -> dict[int, Collectives]:
-    """Returns the collectives of `count_terms` by the value that they move, the first of equal ones."""
-    moves: dict[int, list[tuple[tuple[Any, ...], int]]] = defaultdict(list)
+) -> dict[tuple[int, Phase], Collectives]:
+    """Returns the collectives of `count_terms` by the value that they move, the first of equal ones, and by phase.
+
+    The sum of gradients after a loop over microbatches is part of the backward pass.
+    """
+    traced = sharded.traced
+    forward = ancestors_of_loss(traced.traced)
+    moves: dict[tuple[int, Phase], list[tuple[tuple[Any, ...], int]]] = defaultdict(list)
     for key, runs in _counted(sharded, None, compiler or Compiler(), late).moves.items():
-        moves[key[-1]].append((key, runs))
-    return {value: _collectives(rows) for value, rows in moves.items()}
+        phase = max(key[5], phase_of_values(traced.axes, key[-1:], forward))
+        moves[key[-1], Phase(phase)].append((key, runs))
+    return {place: _collectives(rows) for place, rows in moves.items()}
 
 
 def _counted(

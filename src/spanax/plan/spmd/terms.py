@@ -174,7 +174,7 @@ class Terms:
     num_layers: int
 
     def moved_bytes(
-        self, mesh: MeshShape, *, scale: float = 1.0, num_microbatches: int = 1, num_stages: float = 1
+        self, mesh: MeshShape, *, scale: float = 1.0, num_stages: float = 1
     ) -> dict[tuple[str, str], float]:
         """Returns output bytes per device and step by (collective, mesh axes), as `("all-reduce", "data+fsdp")`.
 
@@ -183,16 +183,13 @@ class Terms:
 
         Args:
           mesh: sizes of the mesh axes inside a stage.
-          scale: the batch of one microbatch over the traced batch.
-          num_microbatches: per step; gradients are reduced and weights updated once.
+          scale: the batch over the traced batch.
           num_stages: of a pipeline, which divide the layers and the update; fewer where some of it is padding.
         """
         result = defaultdict[tuple[str, str], float](float)
         moves = self.collectives
-        is_update = moves.phase == Phase.UPDATE
-        is_once = is_update | (moves.of_weights & (moves.kind == KINDS.index("all-reduce")))
-        in_stages = moves.in_layers | is_update
-        runs = moves.runs * np.where(is_once, 1, num_microbatches) / np.where(in_stages, num_stages, 1)
+        in_stages = moves.in_layers | (moves.phase == Phase.UPDATE)
+        runs = moves.runs / np.where(in_stages, num_stages, 1)
         num_bytes = moves.num_bytes * np.where(moves.batched, scale, 1.0) * runs
         for row, kind in enumerate(moves.kind):
             over, common = (

@@ -27,7 +27,7 @@ def value_names(step: ShardedProgram, values: Iterable[int]) -> dict[int, str]:
     for value in values:
         names = {of_param.get(each) or _at_line(step, each) for each in (value, *equal[value])}
         listed = sorted(names, key=lambda name: (" at " not in name, name))[:2]
-        result[value] = ", ".join(listed) + (f" +{len(names) - 2}" if len(names) > 2 else "")
+        result[value] = ", ".join(listed) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     return result
 
 

@@ -88,7 +88,7 @@ def _search(search: Search) -> Page:
 
 
 def _candidate(candidate: Candidate) -> Page:
-    title = f"{candidate.layout} on {candidate.mesh}"
+    title = candidate.title
     return Page("layout", title, "", (), cost_blocks(candidate.seconds, candidate.memory))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from spanax.check.measure.run_record import RunRecord
+from spanax.plan.cost.step_time import IDLE
 from spanax.plan.plan import Prediction
 from spanax.printable import printable
 from spanax.show.page.check import findings_part
@@ -96,7 +97,7 @@ def _plan_blocks(run: RunRecord) -> Iterator[Block]:
 def _compared(price: Prediction, run: RunRecord) -> list[tuple[str, str, str, str]]:
     measured: dict[str, float | None] = {"step": run.metrics.median_step_seconds}
     communication = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
-    computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, "pipeline"))
+    computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, *IDLE))
     predicted = {"step": price.step_seconds, "computation": computation, "communication": communication}
     if run.profile is not None:
         measured |= {"computation": run.profile.compute, "communication": run.profile.communication}

@@ -10,7 +10,6 @@ import jax
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, CONFIG
 from spanax.errors import DeviceCountError, TooFewExamplesError, WorkloadError, first_line
-from spanax.plan.pipeline.stages import check_requested_schedule
 from spanax.plan.plan import Plan
 from spanax.step.placement import flagged
 from spanax.trace.program import Program
@@ -96,7 +95,6 @@ def build(load: Callable[..., Workload], config: TrainConfig, devices: Sequence[
     profiled_steps(config)
     plan = plan_file or choose_plan(program, config, devices, telemetry)
     plan = flagged(plan, config.xla_flags, devices)
-    check_requested_schedule(config.pipeline_schedule, plan)
     if workload.evaluate is not None and workload.validation is None and not is_named(source_of(config, workload)):
         raise WorkloadError(
             f"workload '{config.workload}' has an `evaluate`, and no held-out examples.",

@@ -11,7 +11,6 @@ from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.defaults import default_dtype
-from spanax.plan.pipeline.stages import requested_schedule
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 from spanax.train.config import TrainConfig
@@ -30,9 +29,6 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
     folder = telemetry.folder
     if config.resume and config.dtype is None:
         program = in_recorded_dtype(program, folder, devices)
-    schedule = requested_schedule(
-        microbatches=config.microbatches, schedule=config.pipeline_schedule, chunks=config.virtual_stages
-    )
     place = partial(
         make_plan,
         program,
@@ -42,7 +38,7 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
         offload=config.offload,
     )
     try:
-        return place(local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
+        return place(local(devices), layout=config.layout, mesh=config.mesh, schedule=config.step_schedule)
     except SpanaxError as error:
         before = run_folder.recorded(folder) if config.resume else {}
         if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:
