@@ -72,6 +72,7 @@ def user_frames(error: BaseException) -> traceback.StackSummary:
     return traceback.StackSummary.from_list([frame for frame in frames if is_mistake and is_user(frame.filename)])
 
 
+@functools.cache
 def is_spanax(file: str) -> bool:
     """Returns whether a file belongs to Spanax, other than to what models run: its models, and stacks of layers."""
     # Layers raise errors for arguments that user code passes to them.
