@@ -48,6 +48,7 @@ BAD: dict[str, tuple[int, str]] = {
     "train --virtual-stages 0": (2, "--virtual-stages is 0"),
     "train --pipeline-schedule 1f1b": (2, "--pipeline-schedule 1f1b is for a pipeline"),
     "train --virtual-stages 2": (2, "--virtual-stages 2 is for a pipeline"),
+    "train --layout pipeline --devices 1 --pipeline-schedule gpipe": (2, "--pipeline-schedule gpipe is for a pipeline"),
     "train --profile 3": (2, "--profile is '3'"),
     "train --profile 0:3": (2, "--profile is '0:3'"),
     "train --profile x:y": (2, "--profile is 'x:y'"),

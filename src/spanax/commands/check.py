@@ -176,6 +176,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
         pad=request.pad,
         offload=request.offload,
     )
+    request.check_stages(chosen.schedule.num_stages > 1)
     return program, chosen
 
 

@@ -222,6 +222,7 @@ def _search(
     microbatches = 1 if command.solve_for == "batch" and command.request.microbatches is None else None
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
     search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
+    command.request.check_stages(search.best is None or search.best.num_stages > 1)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
 
 

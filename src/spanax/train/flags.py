@@ -191,18 +191,22 @@ class LayoutRequest:
         )
 
         check_names(self.layout, None)
-        of_stages = {"--pipeline-schedule": self.pipeline_schedule, "--virtual-stages": self.virtual_stages}
-        for flag_name, value in of_stages.items():
-            if value is not None and not requests_stages(self.layout, self.mesh):
-                raise PipelineError(
-                    f"{flag_name} {value} is for a pipeline, and no stages are requested.",
-                    fix=f"--layout pipeline, a --mesh with 'pipe', or leave {flag_name} out",
-                )
+        self.check_stages(requests_stages(self.layout, self.mesh))
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)
         known_offload(self.offload)
         known_accumulation(self.accumulate or "exact")
+
+    def check_stages(self, has_stages: bool) -> None:
+        """Raises SpanaxError if a flag of stages is set, and a request or its plan has none."""
+        of_stages = {"--pipeline-schedule": self.pipeline_schedule, "--virtual-stages": self.virtual_stages}
+        for name, value in of_stages.items():
+            if value is not None and not has_stages:
+                raise PipelineError(
+                    f"{name} {value} is for a pipeline, and there are no stages.",
+                    fix=f"--layout pipeline or a mesh with 'pipe', on several devices, or leave {name} out",
+                )
 
     def trace(
         self,

@@ -95,6 +95,7 @@ def build(load: Callable[..., Workload], config: TrainConfig, devices: Sequence[
     profiled_steps(config)
     plan = plan_file or choose_plan(program, config, devices, telemetry)
     plan = flagged(plan, config.xla_flags, devices)
+    config.check_stages(plan.schedule.num_stages > 1)
     if workload.evaluate is not None and workload.validation is None and not is_named(source_of(config, workload)):
         raise WorkloadError(
             f"workload '{config.workload}' has an `evaluate`, and no held-out examples.",
