@@ -75,7 +75,7 @@ def answer(command: InspectCommand) -> Answer:
         data["schedule"] = ticks_json(table)
     lines = [text]
     if command.svg is not None:
-        _write(command.svg, drawing_svg(chosen, plan.mesh, f"{plan.layout.name} on {plan.mesh}"))
+        _write(command.svg, drawing_svg(chosen, plan.mesh, plan.title))
         lines.append(f"written to {command.svg}: {len(chosen)} arrays drawn")
     if command.hlo is not None:
         _write(command.hlo, _program_text(command, placement))

@@ -172,6 +172,11 @@ class Plan:
         return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind) and leaf.memory_kind == DEVICE)
 
     @property
+    def title(self) -> str:
+        """Returns the layout and the mesh."""
+        return f"{self.layout.name} on {self.mesh}"
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of offloaded state in host memory, per device."""
         return sum(leaf.local_bytes for leaf in self.leaves if leaf.memory_kind == HOST)

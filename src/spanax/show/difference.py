@@ -34,7 +34,7 @@ def difference_json(first: Plan, second: Plan) -> dict[str, Any]:
     rows = [row for row in rows if row["first"] or row["second"]]
     plans = [first, second]
     return {
-        "plans": [f"{plan.layout.name} on {plan.mesh}" for plan in plans],
+        "plans": [plan.title for plan in plans],
         "schedules": [str(plan.schedule) for plan in plans],
         "rows": rows,
         "changes": first.diff(second),

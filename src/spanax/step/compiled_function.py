@@ -123,7 +123,7 @@ def compile_notice(name: str, plan: Plan) -> Iterator[None]:
         return
     error = CompilerError(
         f"the process ended while XLA compiled {name}.",
-        where=f"layout {plan.layout.name} on {plan.mesh}, jax {jax.__version__}; XLA's own error is above",
+        where=f"layout {plan.title}, jax {jax.__version__}; XLA's own error is above",
         fix="JAX_USE_SHARDY_PARTITIONER=0, which selects another partitioner of XLA; or another layout",
     )
     command = [shell, "-c", SCRIPT, shell, str(error)]

@@ -38,7 +38,7 @@ def annotated_program(program: Program, plan: Plan, devices: Sequence[Any]) -> s
     for name, leaves in (("state", plan.leaves), ("batch", plan.batch)):
         paths = [leaf.path for leaf in leaves]
         text = re.sub(rf'"{name}\[(\d+)\]"', lambda match, paths=paths: f'"{paths[int(match[1])]}"', text)  # type: ignore[misc]
-    header = [f"// {plan.layout.name} on {plan.mesh}: {plan.why}"]
+    header = [f"// {plan.title}: {plan.why}"]
     for leaf in plan.leaves + plan.batch:
         spec = ", ".join("+".join(by) or "-" for by in leaf.spec)
         reason = f": {leaf.reason}" if leaf.reason else ""

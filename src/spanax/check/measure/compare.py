@@ -328,7 +328,7 @@ def _started_runs(
         runs.append(run)
         mean = (time.monotonic() - started) / count
         seconds_left = mean * (len(plans) - count) + step_seconds / count / WARM_UP * len(plans) * steps
-        on_progress(Progress("compiled", count, len(plans), f"{plan.layout.name} on {plan.mesh}", seconds_left))
+        on_progress(Progress("compiled", count, len(plans), plan.title, seconds_left))
     return runs, compiled
 
 

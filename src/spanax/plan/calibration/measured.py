@@ -94,7 +94,7 @@ class MeasuredStep:
             )
         if not all(0 < seconds < math.inf for seconds in steps.seconds):
             raise CalibrationError(f"'{source}' has step times that are not positive numbers.")
-        layout = f"{evaluation.plan.layout.name} on {evaluation.plan.mesh}"
+        layout = evaluation.plan.title
         costs = evaluation.layout
         return MeasuredStep(source, layout, steps, evaluation.cluster, costs.terms, evaluation.grid, tuple(transfers))
 

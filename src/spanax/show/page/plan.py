@@ -31,7 +31,7 @@ def plan_page(plan: Plan) -> Page:
     """Returns the page of a plan."""
     num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.kind == "param")
     batch = f", batch size {plan.setting.batch_size:,}" if plan.batch else ""
-    title = f"{plan.layout.name} on {plan.mesh}: {count_text(num_params)} parameters{batch}"
+    title = f"{plan.title}: {count_text(num_params)} parameters{batch}"
     return Page("plan", title, sentence(plan.why), _facts(plan), [*price_blocks(plan), *array_blocks(plan)])
 
 
@@ -161,7 +161,7 @@ def search_page(summary: Summary, plan: Plan | None, workload: str) -> Page:
     search = summary.search
     lead = f"Nothing fits: {summary.shortfall}."
     if plan is not None:
-        lead = f"Best: {plan.layout.name} on {plan.mesh}. {sentence(plan.why)}"
+        lead = f"Best: {plan.title}. {sentence(plan.why)}"
     layouts = layouts_part(search)
     count = len(layouts["rows"])
     note = f"{count:,} of {search.layouts_priced:,} layouts priced: the fastest, and the best of every kind."

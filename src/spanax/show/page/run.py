@@ -20,7 +20,7 @@ COMMUNICATION = ("activations between devices", "weights between devices", "grad
 def run_page(run: RunRecord) -> Page:
     """Returns the page of a run."""
     plan = run.plan
-    lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "No plan."
+    lead = f"{plan.title}: {plan.why}." if plan is not None else "No plan."
     title = printable(run.report.workload) or "a run"
     return Page("run", title, lead, _facts(run), [*_blocks(run), *_plan_blocks(run)], run.report.how_to_go_on)
 

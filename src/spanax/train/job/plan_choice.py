@@ -46,9 +46,9 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
         plan = _replanned(place, devices)
         reason = first_line(error)
         num_idle = len(devices) - plan.mesh.size
+        idle = f"; {num_idle} devices idle" if num_idle else ""
         telemetry.warn(
-            f"{before.get('devices')} devices before, {len(devices)} now: {reason} Continuing with "
-            f"{plan.layout.name} on {plan.mesh}" + (f"; {num_idle} devices idle" if num_idle else "")
+            f"{before.get('devices')} devices before, {len(devices)} now: {reason} Continuing with {plan.title}{idle}"
         )
         replanned = {"event": "replanned", "reason": reason, "idle": num_idle, "before": before.get("devices")}
         telemetry.report(replanned | placement(plan))
