@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from spanax.hardware.mesh import MeshShape
 from spanax.step.compiled_function import compile_notice
 
-plan = SimpleNamespace(mesh=MeshShape.of({axes}), layout=SimpleNamespace(name="fsdp"))
+plan = SimpleNamespace(mesh=MeshShape.of({axes}), title="fsdp on fsdp=8")
 with compile_notice("`update`", plan):
     {first}
 {second}

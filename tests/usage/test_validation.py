@@ -25,11 +25,12 @@ def suggested(error: RangeError) -> tuple[str, float]:
 def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> None:
     kind = float if "." in USUAL.get(name, "") or name in ("learning_rate", "max_grad_norm", "spike_factor") else int
     wrong = MAX.get(name, 10**12) + 1 if is_high else MIN[name] - 1
+    pipeline = TrainConfig(layout="pipeline")  # The flags of stages are for a pipeline.
     with pytest.raises(RangeError, match=r"\[SPX102\]") as caught:
-        check(replace(TrainConfig(), **{name: kind(wrong)}))
+        check(replace(pipeline, **{name: kind(wrong)}))
     flag, value = suggested(caught.value)
     assert flag == f"--{name.replace('_', '-')}"
-    check(replace(TrainConfig(), **{name: kind(value)}))
+    check(replace(pipeline, **{name: kind(value)}))
     assert value > 0 or name in ZERO
 
 
