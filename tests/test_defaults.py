@@ -80,12 +80,12 @@ STAGED_ON = "v100:2x2"
 
 @functools.cache
 def staged_program() -> Program:
-    return load("gpt2-xl", batch_size=16, seq_len=128, num_layers=8).trace(learning_rate=1e-3, num_steps=100)
+    return load("gpt2-xl", batch_size=16, seq_len=128, num_layers=32).trace(learning_rate=1e-3, num_steps=100)
 
 
 def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
-    sizes = dict(global_batch_size=16, seq_len=128, layers=8)
+    sizes = dict(global_batch_size=16, seq_len=128, layers=32)
     workload, on = "gpt2-xl", STAGED_ON
     plan_answer(with_flags(PlanCommand(workload, (on,)), out=file, **sizes))
     check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))

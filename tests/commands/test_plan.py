@@ -327,8 +327,18 @@ def test_what_moves_is_named_by_its_path_or_line(why: str, terms: list[str]) -> 
     assert not any(name in term for name in ("stack.py", "accumulation.py") for term in moved)
     shown = text.partition("\nwhat moves")[2]
     assert all(f"{name}: " in shown for name, _ in sums), "each collective has a row"
-    touched = {row["term"]: row["second"] for row in rows if row["group"] == "read and written"}
-    assert touched["batch,seq,embed"] > 0
+
+
+def test_the_seconds_of_a_term_are_those_of_what_it_computes() -> None:
+    _, data = ask(on=("h100:2x4",), why="pipeline")
+    rows = data["why"]["rows"]
+    for term in ("matmuls", "memory", "kernel starts", "update"):
+        for side in ("first", "second"):
+            (total,) = [row[side] for row in rows if (row["group"], row["term"]) == ("seconds", term)]
+            parts = [row[side] for row in rows if row["group"] == "seconds of" and row["term"].startswith(f"{term}: ")]
+            assert sum(parts) == pytest.approx(total), term
+    of_head = r"matmuls: forward batch,seq,vocab at gpt\.py:\d+ \(GPT.__call__\)"
+    assert any(re.fullmatch(of_head, row["term"]) for row in rows)
 
 
 def test_the_fewest_devices() -> None:

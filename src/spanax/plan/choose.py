@@ -41,7 +41,7 @@ from spanax.plan.defaults import (
     untraceable_in,
 )
 from spanax.plan.layout import Layout
-from spanax.plan.pipeline.stages import AXIS, inside_stage
+from spanax.plan.pipeline.stages import ANY, AXIS, mesh_of_stage
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, axes_named, check_ring, default_mesh, layout_for
@@ -164,7 +164,6 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     Raises:
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
     """
-    _check_request(request)
     can_search = is_searchable(cluster, request)
     if not request.is_placed and can_search:
         return chosen(priced or searched(program, cluster, request))
@@ -287,8 +286,9 @@ def _requested(
     schedule = request.schedule
     usual = defaults(cluster)
     request, staged = _in_stages(program, cluster, request)
+    is_open = staged is None or staged.pipeline == ANY
     reason, layout, mesh = _named(cluster, request)
-    is_fixed = staged is not None or (request.is_placed and not usual.is_searched)
+    is_fixed = request.is_placed and not usual.is_searched
     as_traced = not program.rewrites_loss or is_fixed
     asked = (microbatches, schedule and schedule.microbatches, staged and staged.microbatches)
     counts = [count for count in asked if count]
@@ -313,9 +313,9 @@ def _requested(
         ring=request.layout is None and can_ring(program, cluster, attention),
         distinct=True,
         offload=request.offload or (),
-        stages=None if staged is None else staged.num_stages,
-        always=(PLAIN, 1) if staged is None else (staged.pipeline, staged.num_chunks),
-        schedules=SCHEDULES if staged is None else (),
+        stages=(staged and staged.num_stages) or None,
+        always=(staged.pipeline, staged.num_chunks) if staged and not is_open else (PLAIN, 1),
+        schedules=SCHEDULES if is_open else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
     requested = _Requested(cluster, request, scope, dtype, dtype_reason, remat, is_chunked=bool(count))
@@ -425,28 +425,26 @@ def chosen(result: Search) -> Plan:
     return replace(plan, why="; ".join(str(reason) for reason in reasons if reason))
 
 
-def _check_request(request: Request) -> None:
-    if request.sequence_parallel and not request.is_placed:
-        raise ConflictError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
-    if request.is_ring and request.attention == "flash":
-        raise ConflictError(
-            "attention 'flash' gathers keys, and layout 'ring' does not.", fix="layout 'context', or attention 'plain'"
-        )
-
-
 def _in_stages(program: Program, cluster: Cluster, request: Request) -> tuple[Request, Schedule | None]:
-    """Returns the request of one stage, and the schedule of all, if stages are requested; else the request and None."""
-    roles = axes_named(request.layout) if isinstance(request.layout, str) else ()
-    is_staged = request.mesh is not None and MeshShape.of(request.mesh).ways([AXIS]) > 1
-    if not is_staged and AXIS not in roles:
+    """Returns the request of one stage, and the schedule of all, if stages are requested; else the request and None.
+
+    A search chooses what the request leaves open of the schedule; otherwise it is that of the only plan.
+    """
+    is_named = isinstance(request.layout, str) and AXIS in axes_named(request.layout)
+    if not request.has_stages and not is_named:
         return request, None
     plan = _placed(program, cluster, request, program.loss_chunks)
-    mesh = inside_stage(plan).mesh
-    layout = request.layout
-    if AXIS in roles and {*mesh.names} <= {*roles, "data"}:
-        layout = layout_on(storing_of(plan.layout), False, mesh).name
-    has_sequence = plan.layout.sequence_axis is not None
-    return replace(request, layout=layout, mesh=mesh, sequence_parallel=has_sequence), plan.schedule
+    mesh = mesh_of_stage(plan.mesh)
+    layout = request.layout or plan.layout.name
+    if not request.has_stages:
+        layout = layout_on(storing_of(plan.layout), plan.layout.sequence_axis is not None, mesh).name
+    placed_request = replace(request, layout=layout, mesh=mesh, pipeline=True)
+    if not (defaults(cluster).is_searched and is_searchable(cluster, request)):
+        return placed_request, plan.schedule
+    schedule = request.schedule or Schedule(microbatches=0, pipeline=ANY)
+    if request.mesh is None:
+        return replace(placed_request, mesh=None), replace(schedule, num_stages=0)
+    return placed_request, replace(schedule, num_stages=plan.schedule.num_stages)
 
 
 def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | None, MeshShape | None]:

@@ -15,9 +15,10 @@ from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import OFFLOADED, State, state_of
 from spanax.plan.cost.memory.tiles import OnChip
+from spanax.plan.cost.overlap import ONCE
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
 from spanax.plan.cost.roofline import shard_counts
-from spanax.plan.cost.step_time import Costs, Grid, GridTable, price
+from spanax.plan.cost.step_time import Costs, Grid, GridTable, Table, price, row_seconds
 from spanax.plan.cost.transfers import HOST_TRANSFERS, stage_transfers
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
@@ -26,10 +27,10 @@ from spanax.plan.plan import Plan, Prediction, path_pattern
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.space import storing_of
 from spanax.plan.spmd.compiler import Compiler
-from spanax.plan.spmd.count_terms import collectives_by_value, count_terms
+from spanax.plan.spmd.count_terms import collectives_by_value, count_terms, matmuls_by_value
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.plan.spmd.terms import HOP, Terms
+from spanax.plan.spmd.terms import HOP, MemoryTraffic, Terms, table
 from spanax.plan.spmd.value_names import axes_text, value_names
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import pipeline_partition
@@ -89,7 +90,13 @@ class LayoutCosts:
 
     def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
+        table = table or Table(self.cluster, self.terms.axes, [grid], self.assumptions).select(grid)
         costs = price(self.terms, self.cluster, grid, self.assumptions, table)
+        if (grid.num_stages > 1).any():
+            # The first and the last stage add up their gradients of what is outside of the layers, for all stages.
+            ends = self.state.local_bytes("gradient", shard_counts(grid.sizes), grid.shares, outside=True)
+            rounds = np.where(grid.num_stages > 1, np.ceil(np.log2(grid.num_stages)) + 1, 0)
+            costs = costs.plus(ONCE, rounds * table.hop_seconds(ends))
         chip = self.cluster.chip
         if OFFLOADED not in self.state.kind:
             return costs
@@ -211,13 +218,28 @@ class Evaluation:
         return result
 
     @property
-    def touched(self) -> dict[str, int]:
-        """Bytes that the fused kernels of `step` read and write on a device, by the axes of the values."""
-        step = self.step
+    def seconds_at(self) -> dict[str, float]:
+        """Seconds of computation in a step, by term, phase and value, as `matmuls: forward batch,seq,mlp at mlp.py:8`.
+
+        A matmul has the value that it computes; memory traffic has the axes of the values that kernels read and write.
+        """
+        sharded = self.layout.sharded
+        traced = sharded.traced
+        places, matmuls = matmuls_by_value(sharded, compiler=Compiler.of(self.cluster))
+        touched = traced.touched_bytes
+        rows = [(num_bytes, sharded.axes_of(number), *place) for number, place, num_bytes in touched]
+        traffic = table(MemoryTraffic, rows, kernels=self.layout.terms.memory_traffic.kernels)
+        terms = replace(self.layout.terms, matmuls=matmuls, memory_traffic=traffic)
+        seconds = row_seconds(terms, self.cluster, self.grid, self.assumptions)
+        names = value_names(sharded, {value for value, _ in places})
         result: Counter[str] = Counter()
-        for number, (_, phase, in_layers, _), num_bytes in step.traced.touched_bytes:
-            parts = step.ways(step.axes_of(number)) * (self._num_shares if in_layers or phase == Phase.UPDATE else 1)
-            result[axes_text(step, step.traced.first_values[number])] += round(num_bytes / parts)
+        for (value, phase), (row,) in zip(places, seconds.matmuls.tolist(), strict=True):
+            result[_at("matmuls", phase, names[value])] += row
+        for (number, place, _), (row,) in zip(touched, seconds.memory.tolist(), strict=True):
+            axes = axes_text(sharded, traced.first_values[number])
+            result[_at("memory", Phase(place[1]), axes)] += row
+        for phase, (row,) in zip(Phase, seconds.kernels.tolist(), strict=True):
+            result[_at("kernel starts", phase, "all kernels")] += row
         return dict(result)
 
     @property
@@ -244,7 +266,7 @@ class Evaluation:
             host_bytes=candidate.host_bytes,
             hidden=candidate.hidden,
             moved_at=self.collectives_at,
-            touched=self.touched,
+            seconds_at=self.seconds_at,
         )
 
     @property
@@ -277,6 +299,13 @@ class Evaluation:
         for (kind, axes), num_bytes in sorted(moved.items()):
             result.setdefault(axes, {})[kind] = round(num_bytes)
         return result
+
+
+def _at(term: str, phase: Phase, name: str) -> str:
+    """Returns the name of a row of `seconds_at`; computation of the update is part of the term `update`."""
+    if phase == Phase.UPDATE:
+        return f"update: {term} {name}"
+    return f"{term}: {phase.name.lower()} {name}"
 
 
 def priced_offload(cluster: Cluster, offload: Sequence[str]) -> tuple[str, ...]:

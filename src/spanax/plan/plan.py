@@ -46,7 +46,7 @@ class Prediction:
       host_bytes: bytes of offloaded state in host memory.
       hidden: seconds of collectives during which the device computes, by term; no part of the step's time.
       moved_at: `moved` by what moves: a parameter, or an intermediate value with its source line.
-      touched: bytes that fused kernels read and write, by the axes of the values.
+      seconds_at: seconds of matmuls, memory traffic and kernel starts, by what is computed, as `Evaluation.seconds_at`.
 
     Example:
       >>> cost = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
@@ -66,7 +66,7 @@ class Prediction:
     host_bytes: int = 0
     hidden: Mapping[str, float] = field(default_factory=dict)
     moved_at: Mapping[str, Moved] = field(default_factory=dict)
-    touched: Mapping[str, int] = field(default_factory=dict)
+    seconds_at: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -309,7 +309,8 @@ class Plan:
             before = getattr(self.schedule, each.name)
             after = getattr(other.schedule, each.name)
             if before != after:
-                lines.append(f"{each.name}: {before} -> {after}")
+                texts = [AS_WRITTEN if value is None else value for value in (before, after)]
+                lines.append(f"{each.name}: {' -> '.join(map(str, texts))}")
         if self.layout != other.layout:
             lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
         left, right = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))

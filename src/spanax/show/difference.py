@@ -16,8 +16,8 @@ MOST = 8
 """The number of rows that the text lists of a group of `BY_VALUE`; JSON has all of them."""
 
 MOVES = "what moves"
-TOUCHED = "read and written"
-BY_VALUE = (MOVES, TOUCHED)
+COMPUTES = "seconds of"
+BY_VALUE = (COMPUTES, MOVES)
 """Groups with a row per value."""
 
 
@@ -45,11 +45,11 @@ def _groups(price: Prediction) -> dict[str, Mapping[str, float]]:
     """Returns the figures of a predicted cost by group and term."""
     return {
         "seconds": {"step": price.step_seconds, **price.seconds},
+        COMPUTES: price.seconds_at,
         "hidden seconds": price.hidden,
         "memory": {"peak": price.peak_bytes, **price.memory},
         "bytes moved": bytes_by_collective(price.moved),
         MOVES: _by_value(price.moved_at),
-        TOUCHED: price.touched,
     }
 
 
@@ -71,7 +71,7 @@ def difference_text(data: Mapping[str, Any]) -> str:
 
 
 def _most_different(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the rows that differ most, at least one of each collective."""
+    """Returns the rows that differ most, at least one of each term or collective."""
     ordered = sorted(rows, key=lambda row: -abs(row["second"] - row["first"]))
     firsts = {row["term"].partition(": ")[0]: index for index, row in reversed([*enumerate(ordered)])}
     chosen = sorted(range(len(ordered)), key=lambda index: index not in firsts.values())[:MOST]
@@ -102,5 +102,5 @@ def why_json(search: Search, plan: Plan, other: Search) -> dict[str, Any]:
 def why_text(data: Mapping[str, Any]) -> str:
     """Returns what `why_json` returns for what was `asked`, without the changes of single arrays."""
     problem = data["problem"]
-    head = f"{data['asked']} does not fit: {problem}" if problem else f"{data['asked']} beside {data['plans'][0]}:"
+    head = f"{data['asked']} is not possible: {problem}" if problem else f"{data['asked']} beside {data['plans'][0]}:"
     return "\n".join([head, *([difference_text({**data, "changes": []})] if "rows" in data else [])])

@@ -143,10 +143,12 @@ class LayoutRequest:
       accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
         microbatches. Default: exact.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline. Default:
-        with a requested pipeline, at most four per stage; 1 on CPUs with a layout or mesh, and with --solve-for batch;
-        otherwise the fastest.
-      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
-      virtual_stages: groups of layers per stage of the interleaved schedule.
+        on CPUs with a layout or mesh, 1, and with stages at most four per stage; with --solve-for batch, 1; otherwise
+        the fastest.
+      pipeline_schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble. Default: the
+        fastest but gpipe; on CPUs, 1f1b.
+      virtual_stages: groups of layers per stage of the interleaved schedule. Default: the fastest; 2 for
+        --pipeline-schedule interleaved.
     """
 
     layout: str | None = None
@@ -181,6 +183,7 @@ class LayoutRequest:
 
     def check_layout(self) -> None:
         """Raises SpanaxError if the value of a flag is unknown."""
+        from spanax.plan.pipeline.schedules import check_known
         from spanax.plan.presets import check_names, requests_stages
         from spanax.trace.jaxpr.remat_policies import (
             known_accumulation,
@@ -191,6 +194,7 @@ class LayoutRequest:
         )
 
         check_names(self.layout, None)
+        check_known(self.pipeline_schedule or "1f1b")
         self.check_stages(requests_stages(self.layout, self.mesh))
         known_policy(self.remat)
         known_attention(self.attention)

@@ -91,13 +91,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no chunks": (lambda: orders("interleaved", 4, 8, 0), "num_chunks is 0;", ""),
     "chunks without interleaving": (
         lambda: orders("1f1b", 4, 8, 2),
-        "schedule '1f1b' needs 1 chunk per device, and num_chunks is 2.",
+        "schedule '1f1b' needs 1 chunk of layers per stage (num_chunks), and 2 are requested.",
         "schedule 'interleaved'",
     ),
     "interleaving without chunks": (
         lambda: orders("interleaved", 4, 8),
-        "schedule 'interleaved' needs 2 or more chunks per device, and num_chunks is 1.",
-        "num_chunks=2, or schedule '1f1b'",
+        "schedule 'interleaved' needs 2 or more chunks of layers per stage (num_chunks), and 1 are requested.",
+        "2 chunks, or schedule '1f1b'",
     ),
     "uneven groups": (
         lambda: orders("interleaved", 4, 10, 2),

@@ -73,7 +73,7 @@ def grids_of(
         (column, count)
         for column, (stages, shards) in enumerate(zip(family.num_stages, num_shards, strict=True))
         for count in _microbatches(batch_size // int(shards), int(stages))
-        if microbatches in (None, count)
+        if microbatches in (None, count) and _can_run(always, int(stages), count, num_layers)
     ]
     if not pairs:
         return None
@@ -104,6 +104,13 @@ def chunks_of(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """
     rows = -(-num_layers // num_stages)
     return tuple(n for n in divisors(rows) if 1 < n <= MOST_CHUNKS and num_stages * n <= num_layers)
+
+
+def _can_run(always: tuple[str, int], num_stages: int, num_microbatches: int, num_layers: int) -> bool:
+    """Returns whether a schedule with its chunks per stage supports these counts."""
+    schedule, num_chunks = always
+    is_grouped = num_microbatches % num_stages == 0 and num_stages * num_chunks <= num_layers
+    return schedule != INTERLEAVED or num_stages == 1 or is_grouped
 
 
 @functools.cache

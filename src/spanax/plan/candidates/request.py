@@ -6,14 +6,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from spanax.errors import ArgumentError, MissingError, check_type
+from spanax.errors import ArgumentError, ConflictError, MissingError, check_type
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.grids import PLAIN, SCHEDULES
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.layout import Layout
+from spanax.plan.layout import PIPE, Layout
+from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
-from spanax.plan.presets import default_mesh, layout_for, layout_named
+from spanax.plan.presets import axes_named, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.space import AXES, is_standard
@@ -36,7 +37,7 @@ class Request:
     whether layers may be partitioned into stages.
 
     Raises:
-      SpanaxError: an argument has an unsupported type, or the mesh is invalid.
+      SpanaxError: an argument has an unsupported type, the mesh is invalid, or arguments contradict each other.
     """
 
     layout: str | Layout | None = None
@@ -59,6 +60,11 @@ class Request:
             _check_names("pad", self.pad, 'pad="AXIS,AXIS", or pad=["AXIS"], of `program.axes`')
         if self.mesh is not None:
             object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
+        if self.sequence_parallel and not self.is_placed:
+            raise ConflictError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
+        if self.is_ring and self.attention == "flash":
+            message = "attention 'flash' gathers keys, and layout 'ring' does not."
+            raise ConflictError(message, fix="layout 'context', or attention 'plain'")
 
     @property
     def padded(self) -> tuple[str, ...]:
@@ -71,6 +77,13 @@ class Request:
     def is_placed(self) -> bool:
         """Whether a layout, or a mesh that implies one, is requested."""
         return self.layout is not None or self.mesh is not None
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the requested mesh or, without one, the layout has stages."""
+        if self.mesh is not None:
+            return MeshShape.of(self.mesh).ways([PIPE]) > 1
+        return isinstance(self.layout, str) and PIPE in axes_named(self.layout)
 
     @property
     def chunks(self) -> int | str | None:
@@ -141,15 +154,19 @@ def is_searchable(cluster: Cluster, request: Request) -> bool:
     if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
         return False
     plain = Schedule()
-    if schedule is not None and any(
-        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
-    ):
+    fixed = ("num_stages", "context") if request.has_stages else ("num_stages", "num_chunks", "context")
+    if schedule is not None and any(getattr(schedule, name) != getattr(plain, name) for name in fixed):
         return False
-    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
+    if schedule is not None and schedule.pipeline not in (plain.pipeline, ANY) and not request.has_stages:
         return False
+    if request.mesh is not None:
+        mesh = MeshShape.of(request.mesh)
+        is_ordered = mesh.ways([PIPE]) == 1 or mesh.names[0] == PIPE
+        if not (is_ordered and is_standard(mesh_of_stage(mesh))):
+            return False
     pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
     named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
-    return {*named, *pinned} <= {*AXES}
+    return {*named, *pinned} <= {*AXES, PIPE}
 
 
 def requested_layout(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:

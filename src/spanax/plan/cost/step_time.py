@@ -174,9 +174,7 @@ def price(
     """
     assumptions = assumptions or Assumptions()
     overlap = runtime_of(cluster) if assumptions.overlap is None else assumptions.overlap
-    if assumptions.repeats_forward:
-        terms = repeated(terms, assumptions.gathers_again, assumptions.repeats_forward)
-    terms = grouped(terms) if assumptions.grouped_matmul else terms
+    terms = _as_run(terms, assumptions)
     num_shards = shard_counts(grid.sizes)
     grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
     parts = _computed(terms, num_shards, grid_table, grid, assumptions)
@@ -208,6 +206,47 @@ def price(
     share = {True: count / grid.shares, False: count}
     attention = sum((parts[key] - parts[*key[:2], WEIGHTED]) * share[key[1]] for key in parts if key[2] == "matmuls")
     return Costs(seconds_by_term, np.sum([*seconds_by_term.values()], 0), flops, hidden, stage, attention, repeats_most)
+
+
+@dataclass(frozen=True, eq=False)
+class RowSeconds:
+    """Seconds of one step in each row of `Matmuls`, of `MemoryTraffic` and of its kernels, one column per candidate."""
+
+    matmuls: Array
+    memory: Array
+    kernels: Array
+
+
+def row_seconds(terms: Terms, cluster: Cluster, grid: Grid, assumptions: Assumptions | None = None) -> RowSeconds:
+    """Returns the seconds of every row of computation; `price` adds them up to `COMPUTING` and the update."""
+    assumptions = assumptions or Assumptions()
+    terms = _as_run(terms, assumptions)
+    matmuls = terms.matmuls
+    traffic = terms.memory_traffic
+    matmul_seconds_of = Table(cluster, terms.axes, [grid], assumptions).select(grid).matmul_seconds
+    traffic_time = traffic_seconds(traffic, shard_counts(grid.sizes), grid.scale, cluster.chip, assumptions)
+    start = np.full(grid.scale.shape, assumptions.start * cluster.chip.kernel_start_seconds)
+    inside = np.arange(2) == 1
+
+    def per_step(seconds: Array, phase: Array, in_layers: Array) -> Array:
+        is_update = (phase == Phase.UPDATE)[:, None]
+        shares = np.where(in_layers[:, None] | is_update, grid.shares, 1)
+        return np.asarray(seconds * np.where(is_update, 1, grid.num_microbatches) / shares)
+
+    return RowSeconds(
+        per_step(matmul_seconds_of(matmuls) * matmuls.runs[:, None], matmuls.phase, matmuls.in_layers),
+        per_step(traffic_time, traffic.phase, traffic.in_layers),
+        np.stack(
+            [per_step(traffic.kernels[phase][:, None] * start, np.full(2, phase), inside).sum(0) for phase in Phase]
+        ),
+    )
+
+
+def _as_run(terms: Terms, assumptions: Assumptions) -> Terms:
+    """Returns the terms with what a runtime repeats, and with its kernels for ragged matmuls."""
+    if assumptions.repeats_forward:
+        terms = repeated(terms, assumptions.gathers_again, assumptions.repeats_forward)
+    return grouped(terms) if assumptions.grouped_matmul else terms
 
 
 def _stage(

@@ -143,6 +143,12 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Order]] = {
 """Every schedule by name: (device, stages, microbatches, chunks) -> order of the device."""
 
 
+def check_known(schedule: str) -> None:
+    """Raises SpanaxError if there is no schedule of this name."""
+    if schedule not in SCHEDULES:
+        raise UnknownNameError(f"unknown schedule '{schedule}'.", fix=nearest(schedule, SCHEDULES))
+
+
 def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> None:
     """Checks that a schedule supports counts, which may be arrays; the error names the first invalid count.
 
@@ -153,8 +159,7 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
     Example:
       >>> check_counts("interleaved", num_stages=4, num_microbatches=[4, 8], num_chunks=2)
     """
-    if schedule not in SCHEDULES:
-        raise UnknownNameError(f"unknown schedule '{schedule}'.", fix=nearest(schedule, SCHEDULES))
+    check_known(schedule)
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, count in counts.items():
         array = np.asarray(count)
@@ -168,8 +173,8 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
         first = int(bad_chunks.argmax())
         needs = "2 or more chunks" if schedule == "interleaved" else "1 chunk"
         raise PipelineError(
-            f"schedule '{schedule}' needs {needs} per device, and num_chunks is {chunks[first]}.",
-            fix="num_chunks=2, or schedule '1f1b'" if schedule == "interleaved" else "schedule 'interleaved'",
+            f"schedule '{schedule}' needs {needs} of layers per stage (num_chunks), and {chunks[first]} are requested.",
+            fix="2 chunks, or schedule '1f1b'" if schedule == "interleaved" else "schedule 'interleaved'",
         )
     uneven = microbatches % stages != 0
     if schedule == "interleaved" and uneven.any():

@@ -16,6 +16,9 @@ from spanax.trace.program import Program
 AXIS = PIPE
 """The mesh axis of the stages."""
 
+ANY = "any"
+"""The pipeline of a requested schedule that leaves it open: a search chooses it; without one, it is 1F1B."""
+
 SUITS = 4
 """Default microbatches per stage: the bubble, (S - 1) / (M + S - 1), is then at most a fifth of a step.
 
@@ -40,7 +43,8 @@ def in_stages(
     stages = mesh.ways([AXIS])
     if stages == 1 and schedule.num_stages > 1:
         mesh = mesh_of_stages(mesh, schedule.num_stages)
-    schedule = replace(schedule, num_stages=mesh.ways([AXIS]))
+    pipeline = "1f1b" if schedule.pipeline == ANY else schedule.pipeline
+    schedule = replace(schedule, num_stages=mesh.ways([AXIS]), pipeline=pipeline)
     if schedule.num_stages > 1 and not layout.splits(AXIS):
         layout = replace(layout, name=name_in_stages(layout.name), computed=((AXIS, ("layers",)), *layout.computed))
     if not schedule.microbatches:
@@ -69,22 +73,35 @@ def requested_schedule(
     Example:
       >>> requested_schedule(schedule="interleaved").num_chunks, requested_schedule() is None
       (2, True)
+      >>> [requested_schedule(chunks=3).pipeline, requested_schedule(microbatches=8).pipeline]
+      ['interleaved', 'any']
     """
     if remat is None and microbatches is None and schedule is None and chunks is None:
         return None
+    if schedule is None:
+        schedule = "interleaved" if chunks is not None and chunks > 1 else ANY
     return Schedule(
         remat=remat,
         microbatches=microbatches or 0,
         num_chunks=chunks or (2 if schedule == "interleaved" else 1),
-        pipeline=schedule or "1f1b",
+        pipeline=schedule,
     )
+
+
+def mesh_of_stage(mesh: MeshShape) -> MeshShape:
+    """Returns the mesh of one stage, given that of all.
+
+    Example:
+      >>> mesh_of_stage(MeshShape.of("pipe=2,fsdp=4")), mesh_of_stage(MeshShape.of("pipe=8"))
+      (fsdp=4, data=1)
+    """
+    return MeshShape(tuple(pair for pair in mesh.axes if pair[0] != AXIS) or (("data", 1),))
 
 
 def inside_stage(plan: Plan) -> Plan:
     """Returns a plan with the mesh and layout of one stage; its placements are those of all stages."""
-    axes = tuple(pair for pair in plan.mesh.axes if pair[0] != AXIS)
     computed = tuple(pair for pair in plan.layout.computed if pair[0] != AXIS)
-    return replace(plan, mesh=MeshShape(axes or (("data", 1),)), layout=replace(plan.layout, computed=computed))
+    return replace(plan, mesh=mesh_of_stage(plan.mesh), layout=replace(plan.layout, computed=computed))
 
 
 def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
@@ -140,10 +157,12 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     possible = _possible(program, layout, mesh)
     enough = [candidate for candidate in possible if candidate >= stages] or possible[-1:]
     if count == 1:
+        suiting = _suiting(program, layout, mesh, schedule)
+        enlarged = f"a batch of {2 * program.batch_size}"
         raise PipelineError(
             f"a pipeline of {stages} stages needs microbatches, and there is one.",
             where=f"mesh {mesh}, a batch of {program.batch_size}",
-            fix=f"{_suiting(program, layout, mesh, schedule)} microbatches, or a mesh without '{AXIS}'",
+            fix=f"{f'{suiting} microbatches' if suiting > 1 else enlarged}, or a mesh without '{AXIS}'",
         )
     if count not in possible:
         near = min(enough, key=lambda candidate: (abs(candidate - count), candidate))
@@ -157,7 +176,8 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
         raise PipelineError(
             "the step has no loop over equal layers that could be divided into stages.",
             where=f"mesh {mesh}; blocks in a list run one by one, in no loop",
-            fix=f"spanax.stack(model), which makes loops of lists of equal blocks, or a mesh without '{AXIS}'",
+            fix="spanax.stack(model), which makes loops of lists of equal blocks, or in a workload "
+            f"build=lambda rngs: spanax.stack(Model(rngs)); or a mesh without '{AXIS}'",
         )
     _check_accumulates(program, mesh)
     if schedule.num_chunks > 1:

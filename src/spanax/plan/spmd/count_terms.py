@@ -63,6 +63,20 @@ def collectives_by_value(
     return {place: _collectives(rows) for place, rows in moves.items()}
 
 
+def matmuls_by_value(
+    sharded: ShardedProgram, *, compiler: Compiler | None = None
+) -> tuple[list[tuple[int, Phase]], Matmuls]:
+    """Returns the matmuls of `count_terms`, and the value and the phase of each; of equal values, the first."""
+    counter = _TermCounter(sharded, None, DeferredReductions(), compiler or Compiler())
+    places = list[tuple[int, Phase]]()
+    for group in sharded.traced.op_groups:
+        if group.op not in sharded.traced.inert:
+            counter.add(group)
+            num_new = len(counter.matmul_rows) - len(places)
+            places += [(group.op.outputs[0], Phase(group.phase))] * num_new
+    return places, table(Matmuls, counter.matmul_rows)
+
+
 def _counted(
     sharded: ShardedProgram,
     only: frozenset[int] | None,

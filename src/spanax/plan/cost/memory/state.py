@@ -51,9 +51,11 @@ class State:
         rows = zip(self.kind, self.tiled, self.counts, strict=True)
         return int(sum(count for kind, tiled, count in rows if kind in kinds and math.prod(tiled.shape) > 1))
 
-    def local_bytes(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
-        """Returns the bytes per device of the leaves of a kind, one entry per candidate."""
-        return self._each(kind, num_shards, num_stages).sum(0)
+    def local_bytes(self, kind: str, num_shards: Array, num_stages: Array, *, outside: bool = False) -> Array:
+        """Returns the bytes per device of the leaves of a kind, or of those outside of the layers, per candidate."""
+        rows = np.asarray([leaf_kind == kind for leaf_kind in self.kind], bool)
+        chosen = ~self.stacked[rows] if outside else slice(None)
+        return self._each(kind, num_shards, num_stages)[chosen].sum(0)
 
     def largest_bytes(self, kind: str, num_shards: Array, num_stages: Array) -> Array:
         """Returns the bytes per device of the largest leaf of a kind, one entry per candidate; 0 without any."""
