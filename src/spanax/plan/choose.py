@@ -388,7 +388,7 @@ class _Requested:
             pipeline=in_stages or bool(request.pipeline or scope.stages),
         )
         result = search_in(program, self.cluster, first)
-        if result.best is None and is_open and program.has_evaluation:
+        if result.best is None and is_open and not in_stages and program.has_evaluation:
             result = search_in(program, self.cluster, replace(scope, pipeline=True))
         refused = refused_stages(result)
         if refused is None or (refused.code is Code.NO_STAGES and not is_open):
