@@ -42,7 +42,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "compare": (
         "spanax compare gpt-nano --steps 10",
         "spanax compare gpt-nano --mesh fsdp=4,model=2",
-        "spanax compare gpt-nano --all",
+        "spanax compare gpt-nano --top 4",
     ),
     "inspect": (
         "spanax inspect plan.json",

@@ -73,7 +73,7 @@ def test_the_activations_of_a_gradient_move_where_they_are_smaller(batch: int, i
 LAYOUTS = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
 
 
-@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[1:]))
+@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[2:]))
 def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
     run_report = report(layout, mesh, 2)
     assert run_report.errors["state_bytes"] == 0 and run_report.errors["flops"] == pytest.approx(0, abs=0.02)
@@ -103,7 +103,7 @@ def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
 
 
 @pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
-@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[1:]))
+@pytest.mark.parametrize("layout, mesh", sampled(LAYOUTS, LAYOUTS[2:]))
 def test_the_partitioner_passes_report_the_same_axes(layout: str, mesh: str) -> None:
     passes, simulated_devices = report(layout, mesh, 1), report(layout, mesh, 2)
     for axes, kinds in simulated_devices.compiled.collectives.items():

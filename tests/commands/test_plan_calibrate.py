@@ -22,11 +22,13 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.search import search
 from spanax.show.search import candidate_json
 
-SMALL = with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, layout="fsdp", remat="none")
+SMALL = with_flags(
+    PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, layout="fsdp", mesh="fsdp=8", remat="none"
+)
 SLOWER = {constant.name: 1.4 for constant in CONSTANTS}
 
 
-def compared(path: Path, count: int = 12) -> Path:
+def compared(path: Path, count: int = 1) -> Path:
     """What `spanax compare --json` prints on a machine whose constants are known."""
     data = measured()
     path.write_text(json.dumps(data | {"rows": data["rows"][:count]}))
@@ -37,7 +39,7 @@ def compared(path: Path, count: int = 12) -> Path:
 def measured() -> dict[str, Any]:
     machine = slowed(spanax.cluster("cpu:8"), SLOWER)
     program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100)
-    result = search(program, machine, remat=("none",), microbatches=1, pipeline=False, top=12)
+    result = search(program, machine, remat=("none",), microbatches=1, pipeline=False, top=3)
     rows = [
         candidate_json(result, row) | {"measured": {"seconds": [row.step_seconds] * 10}} for row in result.candidates
     ]
@@ -54,7 +56,7 @@ def plain() -> Answer:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Answer:
-    path = compared(tmp_path_factory.getbasetemp() / "compared.json", count=1)
+    path = compared(tmp_path_factory.getbasetemp() / "compared.json")
     return answer(with_flags(SMALL, calibrate=(path,)))
 
 
@@ -90,7 +92,7 @@ def test_the_text_shows_before_and_after(calibrated: Answer, tmp_path_factory: p
 
 
 def test_noise_larger_than_the_correction_is_reported(tmp_path: Path) -> None:
-    path = compared(tmp_path / "compared.json", count=1)
+    path = compared(tmp_path / "compared.json")
     data = json.loads(path.read_text())
     (row,) = data["rows"]
     seconds = row["measured"]["seconds"][0] / 1.4  # as predicted
@@ -105,7 +107,7 @@ def test_noise_larger_than_the_correction_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_cluster_file_plans_as_the_calibration_did(tmp_path: Path) -> None:
-    path, out = compared(tmp_path / "compared.json"), tmp_path / "mine.toml"
+    path, out = compared(tmp_path / "compared.json", count=3), tmp_path / "mine.toml"
     calibrated = answer(with_flags(SMALL, calibrate=(path,), out_cluster=out))
     assert f"written to {out}: spanax plan gpt-nano --on {out}" in calibrated.text
     again = answer(with_flags(SMALL, on=(str(out),)))
@@ -133,7 +135,7 @@ def test_a_cluster_file_reads_back(name: str, tmp_path: Path) -> None:
 
 
 def test_invalid_calibration_requests_raise(tmp_path: Path) -> None:
-    path = compared(tmp_path / "compared.json", count=1)
+    path = compared(tmp_path / "compared.json")
     with pytest.raises(SpanaxError, match="--solve-for answers one question, without --calibrate"):
         answer(with_flags(SMALL, calibrate=(path,), solve_for="batch"))
     with pytest.raises(SpanaxError, match="--out-cluster needs --calibrate"):
@@ -145,7 +147,7 @@ def test_invalid_calibration_requests_raise(tmp_path: Path) -> None:
 
 
 def test_the_code_of_a_recorded_workload_is_not_executed(tmp_path: Path) -> None:
-    path = compared(tmp_path / "compared.json", count=1)
+    path = compared(tmp_path / "compared.json")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     data = json.loads(path.read_text()) | {"workload": f"{tmp_path}/evil.py:main", "fingerprint": "other"}
     path.write_text(json.dumps(data))
@@ -155,8 +157,8 @@ def test_the_code_of_a_recorded_workload_is_not_executed(tmp_path: Path) -> None
 
 
 def test_the_flag_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (compared(tmp_path / f"{name}.json", count=1) for name in "ab")
-    args = ["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "16", "--layout", "fsdp", "--json"]
+    first, second = (compared(tmp_path / f"{name}.json") for name in "ab")
+    args = "plan gpt-nano --on cpu:8 --global-batch-size 16 --layout fsdp --mesh fsdp=8 --remat none --json".split()
     cli.main([*args, "--calibrate", str(first), "--calibrate", str(second)])
     steps = json.loads(capsys.readouterr().out)["calibration"]["steps"]
     assert [step["source"] for step in steps] == [str(first), str(second)]

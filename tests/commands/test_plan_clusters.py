@@ -4,9 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 import pytest
+from flax import nnx
 
 import spanax
+import zoo
 from programs import workload
 from requested import with_flags
 from sampling import sampled
@@ -17,6 +21,40 @@ from spanax.trace.workload import Workload
 NANO = with_flags(PlanCommand("gpt-nano", ("h100:8", "8xH100,a100:8")), global_batch_size=16)
 FSDP = with_flags(NANO, layout="fsdp", remat="none")
 """The same of one layout: what is no question of the search takes a quarter of the time."""
+
+
+class Block(nnx.Module):
+    """The smallest layer of which remat recomputes something."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(128, 512, rngs=rngs), nnx.Linear(512, 128, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Tagger(nnx.Module):
+    """A class for each token: a model of tokens and layers with few operations."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed, self.head = nnx.Embed(256, 128, rngs=rngs), nnx.Linear(128, 16, rngs=rngs)
+        self.blocks = spanax.Stack(Block, 4, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def tagged(model: Any, batch: dict[str, Any]) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
+
+
+def load(batch_size: int | None = None, **_: Any) -> Workload:
+    tokens = jax.ShapeDtypeStruct((batch_size or 16, 64), "int32")
+    return Workload(build=Tagger, batch={"inputs": tokens, "targets": tokens}, loss=tagged, vocab_size=256)
+
+
+def load_mlp(batch_size: int | None = None, **_: Any) -> Workload:
+    return Workload(build=zoo.MLP, batch=zoo.VECTORS(batch_size or 16), loss=zoo.squared_error)
 
 
 def small(folder: Path, like: str, memory: str) -> str:
@@ -44,11 +82,11 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
     names = (*NANO.on, "h100:12", "nothing:8", small(tmp_path, "l4", "2 MiB") + ":8")
     page = tmp_path / "page.html"
     asked = dataclasses.replace(FSDP, on=names, tokens=300e9, price=("h100=2.9",), html=page)
-    reply = answer(asked)
+    reply = answer(asked, load)
     rows = reply.data["clusters"]
     assert reply.exit_code == 0 and len(traced) == 1
     assert [row["on"] for row in rows] == ["h100:8", "8xH100", "a100:8", "h100:12", "nothing:8", names[-1]]
-    single = answer(with_flags(FSDP, on=("h100:8",), tokens=300e9, price=("h100=2.9",))).data
+    single = answer(with_flags(FSDP, on=("h100:8",), tokens=300e9, price=("h100=2.9",)), load).data
     assert rows[0]["best"] == rows[1]["best"] == single["best"]
     assert rows[0]["cost_dollars"] == pytest.approx(single["budget"]["cost_dollars"])
     assert rows[0]["device_hours"] == pytest.approx(single["budget"]["device_hours"])
@@ -63,28 +101,29 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
         assert any(line.startswith(name) and problem in line for line in reply.text.splitlines())
         assert problem in page.read_text()
     assert "it fits with" in rows[5]["problem"] and "dollars per device-hour: h100 2.9" in reply.text
-    assert answer(dataclasses.replace(FSDP, on=names[2:4])).exit_code == 2
+    assert answer(dataclasses.replace(FSDP, on=names[2:4]), load).exit_code == 2
 
 
 @pytest.mark.parametrize(
-    "like, memory, layout", sampled([("h100", "40 MiB", "fsdp"), ("v5e", "60 MiB", None)], [("h100", "40 MiB", "fsdp")])
+    "like, memory, layout", sampled([("h100", "10 MiB", "fsdp"), ("v5e", "16 MiB", None)], [("h100", "10 MiB", "fsdp")])
 )
 def test_the_largest_batch_is_that_of_a_plan_at_this_batch(
     tmp_path: Path, like: str, memory: str, layout: str | None
 ) -> None:
-    on, of_layout = f"{small(tmp_path, like, memory)}:8", with_flags(NANO, layout=layout)
-    rows = answer(with_flags(of_layout, on=(on, "nothing:8"))).data["clusters"]
+    plain = with_flags(NANO, attention="plain", loss_chunks="1")
+    on, of_layout = f"{small(tmp_path, like, memory)}:8", with_flags(plain, layout=layout)
+    rows = answer(with_flags(of_layout, on=(on, "nothing:8")), load).data["clusters"]
     size = rows[0]["largest_batch"]["batch"]
     assert size % 8 == 0 and rows[0]["largest_batch"]["microbatches"] == 1
     exact: Any = {"on": (on,), "microbatches": 1, "offload": "none", "pad": "none"}
-    assert answer(with_flags(of_layout, global_batch_size=size, **exact)).exit_code == 0
-    assert answer(with_flags(of_layout, global_batch_size=size + 8, **exact)).exit_code == 2
-    assert answer(with_flags(of_layout, on=(on,), solve_for="batch")).data["answer"] == size
+    assert answer(with_flags(of_layout, global_batch_size=size, **exact), load).exit_code == 0
+    assert answer(with_flags(of_layout, global_batch_size=size + 8, **exact), load).exit_code == 2
+    assert answer(with_flags(of_layout, on=(on,), solve_for="batch"), load).data["answer"] == size
 
 
 def test_a_batch_that_the_devices_do_not_divide_bounds_no_larger_one(tmp_path: Path) -> None:
-    on = (f"{small(tmp_path, 'h100', '40 MiB')}:8", "nothing:8")
-    few, many = (answer(with_flags(FSDP, on=on, global_batch_size=size)).data["clusters"][0] for size in (4, 16))
+    on = (f"{small(tmp_path, 'h100', '10 MiB')}:8", "nothing:8")
+    few, many = (answer(with_flags(FSDP, on=on, global_batch_size=size), load).data["clusters"][0] for size in (4, 16))
     assert few["largest_batch"]["batch"] == many["largest_batch"]["batch"]
 
 
@@ -111,21 +150,23 @@ def test_mistakes_are_errors_before_anything_is_traced(
 
 
 def test_a_model_without_tokens_counts_examples() -> None:
-    images = with_flags(FSDP, workload="resnet-nano", on=("h100:8", "nothing:8"), global_batch_size=64)
-    reply = answer(dataclasses.replace(images, tokens=1e9))
+    images = with_flags(FSDP, on=("h100:8", "nothing:8"), global_batch_size=64)
+    reply = answer(dataclasses.replace(images, tokens=1e9), load_mlp)
     assert "has no tokens" in reply.text and "device-hours " not in reply.text.splitlines()[0]
-    counted = answer(dataclasses.replace(images, examples=1e9)).data["clusters"][0]
+    counted = answer(dataclasses.replace(images, examples=1e9), load_mlp).data["clusters"][0]
     assert counted["device_hours"] == pytest.approx(8 * 1e9 / 64 * counted["best"]["step_seconds"] / 3600)
     with pytest.raises(SpanaxError, match="has no tokens"):
-        answer(dataclasses.replace(images, on=("h100:8",), tokens=1e9))
+        answer(dataclasses.replace(images, on=("h100:8",), tokens=1e9), load_mlp)
 
 
 def test_a_list_of_clusters_in_python(tmp_path: Path) -> None:
-    program = workload("gpt-nano", batch_size=16)
+    program = load().trace(learning_rate=1e-3, num_steps=1)
     on = f"{small(tmp_path, 'h100', '1 GiB')}:8"
-    quotes = spanax.plan(program, on=["h100:8", on, "h100:12"]).priced({"h100": 3.0}, tokens=1e9)
+    quotes = spanax.plan(program, on=["h100:8", on, "h100:12"], attention="plain", loss_chunks=1).priced(
+        {"h100": 3.0}, tokens=1e9
+    )
     assert [quote.plan is None for quote in quotes] == [False, False, True]
-    assert quotes[0].plan == spanax.plan(program, "h100:8")
+    assert quotes[0].plan == spanax.plan(program, "h100:8", attention="plain", loss_chunks=1)
     assert [quote.dollars_per_hour for quote in quotes] == [3.0, 2.0, None]
     assert "fill nodes" in str(quotes) and "cost $" in str(quotes) and "<iframe" in quotes._repr_html_()
 

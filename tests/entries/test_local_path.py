@@ -1,5 +1,6 @@
 """URLs in place of paths: refused wherever a user names a path, before anything is read, traced or written."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,7 @@ def test_commands_refuse_urls(line: str, empty: Path, capsys: pytest.CaptureFixt
     assert first.startswith("spanax: 'gs://bucket/x") and "is a URL" in first and fix.startswith("  fix: mount the ")
 
 
+@functools.cache
 def program() -> tuple[spanax.Program, spanax.Plan]:
     traced = spanax.trace(
         build=lambda rngs: nnx.Linear(4, 4, rngs=rngs), optimizer=optax.sgd(0.1),

@@ -24,7 +24,7 @@ QUICK = {"mlp": "data", "dropout": "fsdp+tensor", "cnn": "fsdp"}
 def cases() -> list[Any]:
     result = []
     for name, layouts in MATRIX.items():
-        quick = {QUICK.get(name)}
+        quick = {QUICK[name]} if name in QUICK else set()
         for layout, mesh in layouts:
             marks = () if layout in quick else pytest.mark.slow
             quick.discard(layout)

@@ -84,7 +84,10 @@ def test_several_steps_of_one_call_are_equal_to_those_without_offload() -> None:
     assert kinds(offloaded)["optimizer"] == {"pinned_host"}
 
 
-@pytest.mark.parametrize(("saved", "restored"), [("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [("optimizer", None), (None, "optimizer"), pytest.param("optimizer", "optimizer", marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_is_restored_to_the_memory_of_its_plan(
     saved: str | None, restored: str | None, tmp_path: Path
 ) -> None:

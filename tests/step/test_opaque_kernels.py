@@ -78,7 +78,7 @@ def test_numbers_equal_one_device(wrapper: str, mesh: str) -> None:
     np.testing.assert_allclose(losses(spanax.jit(step, mesh=mesh), wrapper), losses(nnx.jit(step), wrapper), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["pipe=2,data=4", "pipe=2"])
+@pytest.mark.parametrize("mesh", ["pipe=2,data=4", pytest.param("pipe=2", marks=pytest.mark.slow)])
 def test_a_pipeline_equals_one_device(mesh: str) -> None:
     program = spanax.trace(
         build=lambda rngs: spanax.stack(nnx.Sequential(*(Block(rngs, True) for _ in range(4)))),

@@ -1,6 +1,7 @@
 """Measured steps in run folders and comparisons: what is read of them, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -164,19 +165,23 @@ def test_links_and_flipped_bytes_in_a_run_are_refused(tmp_path: Path) -> None:
         read(folder)
 
 
-def comparison(path: Path, **changes: Any) -> Path:
-    """What `spanax compare --json` prints, with measured times."""
+@functools.cache
+def compared() -> dict[str, Any]:
+    """What `spanax compare --json` prints of the three layouts of a mesh, with measured times."""
     program, machine = zoo_program("gpt"), spanax.cluster("cpu:8")
-    search = layouts(program, machine, top=3)
+    search = layouts(program, machine, mesh=spanax.MeshShape.of("fsdp=8"), top=3)
     rows = [
         candidate_json(search, row) | {"measured": {"seconds": [1.0 + number] * 10, "core_seconds": [1.0] * 10}}
         for number, row in enumerate(search.candidates)
     ]
-    data = {
+    return {
         "workload": "gpt", "batch": 16, "sequence_lengths": [8], "dtypes": list(search.setting.dtypes), "rows": rows,
         "device_kind": "cpu", "size": "8", "fingerprint": program.fingerprint,
     }  # fmt: skip
-    path.write_text(json.dumps(data | changes))
+
+
+def comparison(path: Path, **changes: Any) -> Path:
+    path.write_text(json.dumps(compared() | changes))
     return path
 
 

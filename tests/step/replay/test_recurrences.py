@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from sampling import sampled
 from spanax.check.check import check
 from spanax.check.report import Report
 
@@ -92,9 +93,10 @@ CASES = [
     (OverLayers, "fsdp"),
     (ToAFixedPoint, "fsdp"),
 ]
+QUICK = [CASES[0], *CASES[2:]]
 
 
-@pytest.mark.parametrize(("build", "layout"), CASES)
+@pytest.mark.parametrize(("build", "layout"), sampled(CASES, QUICK))
 def test_what_the_compiler_moves_is_predicted_and_no_weight_moves_in_the_loop(
     build: Callable[..., nnx.Module], layout: str
 ) -> None:
@@ -111,7 +113,7 @@ def test_microbatches_gather_the_weights_and_reduce_the_gradients_each(build: Ca
     assert max(move.runs for move in report.collectives) == 2
 
 
-@pytest.mark.parametrize(("build", "layout"), CASES)
+@pytest.mark.parametrize(("build", "layout"), sampled(CASES, QUICK))
 def test_the_numbers_are_those_of_one_device(devices: object, build: Callable[..., nnx.Module], layout: str) -> None:
     program = traced(build)
     batches = np.random.default_rng(0).normal(size=(3, SIZE, TIME, DIM)).astype(np.float32)
