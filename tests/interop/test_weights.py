@@ -73,7 +73,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(jnp.asarray(inputs)))
 
 
-@pytest.mark.parametrize("name", sampled(KINDS, ["vit"]))
+@pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "vit"]))
 def test_weights_are_imported_and_exported_again(name: str, tmp_path: Path) -> None:
     done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
     assert not done.left_out and view.verify(tmp_path / "in") == []
@@ -156,7 +156,7 @@ def expected_logits(name: str, weights: dict[str, np.ndarray], tokens: np.ndarra
     return norm(x, "model.norm") @ get("model.embed_tokens" if is_gemma else "lm_head").T
 
 
-@pytest.mark.parametrize("name", sampled(CONFIGS, ["qwen3"]))
+@pytest.mark.parametrize("name", CONFIGS)
 def test_gemma_and_qwen3_equal_their_papers(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()

@@ -55,7 +55,7 @@ TRIED += [("scanned, three layers, dropout", policy) for policy in ("dots:1", "f
 TRIED += [(name, "full:1") for name in ("scanned", "scanned, its own remat, dropout", "unrolled, its own remat")]
 
 # Every kind of layers, and of what the forward pass draws and changes; `slow` is all of it.
-QUICK = [("scanned", "full"), *TRIED[14:16], ("unrolled, its own remat", "full:1")]
+QUICK = [("scanned", "full"), *TRIED[14:17], ("unrolled, its own remat", "full:1")]
 
 
 @functools.cache
