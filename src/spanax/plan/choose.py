@@ -7,12 +7,7 @@ from typing import Any, overload
 
 from jax.sharding import Mesh
 
-from spanax.errors import (
-    CapacityError,
-    ConflictError,
-    DeviceCountError,
-    VariantError,
-)
+from spanax.errors import CapacityError, ConflictError, DeviceCountError, VariantError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape, simulated
@@ -287,6 +282,8 @@ def _requested(
     usual = defaults(cluster)
     request, staged = _in_stages(program, cluster, request)
     is_open = staged is None or staged.pipeline == ANY
+    if request.mesh is not None and not request.pipeline:  # with stages, it may be the mesh of one
+        _check_devices(cluster, request, *requested_layout(program, cluster, request)[1:])
     reason, layout, mesh = _named(cluster, request)
     is_fixed = request.is_placed and not usual.is_searched
     as_traced = not program.rewrites_loss or is_fixed
@@ -464,11 +461,8 @@ def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | Non
     return code and Reason(code), layout, mesh
 
 
-def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
-    """Returns the plan of a requested layout or mesh, or of the default layout on a chip of unknown speed."""
-    schedule = request.schedule
-    why, layout, shape = requested_layout(program, cluster, request)
-    num_stages = schedule.num_stages if schedule else 1
+def _check_devices(cluster: Cluster, request: Request, layout: Layout, shape: MeshShape) -> None:
+    num_stages = request.schedule.num_stages if request.schedule else 1
     num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
     if num_devices != cluster.num_devices:
         near = layout.name if layout.name.removesuffix("+seq") in PRESETS and layout != request.layout else "fsdp"
@@ -478,6 +472,13 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
             fix=f"mesh {default_mesh(near, cluster.num_devices)}, or "
             + (simulated(num_devices) if cluster.chip.shared else f"a cluster of {num_devices} devices"),
         )
+
+
+def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
+    """Returns the plan of a requested layout or mesh, or of the default layout on a chip of unknown speed."""
+    schedule = request.schedule
+    why, layout, shape = requested_layout(program, cluster, request)
+    _check_devices(cluster, request, layout, shape)
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)

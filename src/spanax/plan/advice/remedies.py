@@ -85,11 +85,15 @@ def _search(
     )
 
 
-def _search_all(previous: Search, program: Program, cluster: Cluster, remat: Sequence[str] | None) -> Search:
-    """Returns a search of all presets on a cluster; the program already has its attention."""
+def _search_all(
+    previous: Search, program: Program, cluster: Cluster, remat: Sequence[str] | None, like: Candidate | None = None
+) -> Search:
+    """Returns a search of all presets, or of that of a candidate, on a cluster; the program has its attention."""
     return search(
         program,
         cluster,
+        layout=like and like.layout,
+        pipeline=like is None or like.num_stages > 1,
         remat=remat,
         pins=previous.pins,
         top=1,
@@ -109,16 +113,20 @@ def _has_full(program: Program) -> bool:
 
 
 def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int | None:
-    """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST."""
+    """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST.
+
+    A requested layout is not replaced by another.
+    """
     limit = previous.cluster.memory_bytes or 0
     cluster = previous.cluster
     remat = "full" if _has_full(program) else leanest.remat
+    like = leanest if Reason(Code.NOT_REQUESTED) in previous.rejected else None
     for factor in (2**power for power in range(1, MOST.bit_length())):
         if leanest.state_bytes / factor > limit:
             continue
         larger = cluster_of_size(cluster, factor * cluster.num_devices)
         try:
-            result = None if larger is None else _search_all(previous, program, larger, (remat,))
+            result = None if larger is None else _search_all(previous, program, larger, (remat,), like)
         except NoLayoutError:
             continue  # this number of devices does not divide the batch
         if larger is not None and result is not None and result.best is not None:
