@@ -58,8 +58,7 @@ def test_what_a_gpu_needs_beyond_the_default_of_jax(
     chip = dataclasses.replace(h100.chip, memory_bytes=memory)
     cluster = dataclasses.replace(h100, chip=chip, memory_bytes=memory)
     monkeypatch.setattr("spanax.hardware.cluster.cluster", lambda *_: cluster)
-    asked: dict[str, Any] = {"global_batch_size": 16, "layout": "fsdp", "mesh": "fsdp=8", "microbatches": 1}
-    command = with_flags(plan.PlanCommand("gpt-nano", ("h100:8",)), **asked, **flags)
+    command = with_flags(plan.PlanCommand("gpt-nano", ("h100:8",)), global_batch_size=16, mesh="fsdp=8", **flags)
     planned = plan.answer(command)
     for text, data in (ask(on="h100:8", level=0, **flags), (planned.text, planned.data["best"])):
         assert data["environment"] == ({} if value is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": value})

@@ -66,7 +66,7 @@ def test_every_candidate_can_be_planned_with_its_state_bytes(place: tuple[str, s
     for each in result.candidates:
         same_state.setdefault((each.storing, each.sequence, each.mesh, each.num_stages), []).append(each)
     assert len(same_state) > 80
-    for first, *others in list(same_state.values())[::8]:
+    for first, *others in list(same_state.values())[::3]:
         expected = stored_bytes(planned(program, first, place[1]), first.num_stages)
         for each in (first, *others):
             assert {group: each.memory[group] for group in expected} == expected, each
