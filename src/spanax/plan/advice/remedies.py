@@ -92,7 +92,7 @@ def _search_all(
     return search(
         program,
         cluster,
-        layout=like and like.layout,
+        layout=None if like is None else like.layout,
         pipeline=like is None or like.num_stages > 1,
         remat=remat,
         pins=previous.pins,
