@@ -281,7 +281,7 @@ def _requested(
     schedule = request.schedule
     usual = defaults(cluster)
     request, staged = _in_stages(program, cluster, request)
-    is_open = staged is None or staged.pipeline == ANY
+    fixed = None if staged is None or staged.pipeline == ANY else staged
     if request.mesh is not None and not request.pipeline:  # with stages, it may be the mesh of one
         _check_devices(cluster, request, *requested_layout(program, cluster, request)[1:])
     reason, layout, mesh = _named(cluster, request)
@@ -311,8 +311,8 @@ def _requested(
         distinct=True,
         offload=request.offload or (),
         stages=(staged and staged.num_stages) or None,
-        always=(staged.pipeline, staged.num_chunks) if staged and not is_open else (PLAIN, 1),
-        schedules=SCHEDULES if is_open else (),
+        always=(PLAIN, 1) if fixed is None else (fixed.pipeline, fixed.num_chunks),
+        schedules=SCHEDULES if fixed is None else (),
         stage_margin=STAGE_MARGIN if request.pipeline is None else 0.0,
     )
     requested = _Requested(cluster, request, scope, dtype, dtype_reason, remat, is_chunked=bool(count))

@@ -19,7 +19,7 @@ from spanax.plan.cost.overlap import ONCE
 from spanax.plan.cost.peak_memory import Level, MemoryUse, memory_per_device, ring_memory, walk
 from spanax.plan.cost.roofline import shard_counts
 from spanax.plan.cost.step_time import Costs, Grid, GridTable, Table, price, row_seconds
-from spanax.plan.cost.transfers import HOST_TRANSFERS, stage_transfers
+from spanax.plan.cost.transfers import HOST_TRANSFERS, exchange_rounds, stage_transfers
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.place import as_planned, in_forms, resolver_of
@@ -95,7 +95,7 @@ class LayoutCosts:
         if (grid.num_stages > 1).any():
             # The first and the last stage add up their gradients of what is outside of the layers, for all stages.
             ends = self.state.local_bytes("gradient", shard_counts(grid.sizes), grid.shares, outside=True)
-            rounds = np.where(grid.num_stages > 1, np.ceil(np.log2(grid.num_stages)) + 1, 0)
+            rounds = np.where(grid.num_stages > 1, exchange_rounds(grid.num_stages) + 1, 0)
             costs = costs.plus(ONCE, rounds * table.hop_seconds(ends))
         chip = self.cluster.chip
         if OFFLOADED not in self.state.kind:

@@ -154,11 +154,12 @@ def is_searchable(cluster: Cluster, request: Request) -> bool:
     if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
         return False
     plain = Schedule()
-    fixed = ("num_stages", "context") if request.has_stages else ("num_stages", "num_chunks", "context")
-    if schedule is not None and any(getattr(schedule, name) != getattr(plain, name) for name in fixed):
-        return False
-    if schedule is not None and schedule.pipeline not in (plain.pipeline, ANY) and not request.has_stages:
-        return False
+    if schedule is not None:
+        is_default = schedule.pipeline in (plain.pipeline, ANY) and schedule.num_chunks == plain.num_chunks
+        if not (request.has_stages or is_default):
+            return False
+        if (schedule.num_stages, schedule.context) != (plain.num_stages, plain.context):
+            return False
     if request.mesh is not None:
         mesh = MeshShape.of(request.mesh)
         is_ordered = mesh.ways([PIPE]) == 1 or mesh.names[0] == PIPE

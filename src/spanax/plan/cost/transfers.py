@@ -1,8 +1,8 @@
 """The time of copies between devices and host, and the bytes sent between the stages of a pipeline."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +37,11 @@ def exposed_copies(
     return {HOST_TRANSFERS: seconds}
 
 
+def exchange_rounds(num_stages: Any) -> Any:
+    """Returns the permutes that send a value of one stage to all, for a number of stages or an array of them."""
+    return np.ceil(np.log2(num_stages))
+
+
 def stage_transfers(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) -> Counter[tuple[int, Phase]]:
     """Returns the bytes that one device receives from permutations between stages in one step, by value and phase.
 
@@ -66,7 +71,7 @@ def stage_transfers(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) ->
     for kind, phase, values in payloads:
         for value in values:
             sent[value, phase] += ticks.num_taken(kind) * size(value)
-    rounds = math.ceil(math.log2(ticks.num_stages))
+    rounds = int(exchange_rounds(ticks.num_stages))
     ends = [(cut.loop.body.outputs[s.index], rounds + ("head" in s.parts)) for s in cut.sums if not s.is_rows]
     ends += [(state.after, rounds) for state in cut.states]
     ends += [(value, rounds * ticks.num_microbatches) for value, _ in cut.results]

@@ -158,11 +158,11 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     enough = [candidate for candidate in possible if candidate >= stages] or possible[-1:]
     if count == 1:
         suiting = _suiting(program, layout, mesh, schedule)
-        enlarged = f"a batch of {2 * program.batch_size}"
+        needed = f"{suiting} microbatches" if suiting > 1 else f"a batch of {2 * program.batch_size}"
         raise PipelineError(
             f"a pipeline of {stages} stages needs microbatches, and there is one.",
             where=f"mesh {mesh}, a batch of {program.batch_size}",
-            fix=f"{f'{suiting} microbatches' if suiting > 1 else enlarged}, or a mesh without '{AXIS}'",
+            fix=f"{needed}, or a mesh without '{AXIS}'",
         )
     if count not in possible:
         near = min(enough, key=lambda candidate: (abs(candidate - count), candidate))
