@@ -282,9 +282,9 @@ def _requested(
     usual = defaults(cluster)
     request, staged = _in_stages(program, cluster, request)
     fixed = None if staged is None or staged.pipeline == ANY else staged
+    reason, layout, mesh = _named(cluster, request)
     if request.mesh is not None and not request.pipeline:  # with stages, it may be the mesh of one
         _check_devices(cluster, request, *requested_layout(program, cluster, request)[1:])
-    reason, layout, mesh = _named(cluster, request)
     is_fixed = request.is_placed and not usual.is_searched
     as_traced = not program.rewrites_loss or is_fixed
     asked = (microbatches, schedule and schedule.microbatches, staged and staged.microbatches)
