@@ -144,17 +144,28 @@ def test_the_rewrite_computes_the_same(name: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
 
 
-@pytest.mark.parametrize("wrap", ["scan", "remat", "cond"])
-def test_attention_is_recognized_in_layers(wrap: str) -> None:
-    def layer(x: Any) -> Any:
-        return x + plain(x, x, x)
-
+@pytest.mark.parametrize("wrap", ["scan", "remat", "cond", "remat in scan"])
+def test_a_mask_of_positions_outside_of_layers_is_recognized(wrap: str) -> None:
     def run(x: Any) -> Any:
-        if wrap == "scan":
-            return jax.lax.scan(lambda x, _: (layer(x), None), x, length=3)[0]
-        return jax.checkpoint(layer)(x) if wrap == "remat" else jax.lax.cond(x.sum() > 0, layer, lambda x: x, x)
+        seen = nnx.make_causal_mask(x[..., 0, 0])
 
-    assert names(graph_of(fuse_attention(run), Q)).count(FORWARD) == 1
+        def layer(x: Any) -> Any:
+            return x + soft(jnp.where(seen, dots(x, x), -jnp.inf), x)
+
+        inner = jax.checkpoint(layer) if "remat" in wrap else layer
+        if "scan" in wrap:
+            return jax.lax.scan(lambda x, _: (inner(x), None), x, length=3)[0]
+        return jax.lax.cond(x.sum() > 0, layer, lambda x: x, x) if wrap == "cond" else inner(x)
+
+    assert not form_of(run, (Q,)).extras
+
+
+def test_a_mask_of_examples_outside_of_layers_is_an_operand() -> None:
+    def run(x: Any, real: Any) -> Any:
+        seen = nnx.make_causal_mask(real) * nnx.make_attention_mask(real, real)
+        return jax.lax.scan(lambda x, _: (soft(jnp.where(seen > 0, dots(x, x), -1e9), x), None), x, length=3)[0]
+
+    assert len(form_of(run, (Q, REAL)).extras) == 1
 
 
 def test_dropout_on_weights_is_refused() -> None:

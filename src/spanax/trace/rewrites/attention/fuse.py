@@ -16,7 +16,15 @@ from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, rem
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
-from spanax.trace.rewrites.attention.match import AttentionMatch, Mismatch, as_written, attentions, canonical
+from spanax.trace.rewrites.attention.match import (
+    AttentionMatch,
+    Mismatch,
+    Positions,
+    as_written,
+    attentions,
+    canonical,
+    positions_in,
+)
 from spanax.trace.rewrites.attention.operation import attention
 from spanax.trace.rewrites.traced_once import jaxpr_of
 
@@ -65,7 +73,7 @@ def fuse_attention(
         matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
         examples = _dependents(graph, graph.body.inputs[len(jax.tree.leaves(args[:num_states])) :])
-        outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples)
+        outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples, {})
         if context == RING:
             _check(matches)
         elif outcomes is not None:
@@ -142,6 +150,7 @@ def _evaluate(
     matches: list[AttentionMatch | Mismatch],
     context: str,
     examples: set[int],
+    outside: Positions,
 ) -> Sequence[Any]:
     """Evaluates a graph with each attention as one operation, without those that only produce its scores.
 
@@ -149,7 +158,7 @@ def _evaluate(
     """
     fused = {
         op: match
-        for op, match in attentions(graph).items()
+        for op, match in attentions(graph, outside).items()
         if isinstance(match, Mismatch) or examples.intersection(value for value, _ in match.operands[1:])
     }
     if context != RING:
@@ -166,7 +175,9 @@ def _evaluate(
         is_followed = op.name in ("scan", "cond") or remat_of(op.eqn) is not None
         if not is_followed or not contains(op.eqn, lambda eqn: eqn.primitive.name == "dot_general"):
             return None
-        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, matches, context, examples))
+        inside = positions_in(graph, op, outside)
+        rest = (matches, context, examples, inside)
+        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, *rest))
 
     needed = graph.slice(graph.body.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
     return evaluate(graph, args, override, needed)

@@ -4,7 +4,7 @@ Attention is two products with a softmax between them. The operations between th
 the steps of a `Form`. Where an operation does not match, the jaxpr is left unchanged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax import lax
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
 
@@ -57,21 +58,57 @@ class Mismatch:
     op: Op
 
 
-def attentions(graph: Graph) -> dict[Op, AttentionMatch | Mismatch]:
+Positions = Mapping[int, Op]
+"""The producers of values outside of a body that are computed from positions alone, such as a causal mask.
+
+Those that the body reads are under their numbers inside of it as well.
+"""
+
+
+def positions_in(graph: Graph, op: Op, outside: Positions) -> Positions:
+    """Returns the positions that the bodies of an operation read; `outside` are those that its own body reads."""
+    pairs = const_pairs(graph, op) if op.name in LOOPS else graph.wires(op).inputs
+    result = dict(outside)
+    for outer, inner in pairs:
+        producers = _positions(graph, outer, outside)
+        if producers:
+            result |= producers
+            result[inner] = producers[outer]
+    return result
+
+
+def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | None:
+    """Returns the producers of a value and of all that it is computed from; None unless these are positions alone."""
+    result: dict[int, Op] = {}
+    stack = [value]
+    while stack:
+        operand = stack.pop()
+        op = graph.producers.get(operand) or outside.get(operand)
+        if op is None and (operand not in graph.constants or graph.shape(operand)):
+            return None
+        if op is not None and operand not in result:
+            if op.name != "iota" and not _is_followed(op):
+                return None
+            result[operand] = op
+            stack += op.inputs
+    return result
+
+
+def attentions(graph: Graph, outside: Positions) -> dict[Op, AttentionMatch | Mismatch]:
     """Returns matches and mismatches by the operation of the second product."""
     matches: dict[Op, AttentionMatch | Mismatch] = {}
     for op in graph.body.ops:
         if op.name != "dot_general":
             continue
         for side in (0, 1):
-            match = _attention(graph, op, side)
+            match = _attention(graph, op, side, outside)
             if match is not None:
                 matches[op] = match
                 break
     return matches
 
 
-def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | None:
+def _attention(graph: Graph, op: Op, side: int, outside: Positions) -> AttentionMatch | Mismatch | None:
     """Matches the attention whose weights are operand `side` of its second product."""
     weights = op.inputs[side]
     values = op.inputs[1 - side]
@@ -88,7 +125,7 @@ def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | N
         weight_op = _op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
-    steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE})
+    steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
     if steps.grow(*soft) is None or steps.score is None:
         return None
     return steps.matched(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
@@ -183,8 +220,9 @@ class _Steps:
     and results of other operations are extras.
     """
 
-    def __init__(self, graph: Graph, keys: int, tags: set[int]):
+    def __init__(self, graph: Graph, keys: int, tags: set[int], outside: Positions):
         self._graph = graph
+        self._outside = outside
         self._keys = keys
         self._tags = tags
         self._steps: list[Step] = []
@@ -208,7 +246,7 @@ class _Steps:
         graph = self._graph
         shape = graph.shape(value)
         dtype = np.dtype(graph.avals[value].dtype)
-        op = graph.producers.get(value)
+        op = graph.producers.get(value) or self._outside.get(value)
         rest = (tags, shape, dtype)
         if value in graph.constants and not shape and np.ndim(graph.constants[value]) == 0:
             literal = np.asarray(graph.constants[value]).item()
