@@ -158,6 +158,12 @@ class Evaluation:
         """The peak memory per device."""
         return float(self.memory.peak_bytes[0])
 
+    @property
+    def fits(self) -> bool:
+        """Whether the upper estimate of the peak memory fits into that of a device, if its size is known."""
+        limit = self.cluster.memory_bytes
+        return limit is None or float(self.memory.upper_bytes[0]) <= limit
+
     @cached_property
     def candidate(self) -> Candidate:
         """The plan as a candidate of a search, whatever the names of its mesh axes."""

@@ -134,7 +134,7 @@ class LayoutRequest:
         as written in the model.
       attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel if it applies.
         Default: auto on accelerators, plain on CPUs.
-      loss_chunks: number of token chunks for the logits, or auto, if that saves much memory. Default: auto on
+      loss_chunks: number of token chunks for the logits, or auto, if memory is short. Default: auto on
         accelerators, 1 on CPUs.
       pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads
         nothing. Default: without layout and mesh, if a step is 10 % faster; otherwise none.

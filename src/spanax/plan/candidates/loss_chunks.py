@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
-from spanax.plan.candidate import Search, plan_of
+from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Code, Reason
@@ -30,7 +30,7 @@ MOST = 64
 
 
 def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan]) -> Plan:
-    """Returns the plan of a program with the best number of chunks of the logits; one where chunks save little.
+    """Returns the plan of a program; if it does not fit, with the best number of chunks of the logits.
 
     Args:
       program: with its logits in one chunk.
@@ -41,20 +41,35 @@ def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan
       SpanaxError: `make` returns no plan.
     """
     unchunked = make(program)
+    if evaluate(program, unchunked, cluster).fits:
+        return replace(unchunked, why=f"{unchunked.why}; {Reason(Code.LOGITS_NO_FASTER)}")
     count, reason = suiting_chunks(program, unchunked, cluster)
     plan = unchunked if count == 1 else make(program.variant(replace(program.form, loss_chunks=count)))
     return replace(plan, why=f"{plan.why}; {reason}")
 
 
 def search_in_chunks(find: Callable[[Program], Search], program: Program, cluster: Cluster) -> Search:
-    """Returns the search of a program with the number of chunks of the logits that suits its best candidate."""
+    """Returns the search of a program; where memory is short, with the best number of chunks if that is faster."""
     result = find(program)
-    candidate = next(iter((*result.candidates, *result.nearest)), None)
+    candidate = _limited(result)
     if candidate is None:
-        return result
+        return result if result.best is None else replace(result, logits=Reason(Code.LOGITS_NO_FASTER))
     count, reason = suiting_chunks(program, plan_of(result, candidate), cluster)
-    chunked = result if count == 1 else find(program.variant(replace(program.form, loss_chunks=count)))
-    return replace(chunked, logits=reason)
+    if count == 1:
+        return replace(result, logits=reason)
+    chunked = find(program.variant(replace(program.form, loss_chunks=count)))
+    if result.best is None or (chunked.best and chunked.best.step_seconds < result.best.step_seconds):
+        return replace(chunked, logits=reason)
+    return replace(result, logits=Reason(Code.LOGITS_NO_FASTER))
+
+
+def _limited(result: Search) -> Candidate | None:
+    """Returns the candidate of the lowest peak memory among those that would be best, and much faster, if they fit."""
+    if result.best is None:
+        return next(iter(result.nearest), None)
+    most = result.best.step_seconds / (1 + SLOWER)
+    faster = [candidate for candidate in result.too_large if candidate.step_seconds < most]
+    return min(faster, key=lambda candidate: candidate.upper_bytes, default=None)
 
 
 def suiting_chunks(program: Program, plan: Plan, cluster: Cluster, scale: float = 1.0) -> tuple[int, Reason]:
@@ -81,8 +96,7 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster, scale: float 
     while count < MOST and not isinstance(_divided(peak_bytes, [2 * count]), Reason):
         chunked_peak = peak_bytes(2 * count)
         slower = _step_seconds(evaluated(2 * count)) / seconds - 1
-        fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
-        if peak - chunked_peak < SMALL * before or (fits and slower > SLOWER):
+        if peak - chunked_peak < SMALL * before or (evaluated(count).fits and slower > SLOWER):
             break
         count, peak = 2 * count, chunked_peak
     if count > 1:
