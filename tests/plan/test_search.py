@@ -17,8 +17,9 @@ from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
 from spanax.plan.candidates.grids import SCHEDULES
-from spanax.plan.candidates.request import Scope
-from spanax.plan.plan import Plan
+from spanax.plan.candidates.request import Request, Scope
+from spanax.plan.choose import largest_batch
+from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search, search_in
@@ -122,6 +123,24 @@ def test_candidates_come_by_time_and_no_two_are_the_same(place: tuple[str, str])
         for c in result.candidates
     }
     assert len(keys) == len(result.candidates)
+
+
+def test_the_largest_batch_of_a_model_without_layers_is_that_of_the_best_policy() -> None:
+    """Recomputation of single operations stores more than fused kernels do."""
+
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        x = jax.nn.relu(model[1](jax.nn.gelu(model[0](batch))))
+        return (jax.numpy.tanh(model[2](x)) * x).mean()
+
+    def build(rngs: nnx.Rngs) -> Any:
+        sizes = ((3, 64), (64, 64))
+        return nnx.List([*(nnx.Conv(*size, (3, 3), rngs=rngs) for size in sizes), nnx.Linear(64, 64, rngs=rngs)])
+
+    program = spanax.trace(build=build, optimizer=optax.adamw(1e-3), batch=array(8, 16, 16, 3), loss=loss)
+    requests = (Request(layout="fsdp", schedule=remat and Schedule(remat=remat)) for remat in (None, "none", "dots"))
+    cluster = with_memory("h100:8", 10 << 20)
+    best, none, dots = (largest_batch(program, cluster, request) for request in requests)
+    assert best and none and dots and best.batch_size == none.batch_size > dots.batch_size
 
 
 def test_two_searches_are_equal() -> None:

@@ -254,11 +254,11 @@ MOST_CHUNKINGS = 4
 def largest_in_chunks(
     program: Program, policies: Sequence[str], cluster: Cluster, scope: Scope, *, is_chunked: bool
 ) -> Search | None:
-    """Returns `largest_batch_in` under the first policy that the program supports, with the best chunks of the logits.
+    """Returns `largest_batch_in` under the policy with the largest batch, with the best chunks of the logits.
 
     Args:
       program: with the attention and the compute dtype of the search.
-      policies: the remat policies, the one that stores least first.
+      policies: the remat policies, the one that stores least first; where it applies, the others are not compared.
       cluster: the devices.
       scope: what the search prices.
       is_chunked: whether the number of chunks of the logits is set.
@@ -266,10 +266,13 @@ def largest_in_chunks(
     result = None
     form = program
     for _ in range(1 if is_chunked else MOST_CHUNKINGS):
+        found = []
         for policy in policies:
             with suppress(VariantError):
-                result = largest_batch_in(form, cluster, replace(scope, remat=(policy,)))
-                break
+                found.append(largest_batch_in(form, cluster, replace(scope, remat=(policy,))))
+                if policy == policies[0]:
+                    break
+        result = max(filter(None, found), key=lambda each: each.batch_size, default=None)
         if result is None or result.best is None or is_chunked:
             break
         scale = result.batch_size / program.batch_size
