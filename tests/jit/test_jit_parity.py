@@ -33,16 +33,15 @@ def cases() -> list[Any]:
 
 
 def train_step(name: str, value_and_grad: Callable[..., Any] = nnx.value_and_grad) -> Callable[..., Any]:
-    """The train step that a user of `nnx.jit` writes around the loss of a model."""
+    """The train step that a user of `nnx.jit` writes around the loss of a model, which closes over the batch."""
     case = zoo.ZOO[name]
 
-    def loss(model: Any, batch: Any) -> Any:
-        returned = case.loss(model, batch)
-        return returned if isinstance(returned, tuple) else (returned, {})
-
     def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        gradient = value_and_grad(loss, argnums=nnx.DiffState(0, case.wrt), has_aux=True)
-        (value, extra), grads = gradient(model, batch)
+        def loss(model: Any) -> Any:
+            returned = case.loss(model, batch)
+            return returned if isinstance(returned, tuple) else (returned, {})
+
+        (value, extra), grads = value_and_grad(loss, argnums=nnx.DiffState(0, case.wrt), has_aux=True)(model)
         optimizer.update(model, grads)
         return value
 

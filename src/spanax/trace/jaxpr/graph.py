@@ -192,6 +192,11 @@ class Graph:
         """The index of each operation in the order of `ops`."""
         return {op: index for index, op in enumerate(self.ops())}
 
+    @property
+    def captured(self) -> list[int]:
+        """The constants that are traced arrays of an enclosing function, such as a batch that a loss closes over."""
+        return [value for value, constant in self.constants.items() if isinstance(constant, jax.core.Tracer)]
+
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a value, by its number."""
         return getattr(self.avals[value], "shape", ())

@@ -311,7 +311,7 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
 
 def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph, list[Region] | Mismatch | None]:
     graph = from_jaxpr(closed, CALLS, as_traced=True)
-    candidates = regions(graph, frozenset(graph.body.inputs[len(args) - num_batch :]))
+    candidates = regions(graph, frozenset((*graph.body.inputs[len(args) - num_batch :], *graph.captured)))
     is_sum = isinstance(candidates, Mismatch) and candidates.op.name == "reduce_sum"
     if not isinstance(candidates, Mismatch) or not is_sum or len(candidates.op.params["axes"]) < 2:
         return graph, candidates

@@ -160,6 +160,13 @@ def test_a_mask_of_positions_outside_of_layers_is_recognized(wrap: str) -> None:
     assert not form_of(run, (Q,)).extras
 
 
+def test_attention_of_examples_that_a_loss_closes_over_is_recognized() -> None:
+    def step(scale: Any, x: Any) -> Any:
+        return fuse_attention(lambda scale: plain(x * scale, x * scale, x), num_states=1)(scale)
+
+    assert names(graph_of(step, shape(K), Q)).count(FORWARD) == 1
+
+
 def test_a_mask_of_examples_outside_of_layers_is_an_operand() -> None:
     def run(x: Any, real: Any) -> Any:
         seen = nnx.make_causal_mask(real) * nnx.make_attention_mask(real, real)

@@ -174,6 +174,13 @@ def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> N
     same(grads, of_wanted, 1e-5)
 
 
+def test_a_batch_that_a_loss_closes_over_is_chunked() -> None:
+    def in_chunks(params: Params, batch: Batch) -> Any:
+        return jax.value_and_grad(chunked_loss(lambda params, _: handwritten_loss(params, batch), 2))(params, ())
+
+    assert largest(in_chunks, params(), batch()) <= LOGITS // 2
+
+
 def reversed_between(params: Params, batch: Batch) -> Any:
     x = hidden(params, batch)
     first = token_losses(x, params["head"], batch)

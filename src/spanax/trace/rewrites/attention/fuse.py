@@ -72,7 +72,8 @@ def fuse_attention(
         closed, shapes = jaxpr_of(function, *args)
         matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
-        examples = _dependents(graph, graph.body.inputs[len(jax.tree.leaves(args[:num_states])) :])
+        num_leaves = len(jax.tree.leaves(args[:num_states]))
+        examples = _dependents(graph, (*graph.body.inputs[num_leaves:], *graph.captured))
         outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples, {})
         if context == RING:
             _check(matches)
