@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -295,7 +296,7 @@ def value_and_grad(
     it is `nnx.value_and_grad`.
 
     Args:
-      function: the loss, a function of NNX objects and arrays; for microbatches, the batch must be an argument.
+      function: the loss, a function of NNX objects and arrays, which may close over its batch.
       argnums: the position of the object whose parameters are differentiated, or an `nnx.DiffState`.
       has_aux: whether the function returns `(loss, other results)`.
 
@@ -326,7 +327,7 @@ def _gradient(
 ) -> Any:
     """Returns `(loss, gradient)` or `((loss, other results), gradient)`, and updates the objects."""
     model = args[state.argnum]
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    leaves, treedef = jax.tree.flatten((args, kwargs, _captured(function)), is_leaf=_is_object)
     nodes = [model, *(leaf for leaf in leaves if _is_object(leaf) and leaf is not model)]
     arrays = [leaf for leaf in leaves if not _is_object(leaf) and hasattr(leaf, "shape")]
     places = {id(node): index for index, node in enumerate((*nodes, *arrays))}
@@ -335,15 +336,19 @@ def _gradient(
     def call(nodes: Any, arrays: list[Any]) -> tuple[Any, Any]:
         values = *nodes, *arrays
         merged = [values[places[id(leaf)]] if id(leaf) in places else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        returned = function(*args, **kwargs)
+        args, kwargs, captured = jax.tree.unflatten(treedef, merged)
+        returned = _with_captured(function, captured)(*args, **kwargs)
         return returned if has_aux else (returned, None)
 
     wrt = lambda path, value: path[0] == 0 and is_trained(path[1:], value)  # noqa: E731
     value, params, rest = pure_function(call, form.variant.compute_dtype, nodes, wrt)
     count = form.variant.microbatches
-    if count > 1:
-        _check_closure(function, arrays)
+    if count > 1 and not arrays:
+        raise VariantError(
+            "the loss has no arrays to divide into microbatches.",
+            where=getattr(function, "__name__", ""),
+            fix="spanax.value_and_grad(loss)(model, batch), with the batch as an argument of the loss",
+        )
     operands = params, rest, arrays
     dims = examples(value, operands, count) if count > 1 else ()
     traced = TracedLoss()
@@ -354,20 +359,29 @@ def _gradient(
     return ((result.scalar, result.extra) if has_aux else result.scalar), result.grads[0]
 
 
-def _check_closure(function: Callable[..., Any], arrays: list[Any]) -> None:
-    """Checks that a loss receives its batch as an argument, and no traced array by a closure.
+def _captured(function: Any) -> dict[int, Any]:
+    """Returns the contents of a function's cells, by index, that have traced arrays of an enclosing function."""
+    if not isinstance(function, FunctionType):
+        return {}
+    contents = {index: cell.cell_contents for index, cell in enumerate(function.__closure__ or ())}
+    is_traced = lambda leaf: isinstance(leaf, jax.core.Tracer)  # noqa: E731
+    return {
+        index: content
+        for index, content in contents.items()
+        if any(map(is_traced, jax.tree.leaves(content, is_leaf=_is_object)))
+    }
 
-    Raises:
-      SpanaxError: it closes over a traced array, which would not be in microbatches.
-    """
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    values = jax.tree.leaves(cells, is_leaf=_is_object)
-    if any(isinstance(value, jax.core.Tracer) for value in values):
-        raise VariantError(
-            "the loss uses an array of the enclosing function, which cannot be divided into microbatches.",
-            where=getattr(function, "__name__", ""),
-            fix="spanax.value_and_grad(loss)(model, batch), with the batch as an argument of the loss",
-        )
+
+def _with_captured(function: Any, contents: Mapping[int, Any]) -> Any:
+    """Returns a function with other contents of some of its cells: what it captures becomes an argument."""
+    if not contents:
+        return function
+    cells = tuple(
+        CellType(contents[index]) if index in contents else cell for index, cell in enumerate(function.__closure__)
+    )
+    result = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    result.__kwdefaults__ = function.__kwdefaults__
+    return result
 
 
 def _is_object(value: Any) -> bool:
