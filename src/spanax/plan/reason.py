@@ -55,7 +55,6 @@ class Code(Enum):
     LOGITS_IN_CHUNKS = "logits in {size} chunks: {detail} less"
     LOGITS_UNSUPPORTED = "logits in one chunk: {detail}"
     LOGITS_NO_FASTER = "logits in one chunk: more chunks save memory, and no time"
-    LOGITS_SMALL = "logits in one chunk: more chunks would save {detail} of the memory"
     LOGITS_SLOWER = "logits in one chunk: 2 chunks take {detail} longer"
     LOGITS_SAVE_LITTLE = "logits in one chunk: 2 chunks save little"
 

@@ -1,9 +1,7 @@
 """Chooses whether logits are materialized at once or in chunks of tokens, and the number of chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
@@ -14,12 +12,8 @@ from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
-TRIED = (8, 4, 2)
-"""Numbers of chunks to estimate the memory of the logits with; the first that divides the tokens is used."""
-
-LARGE = 0.1
 SMALL = 0.05
-"""Fractions of the peak: logits below the first are not chunked; doubling the chunks must save the second."""
+"""Fraction of the peak that doubling the chunks must save."""
 
 SLOWER = 0.05
 """Largest slowdown over one chunk where the step already fits: each chunk accumulates into the gradient of the
@@ -77,33 +71,29 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster, scale: float 
 
     The number is the smallest power of two where doubling saves little memory or costs much time.
     """
-    evaluated = cache(lambda count: replace(evaluate(program, _with_chunks(plan, count), cluster), scale=scale))
-
-    def peak_bytes(count: int) -> float:
-        return evaluated(count).peak_bytes
-
-    tried = _divided(peak_bytes)
-    if isinstance(tried, Reason):
-        return 1, tried
-    before = peak_bytes(1)
-    logits = (before - peak_bytes(tried)) * tried / (tried - 1)
-    if logits < LARGE * before:
-        return 1, Reason(Code.LOGITS_SMALL, detail=f"{max(0.0, logits / before):.0%}")
+    now = replace(evaluate(program, _with_chunks(plan, 1), cluster), scale=scale)
+    before = now.peak_bytes
+    seconds = _step_seconds(now)
     count = 1
-    peak = before
-    slower = 0.0
-    seconds = _step_seconds(evaluated(1))
-    while count < MOST and not isinstance(_divided(peak_bytes, [2 * count]), Reason):
-        chunked_peak = peak_bytes(2 * count)
-        slower = _step_seconds(evaluated(2 * count)) / seconds - 1
-        if peak - chunked_peak < SMALL * before or (evaluated(count).fits and slower > SLOWER):
+    reason = Reason(Code.LOGITS_SAVE_LITTLE)
+    while count < MOST:
+        twice = replace(evaluate(program, _with_chunks(plan, 2 * count), cluster), scale=scale)
+        try:
+            saved = now.peak_bytes - twice.peak_bytes
+        except SpanaxError as error:
+            reason = Reason(Code.LOGITS_UNSUPPORTED, detail=first_line(error))
             break
-        count, peak = 2 * count, chunked_peak
+        if saved < SMALL * before:
+            break
+        slower = _step_seconds(twice) / seconds - 1
+        if now.fits and slower > SLOWER:
+            reason = Reason(Code.LOGITS_SLOWER, detail=f"{slower:.0%}")
+            break
+        count = 2 * count
+        now = twice
     if count > 1:
-        return count, Reason(Code.LOGITS_IN_CHUNKS, size=count, detail=bytes_text(before - peak))
-    if slower > SLOWER:
-        return 1, Reason(Code.LOGITS_SLOWER, detail=f"{slower:.0%}")
-    return 1, Reason(Code.LOGITS_SAVE_LITTLE)
+        reason = Reason(Code.LOGITS_IN_CHUNKS, size=count, detail=bytes_text(before - now.peak_bytes))
+    return count, reason
 
 
 def chunks_to_try(result: Search) -> tuple[int, int]:
@@ -133,20 +123,3 @@ def _step_seconds(evaluation: Evaluation) -> float:
 
 def _with_chunks(plan: Plan, count: int) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
-
-
-def _divided(check: Callable[[int], Any], counts: Sequence[int] = TRIED) -> int | Reason:
-    """Returns the first supported number of chunks, or why the program supports none.
-
-    Args:
-      check: raises where the plan does not support `count` chunks.
-      counts: the numbers to try.
-    """
-    message = ""
-    for count in counts:
-        try:
-            check(count)
-            return count
-        except SpanaxError as error:
-            message = first_line(error)  # the plan reports it
-    return Reason(Code.LOGITS_UNSUPPORTED, detail=message)
