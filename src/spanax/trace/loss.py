@@ -1,7 +1,7 @@
 """The gradient of a loss in the form of a variant: in the train step of Spanax, and by `spanax.value_and_grad`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -363,13 +363,13 @@ def _captured(function: Any) -> dict[int, Any]:
     """Returns the contents of a function's cells, by index, that have traced arrays of an enclosing function."""
     if not isinstance(function, FunctionType):
         return {}
-    contents = {index: cell.cell_contents for index, cell in enumerate(function.__closure__ or ())}
-    is_traced = lambda leaf: isinstance(leaf, jax.core.Tracer)  # noqa: E731
-    return {
-        index: content
-        for index, content in contents.items()
-        if any(map(is_traced, jax.tree.leaves(content, is_leaf=_is_object)))
-    }
+    contents = {}
+    for index, cell in enumerate(function.__closure__ or ()):
+        with suppress(ValueError):  # a variable that is not assigned yet
+            leaves = jax.tree.leaves(cell.cell_contents, is_leaf=_is_object)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                contents[index] = cell.cell_contents
+    return contents
 
 
 def _with_captured(function: Any, contents: Mapping[int, Any]) -> Any:
