@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -155,6 +156,15 @@ def test_auto_chunks_if_memory_is_short() -> None:
     assert evaluate(traced.variant(Variant(loss_chunks=count)), plan, tight).candidate.upper_bytes <= tight.memory_bytes
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
+    # If it does not fit, more chunks are used at any cost.
+    tighter = dataclasses.replace(machine, memory_bytes=0.9 * evaluate(traced, plan, tight).candidate.peak_bytes)
+    assert suiting_chunks(traced, roomy, tighter)[0] > count
+
+
+def test_few_tokens_are_not_divided_where_they_fit() -> None:
+    plan = planned("data", "data=4", 1)  # 64 tokens a device
+    count, reason = suiting_chunks(program(), plan, spanax.cluster("cpu:4"))
+    assert count == 1 and re.fullmatch(r"logits in one chunk: 2 chunks take \d+% longer", str(reason))
 
 
 def test_a_search_chunks_only_where_that_makes_a_faster_layout_fit() -> None:

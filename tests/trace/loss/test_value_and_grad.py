@@ -1,5 +1,6 @@
 """`spanax.value_and_grad` is `nnx.value_and_grad`, and under `spanax.jit` computes a loss in the requested form."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,18 +58,21 @@ def trained(step: Callable[..., Any]) -> list[Any]:
     return [*map(np.asarray, (*sum(results, ()), model.head.kernel[...]))]
 
 
+@functools.cache
+def expected() -> list[Any]:
+    return trained(nnx.jit(train_step(nnx.value_and_grad)))
+
+
 def test_under_nnx_jit_it_equals_nnx_value_and_grad() -> None:
-    expected = trained(nnx.jit(train_step(nnx.value_and_grad)))
-    for result, value in zip(trained(nnx.jit(train_step(spanax.value_and_grad))), expected, strict=True):
+    for result, value in zip(trained(nnx.jit(train_step(spanax.value_and_grad))), expected(), strict=True):
         np.testing.assert_array_equal(result, value)
 
 
 @pytest.mark.parametrize("is_closure", [False, True])
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"loss_chunks": 2}, {"microbatches": 4, "remat": "dots"}])
 def test_every_form_equals_nnx(options: dict[str, Any], is_closure: bool) -> None:
-    expected = trained(nnx.jit(train_step(nnx.value_and_grad)))
     step = spanax.jit(train_step(spanax.value_and_grad, is_closure=is_closure), mesh="fsdp=2,model=2", **options)
-    for result, value in zip(trained(step), expected, strict=True):
+    for result, value in zip(trained(step), expected(), strict=True):
         np.testing.assert_allclose(result, value, rtol=1e-4, atol=1e-5)
     form = step.program.form
     assert {name: getattr(form, name) for name in options} == options

@@ -161,10 +161,11 @@ def test_a_mask_of_positions_outside_of_layers_is_recognized(wrap: str) -> None:
 
 
 def test_attention_of_examples_that_a_loss_closes_over_is_recognized() -> None:
-    def step(scale: Any, x: Any) -> Any:
-        return fuse_attention(lambda scale: plain(x * scale, x * scale, x), num_states=1)(scale)
+    def step(scale: Any, x: Any, temperature: Any) -> Any:
+        attention = lambda scale: soft(dots(x * scale, x) / temperature, x)  # noqa: E731
+        return fuse_attention(attention, num_states=1)(scale)
 
-    assert names(graph_of(step, shape(K), Q)).count(FORWARD) == 1
+    assert names(graph_of(step, shape(K), Q, shape())).count(FORWARD) == 1
 
 
 def test_a_mask_of_examples_outside_of_layers_is_an_operand() -> None:

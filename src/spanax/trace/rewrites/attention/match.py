@@ -84,7 +84,7 @@ def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | 
     while stack:
         operand = stack.pop()
         op = graph.producers.get(operand) or outside.get(operand)
-        if op is None and (operand not in graph.constants or graph.shape(operand)):
+        if op is None and not _is_literal(graph, operand):
             return None
         if op is not None and operand not in result:
             if op.name != "iota" and not _is_followed(op):
@@ -248,7 +248,7 @@ class _Steps:
         dtype = np.dtype(graph.avals[value].dtype)
         op = graph.producers.get(value) or self._outside.get(value)
         rest = (tags, shape, dtype)
-        if value in graph.constants and not shape and np.ndim(graph.constants[value]) == 0:
+        if _is_literal(graph, value):
             literal = np.asarray(graph.constants[value]).item()
             return Step("literal", None, (("value", literal),), (), *rest)
         if op is not None and self._is_score(op, tags):
@@ -352,6 +352,11 @@ class _Steps:
         free = [label(dim) for dim in second.dim_map.free_dims[side]]
         dims = [free, [width_label]] if side == 0 else [[width_label], free]
         return tuple([label(dim) for dim in batched[side]] + dims[0] + dims[1])
+
+
+def _is_literal(graph: Graph, value: int) -> bool:
+    """Returns whether a value is a number that is known while tracing."""
+    return value in graph.constants and value not in graph.captured and np.ndim(graph.constants[value]) == 0
 
 
 def _is_followed(op: Op) -> bool:
