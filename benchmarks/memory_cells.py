@@ -131,9 +131,8 @@ class Cell:
     def program(self) -> spanax.Program:
         return traced(self.model, self.batch_size)
 
-    @functools.cached_property
-    def plan(self) -> spanax.Plan:
-        return spanax.plan(self.program, spanax.cluster(self.cluster), layout=self.preset)
+    def plan(self, mesh: str | None = None) -> spanax.Plan:
+        return spanax.plan(self.program, spanax.cluster(self.cluster), layout=self.preset, mesh=mesh)
 
 
 @functools.lru_cache(maxsize=4)
@@ -172,9 +171,10 @@ def compiled(cell: Cell, folder: Path) -> dict[str, Any]:
     """Returns what the compiler of the cell's cluster allocates, with the folder of its dump."""
     machine = spanax.cluster(cell.cluster)
     target, dump = target_of(machine), folder / "dumps" / cell.name
-    lowered = lower(cell.program, cell.plan, target.platform, devices=machine.platform)
+    plan = cell.plan()
+    lowered = lower(cell.program, plan, target.platform, devices=machine.platform)
     scratch = Path(tempfile.mkdtemp())
-    compiling._write_request(scratch, target, lowered, cell.plan.mesh, {}, False)
+    compiling._write_request(scratch, target, lowered, plan.mesh, {}, False)
     compiling._run(scratch, target, compiling.TIMEOUT_SECONDS)
     result = compiling._result(scratch, target)
     dump.mkdir(parents=True, exist_ok=True)
@@ -193,8 +193,8 @@ def compiled(cell: Cell, folder: Path) -> dict[str, Any]:
         "alias_bytes": None,
         "temp_bytes": result.memory["temporaries"],
         "other_bytes": result.memory["other"],
-        "collectives": totals(collectives(module, cell.plan.mesh)),
-        "mesh": repr(cell.plan.mesh),
+        "collectives": totals(collectives(module, plan.mesh)),
+        "mesh": repr(plan.mesh),
         "jax": jax.__version__,
         "version": " ".join(result.platform_version.split()),
         "dump": str(dump),
@@ -202,8 +202,11 @@ def compiled(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def compare(cell: Cell, truth: dict[str, Any]) -> dict[str, Any]:
-    """Returns the predicted and the compiled bytes of a cell; `upper` is the upper estimate, by which it fits."""
-    cost = evaluate(cell.program, cell.plan, spanax.cluster(cell.cluster))
+    """Returns the predicted and the compiled bytes of a cell on the mesh for which it was compiled.
+
+    `upper` is the upper estimate, by which it fits.
+    """
+    cost = evaluate(cell.program, cell.plan(truth["mesh"]), spanax.cluster(cell.cluster))
     groups = {name: int(values[0]) for name, values in cost.memory.groups.items()}
     return {
         "cell": cell.name,

@@ -281,8 +281,8 @@ def test_no_layout_means_the_fastest_that_fits() -> None:
     assert best == dataclasses.replace(plan_of(result, result.best), why=best.why)
     text = rule(result, result.best, best) + "; attention "
     assert best.schedule.remat == result.best.remat and best.why.startswith(text)
-    # With half of the memory something else, which is slower.
-    tight = dataclasses.replace(spanax.cluster("a100:2"), memory_bytes=result.best.peak_bytes // 2)
+    # With less memory something else, which is slower.
+    tight = dataclasses.replace(spanax.cluster("a100:2"), memory_bytes=round(result.best.peak_bytes * 0.6))
     other = spanax.search(actual, tight, pipeline=False, attention="auto")
     assert other.best is not None and other.best.step_seconds > result.best.step_seconds
     assert dataclasses.replace(spanax.plan(program(), tight), why="") == dataclasses.replace(

@@ -70,7 +70,7 @@ def test_a_partial_remat_policy_is_priced_without_stages(result: spanax.Search) 
     for each in priced.candidates[:3]:
         none, full = (by_layout[each.layout, each.mesh, each.microbatches, remat] for remat in ("none", "full"))
         assert each.flops == pytest.approx((none.flops + full.flops) / 2)
-        assert each.peak_bytes == pytest.approx((none.peak_bytes + full.peak_bytes) / 2, rel=0.1)
+        assert full.peak_bytes < each.peak_bytes < none.peak_bytes
         assert plan_of(priced, each).schedule.remat == "full:6"
 
 

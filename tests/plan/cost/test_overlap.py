@@ -55,8 +55,9 @@ def test_hidden_time_grows_with_computation_except_for_the_first_layer() -> None
 def test_no_computation_hides_two_collectives() -> None:
     everything = Overlap(**dict.fromkeys(vars(SERIAL), 1.0))
     result = hidden_with(everything, 2.0)
-    backward = [hidden for (phase, *_), hidden in result.hidden.items() if phase == Phase.BACKWARD]
-    assert (sum(backward) <= 2.0 + 1e-12).all()
+    backward = {key: hidden for key, hidden in result.hidden.items() if key[0] == Phase.BACKWARD}
+    assert (sum(hidden for (_, inside, _), hidden in backward.items() if inside) <= 2.0 + 1e-12).all()
+    assert (sum(backward.values()) <= 2 * 2.0 + 1e-12).all()
     assert result.hidden[Phase.BACKWARD, True, "activations"].tolist() == [1, 2, 2]  # the most urgent come first
 
 
@@ -70,6 +71,16 @@ def test_gradients_overlap_with_one_microbatch_for_any_number() -> None:
     result = hidden_with(Overlap(gradient_reductions=1.0))
     few, many = (result.hidden_by_term(ONE, count * ONE)[ONCE] for count in (1, 8))
     np.testing.assert_array_equal(few, many)
+
+
+def test_gradients_of_blocks_in_a_list_hide_behind_the_whole_backward_pass() -> None:
+    around = (Phase.BACKWARD, False)
+    computing = {(phase, inside): 5.0 * ONE * (not inside) for phase in Phase for inside in (True, False)}
+    overlap = Overlap(gradient_reductions=1.0)
+    result = hide({(*around, ONCE): np.asarray([[1.0, 2.0, 30.0], [0.0, 0.0, 0.0]])}, computing, overlap, ONE, 0)
+    assert result.hidden[*around, ONCE].tolist() == [1, 2, 5]
+    of_layers = {(Phase.BACKWARD, True, ONCE): np.asarray([[1.0, 2.0, 30.0], [0.0, 0.0, 0.0]])}
+    assert not hide(of_layers, computing, overlap, ONE, LAYERS).hidden[Phase.BACKWARD, True, ONCE].any()
 
 
 def test_every_class_has_a_share_in_the_record() -> None:

@@ -488,6 +488,22 @@ def test_the_cpu_compiler_does_not_combine_collectives() -> None:
     assert apart.seconds[name] > together.seconds[name] + 20 * start
 
 
+def test_gradients_of_equal_blocks_in_a_list_are_one_message() -> None:
+    seconds = []
+    for count in (1, 16):
+        program = spanax.trace(
+            build=lambda rngs, count=count: nnx.Sequential(
+                *(nnx.Linear(16, 16, use_bias=False, rngs=rngs) for _ in range(count))
+            ),
+            optimizer=optax.sgd(0.1),
+            batch=array(64, 16),
+            loss=lambda model, batch: jnp.square(model(batch)).mean(),
+        )
+        costs = cost(program, "data", "data=8")
+        seconds.append(costs.terms["gradient sync"] + costs.hidden["gradient sync"])
+    assert seconds[1] < 2 * seconds[0]  # 16 messages would take 16 times as long
+
+
 def test_weights_inside_a_scan_without_a_layer_carry_have_finite_cost() -> None:
     chunked = corpus.program("multi_task").variant(Variant(loss_chunks=4))
     assert chunked.step.layer_carry == (None, 0)

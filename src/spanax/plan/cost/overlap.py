@@ -175,9 +175,10 @@ def hide(
 
     At most a class's asynchronous share is hidden, and no more than there is computation that nothing else is hidden
     behind. Gradients reduced once per step hide behind the backward pass of the last microbatch, gathers of updated
-    weights behind the next forward pass. Of the weights of a stage's L layers 1 / L stays exposed: those of the first
-    layer have no layer before them, the gradients of the last none after them. Hidden communication slows the
-    computation by its share of the processor, so that exposed time is seconds - hidden (1 - contention).
+    weights behind the next forward pass: those of layers behind the layers, all others behind the whole pass. Of the
+    weights of a stage's L layers 1 / L stays exposed: those of the first layer have no layer before them, the gradients
+    of the last none after them. Hidden communication slows the computation by its share of the processor, so that
+    exposed time is seconds - hidden (1 - contention).
 
     Args:
       moved: seconds, and the same times their contention.
@@ -194,14 +195,13 @@ def hide(
     first = np.minimum(shares / num_layers, 1.0) if num_layers > 1 else np.zeros(shares.shape)
     for (phase, inside, name), (seconds, slowed) in sorted(moved.items(), key=lambda item: CLASSES.index(item[0][2])):
         share = getattr(overlap, FIELD.get(name, name)) * (1.0 - first if _is_per_layer(name) else 1.0)
-        if name in LATER:
-            window = (LATER[name], True)
-            width = 1.0 if inside or phase == Phase.UPDATE else shares
-        else:
-            window = (Phase(phase), inside)
-            width = 1.0
-        hides = np.minimum(seconds * share, left[window] / width)
-        left[window] = left[window] - hides * width
+        hides = np.zeros(shares.shape)
+        for window in _windows(phase, inside, name):
+            is_per_stage = window[1] and not inside and phase != Phase.UPDATE
+            width = shares if is_per_stage else 1.0
+            behind = np.minimum(seconds * share - hides, left[window] / width)
+            left[window] = left[window] - behind * width
+            hides = hides + behind
         contention = np.divide(slowed, seconds, out=np.zeros(shares.shape), where=seconds > 0)
         exposed[phase, inside, name] = seconds - hides * (1.0 - contention)
         hidden[phase, inside, name] = hides
@@ -212,7 +212,18 @@ FIELD = {ONCE: "gradient_reductions"}
 """The fields of `Overlap` by class, where they differ."""
 
 LATER = {ONCE: Phase.BACKWARD, "updated_weights": Phase.FORWARD}
-"""Classes that hide behind the layers of a phase, whatever phase they are in."""
+"""Classes that hide behind a phase, whatever phase they are in."""
+
+
+def _windows(phase: int, inside: bool, name: str) -> list[tuple[int, bool]]:
+    """Returns the computation that hides a class, by (phase, in the layers), in the order in which it does.
+
+    Blocks in a list are around the layers: where there is no loop over layers, they are all there is.
+    """
+    if name not in LATER:
+        return [(phase, inside)]
+    layers = (LATER[name], True)
+    return [layers] if inside else [layers, (LATER[name], False)]
 
 
 def _is_per_layer(name: str) -> bool:

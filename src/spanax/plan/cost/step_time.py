@@ -359,8 +359,12 @@ def _moved(
     combines = not table.table.chip.shared
     for (kind, over, phase, inside, of_weights, _), rows in _messages(collectives, combines).items():
         # A scan over layers without a carry, such as one over independent tasks, is not counted as layers.
-        is_per_layer = combines and of_weights and inside and terms.num_layers
-        runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
+        if combines and of_weights and inside and terms.num_layers:
+            runs = terms.num_layers
+        elif combines and of_weights and not inside:
+            runs = 1
+        else:
+            runs = collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
         total = total * collective_load(terms, kind, over, assumptions)
         seconds = runs * table.seconds(kind, over, total, assumptions)
