@@ -17,6 +17,7 @@ from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
 from spanax.plan.candidates.grids import SCHEDULES
+from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.request import Request, Scope
 from spanax.plan.choose import largest_batch
 from spanax.plan.plan import Plan, Schedule
@@ -226,6 +227,21 @@ def test_candidates_that_are_not_priced_would_not_be_chosen() -> None:
         assert identities(first.candidates) == identities(every.candidates[:top])
         assert first.layouts_priced < every.layouts_priced
     assert {(each.remat, each.context) for each in every.candidates[:8]} > {(first.best.remat, first.best.context)}
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "batch_size", "is_priced"),
+    [(ROOMY, 64, False), (TIGHT, 64, False), (4 << 20, 64, True), (ROOMY, 4, True)],
+)
+def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batch_size: int, is_priced: bool) -> None:
+    """Not with a kernel and whole examples on every device, where a layout fits without remat."""
+    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    cluster = with_memory("a100:2x4", memory_bytes)
+    scope = dataclasses.replace(scope_of(program), batch_size=batch_size)
+    first = search_in(program, cluster, scope, "auto")
+    every = search_in(program, cluster, dataclasses.replace(scope, remat=REMAT, fits_first=False), "auto")
+    assert identities(first.candidates[:1]) == identities(every.candidates[:1])
+    assert (Reason(Code.RING_SLOWER) not in first.rejected) == is_priced
 
 
 def test_a_batch_of_another_size() -> None:

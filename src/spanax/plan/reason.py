@@ -31,6 +31,7 @@ class Code(Enum):
     INEXACT = "microbatches would change the loss, or evaluate it twice"
     NO_REMAT = "remat {name}: {detail}"
     RING_TOO_LONG = "a ring of more than {size} devices is priced on request only"
+    RING_SLOWER = "ring attention saves no time: every device has whole examples"
     NO_RING = "ring attention: {detail}"
     KERNEL_REPEATED = "devices would repeat the work of an attention kernel"
     SAME_SHARDING = "another remat policy, schedule or number of microbatches of the same sharding is faster"

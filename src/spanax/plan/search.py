@@ -23,7 +23,7 @@ from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.candidate import Candidate, Search, plan_of
-from spanax.plan.candidates.attention_kernel import can_ring, with_attention
+from spanax.plan.candidates.attention_kernel import can_ring, saves_with_ring, with_attention
 from spanax.plan.candidates.forms import Forms, in_context
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
@@ -160,7 +160,9 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
     possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
-    bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages)
+    is_open = scope.mesh is None and not scope.pins
+    ring_saves = not is_open or saves_with_ring(first, scope.batch_size, cluster.num_devices)
+    bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages, ring_saves)
     priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
     if not any(entry.fits(limit).any() for entry in priced):
         priced, left_out = priced_forms(pricers[0], pricers[1], forms, bound)

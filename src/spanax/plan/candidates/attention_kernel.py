@@ -84,6 +84,16 @@ def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
     return is_open and program.rewrites_loss and not cluster.chip.shared
 
 
+def saves_with_ring(program: Program, batch_size: int, num_devices: int) -> bool:
+    """Whether ring attention may shorten a step of which some layout fits without it.
+
+    It does not where a kernel computes every attention and each device has whole examples: a device computes as much of
+    the attention either way, and a ring sends keys and values as well.
+    """
+    in_kernels = bool(program.attention) and all(each.kernel for each in program.attention)
+    return not in_kernels or batch_size % num_devices != 0
+
+
 def repeating_axes(resolver: Resolver, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the mesh axes along which several devices repeat the work of an attention kernel.
 

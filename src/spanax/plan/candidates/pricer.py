@@ -259,16 +259,23 @@ class Bound:
       top: the number of candidates; None for the fastest of every kind.
       stage_margin: as in `search`.
       counts_stages: as in `search`.
+      ring_saves: whether ring attention may be faster where some layout fits without it.
     """
 
     limit: int | None
     top: int | None
     stage_margin: float
     counts_stages: bool
+    ring_saves: bool = True
 
     def slowest(self, priced: Sequence[Priced]) -> float:
         """Returns a rank that the search need not exceed."""
         return slowest_rank(priced, self.limit, self.top, self.stage_margin)
+
+    def needs_ring(self, priced: Sequence[Priced]) -> bool:
+        """Returns whether ring attention may be faster than every layout that fits; those in stages do not count."""
+        fits = any((entry.fits(self.limit) & (entry.grid.num_stages == 1)).any() for entry in priced)
+        return self.ring_saves or not fits
 
     def is_too_large(self, priced: Sequence[Priced]) -> bool:
         """Returns whether some layout does not fit; those in stages count only if `counts_stages` is set."""
@@ -291,9 +298,13 @@ def priced_forms(plain: Pricer, rings: Pricer, forms: Forms, bound: Bound) -> tu
     """
     rejected = Counter[Reason]()
     priced = _under_policies(plain, forms, forms.under, bound, [], rejected)
+    least = forms.policies[0]
+    if forms.is_lazy and not bound.needs_ring([entry for entry in priced if entry.program.remat == least]):
+        rejected[Reason(Code.RING_SLOWER)] += sum(each.size for each in rings.grids if each)
+        return priced, rejected
     if forms.is_lazy:
         rings = rings.in_rings(priced, bound, bound.slowest(priced))
-    ring = None if rings.is_empty else forms.in_ring(forms.policies[0])
+    ring = None if rings.is_empty else forms.in_ring(least)
     rings = rings if ring is None else rings.by_ring(ring, rejected)
     in_rings = [] if ring is None else _under_policies(rings, forms, forms.in_ring, bound, priced, rejected)
     policies = {entry.program.remat for entry in priced}
