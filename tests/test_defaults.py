@@ -138,18 +138,40 @@ def test_a_saved_plan_is_the_one_that_trains(devices: list[jax.Device], tmp_path
     assert Plan.load(run / "plan.json") == Plan.load(file)
 
 
-@pytest.mark.parametrize(("on", "layout"), [("h100:8", None), ("v5e:2x4", "data")])
-def test_a_loss_that_cannot_be_traced_in_bfloat16_is_planned_in_float32(on: str, layout: str | None) -> None:
-    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
-        cache = jnp.zeros((x.shape[0], 32, 16))
-        return jax.lax.dynamic_update_slice(cache, model(x), (0, 0, 0)).sum()
+def cached(model: nnx.Linear, x: jax.Array) -> jax.Array:
+    cache = jnp.zeros((x.shape[0], 32, 16))
+    return jax.lax.dynamic_update_slice(cache, model(x), (0, 0, 0)).sum()
 
+
+def determinant(model: nnx.Linear, x: jax.Array) -> jax.Array:
+    return model(x).mean() - jnp.linalg.slogdet(model.kernel[...])[1]
+
+
+def solved(model: nnx.Linear, x: jax.Array) -> jax.Array:
+    def body(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        return total + jnp.linalg.solve(model.kernel[...], row[0]).sum(), None
+
+    return jax.lax.scan(body, jnp.zeros((), x.dtype), x)[0] / len(x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "on", "layout", "why"),
+    [
+        (cached, "h100:8", None, "TypeError: lax.dynamic_update_slice"),
+        (cached, "v5e:2x4", "data", "TypeError: lax.dynamic_update_slice"),
+        (determinant, "h100:8", None, "TypeError: the decomposition of a matrix at "),
+        (solved, "v5e:2x4", "data", "TypeError: the decomposition of a matrix at "),
+    ],
+)
+def test_a_loss_that_cannot_be_computed_in_bfloat16_is_planned_in_float32(
+    loss: Any, on: str, layout: str | None, why: str
+) -> None:
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(16, 16, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(16, 8, 16), loss=loss
     )
     plan = spanax.plan(program, on, layout=layout)
     search = searched(program, spanax.cluster(on), Request(layout=layout))
-    why = "computed in float32: the loss cannot be computed in bfloat16: TypeError: lax.dynamic_update_slice"
+    why = f"computed in float32: the loss cannot be computed in bfloat16: {why}"
     assert plan.setting.dtypes == ("float32",) and why in plan.why and why in search_text(summarize(search), 1)
     assert spanax.check(program, plan, on, level=0).fits
     with pytest.raises(SpanaxError, match="cannot be computed in bfloat16"):

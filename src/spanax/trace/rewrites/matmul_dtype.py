@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.trace.jaxpr.dim_maps.table import LINEAR_ALGEBRA
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 
@@ -29,6 +30,9 @@ def matmuls_in(function: Callable[..., Any], dtype: str | None) -> Callable[...,
     with `precision="high"` or `"highest"` stays in float32, and so does the inside of a function with a custom
     derivative. A dtype that is not one of `NARROWER` returns `function` unchanged.
 
+    Raises:
+      TypeError: when called: a decomposition of a matrix, such as `jnp.linalg.slogdet`, has operands of the dtype.
+
     Example:
       >>> def loss(weight, x):
       ...     return jax.nn.softmax(x @ weight).var()
@@ -43,10 +47,23 @@ def matmuls_in(function: Callable[..., Any], dtype: str | None) -> Callable[...,
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         graph = from_jaxpr(closed, CALLS, as_traced=True)
+        _check_decompositions(graph, dtype)
         results = _evaluate(graph, dtype, graph.body, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
+
+
+def _check_decompositions(graph: Graph, dtype: str) -> None:
+    """Raises for what JAX traces in a narrow dtype and no platform compiles."""
+
+    def is_narrow(eqn: Any) -> bool:
+        dtypes = {str(getattr(var.aval, "dtype", "")) for var in eqn.invars}
+        return eqn.primitive.name in LINEAR_ALGEBRA.split() and dtype in dtypes
+
+    for op in graph.ops():
+        if is_narrow(op.eqn) or contains(op.eqn, is_narrow):
+            raise TypeError(f"the decomposition of a matrix at {op.where} has no {dtype}")
 
 
 def _evaluate(graph: Graph, dtype: str, body: Body, args: Sequence[Any]) -> Sequence[Any]:
