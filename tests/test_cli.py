@@ -214,6 +214,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
         "expected a number >= 1",
     ),
     "plan for an unknown layout": (["plan", "gpt-nano", "--on", "cpu:8", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
+    "plan beside an unknown layout": (
+        ["plan", "nowhere.py:x", "--on", "cpu:8", "--why", "fdsp"],
+        2,
+        "did you mean 'fsdp'",
+    ),
     "plan for an unknown axis": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "dta=8"], 2, "did you mean 'data'"),
     "plan for another mesh": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "data=3"], 2, "needs 3 devices"),
     "plan for an unknown dtype": (["plan", "gpt-nano", "--on", "a100:8", "--dtype", "bfloat17"], 2, "did you mean"),
@@ -363,7 +368,7 @@ PROSE = {
 
 TWO_MISTAKES = {
     "importing as what is unknown", "importing in an unknown dtype", "exporting into small files", "plan and mesh",
-    "a text of another name", "unknown attention",
+    "a text of another name", "unknown attention", "plan beside an unknown layout",
 }  # fmt: skip
 """Commands whose folder, plan or data is invalid as well, or whose kernel no CPU has."""
 
