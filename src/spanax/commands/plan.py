@@ -182,7 +182,7 @@ def _check(command: PlanCommand) -> None:
     require("plan", command.workload, ",".join(_clusters(command)), "a100-80gb:8")
     command.request.check_layout()
     if command.why is not None:
-        _beside(command).check_layout()
+        command.request.beside(command.why).check_layout()
     command.precision.check_dtype()
     check_numbers(command.recipe)
     check_numbers(command.request)
@@ -325,7 +325,7 @@ def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", 
     if command.request.loss_chunks is not None:
         extras.append(chunked_logits(search, plan))
     if command.why is not None:
-        extras.append(_why(command, load, search, plan, program))
+        extras.append(_why(command, load, search, plan, program, command.why))
     if command.request.layout is not None or command.request.mesh is not None:
         extras.append(_compared_with_best(command, load, search, program))
     if command.tokens is not None or command.examples is not None or command.price:
@@ -359,22 +359,16 @@ def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: Pl
     return write(search_page(summary, plan, command.workload), path)
 
 
-def _beside(command: PlanCommand) -> LayoutRequest:
-    """Returns the flags of the layout or the mesh of --why."""
-    asked = command.why or ""
-    return command.request.placed(*((None, asked) if "=" in asked else (asked, None)))
-
-
-def _why(command: PlanCommand, load: Load, search: "Search", plan: "Plan", program: "Program") -> Extra:
+def _why(command: PlanCommand, load: Load, search: "Search", plan: "Plan", program: "Program", asked: str) -> Extra:
     """Returns the best plan beside a requested layout or mesh, or what would admit it."""
     from spanax.show.difference import why_json, why_text
 
     try:
-        other, _ = _search(replace(command, request=_beside(command)), load, search.cluster, program)
+        other, _ = _search(replace(command, request=command.request.beside(asked)), load, search.cluster, program)
         data = why_json(search, plan, other)
     except SpanaxError as error:
         data = {"problem": str(error)}
-    data = {"asked": command.why} | data
+    data = {"asked": asked} | data
     return ["", why_text(data)], {"why": data}
 
 

@@ -181,6 +181,10 @@ class LayoutRequest:
             request if requests_stages(layout, mesh) else replace(request, pipeline_schedule=None, virtual_stages=None)
         )
 
+    def beside(self, name: str) -> "LayoutRequest":
+        """Returns the request of another layout, such as `fsdp+tensor`, or mesh, such as `fsdp=4,model=2`."""
+        return self.placed(None, name) if "=" in name else self.placed(name, None)
+
     def check_layout(self) -> None:
         """Raises SpanaxError if the value of a flag is unknown."""
         from spanax.plan.pipeline.schedules import check_known
