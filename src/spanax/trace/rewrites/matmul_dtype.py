@@ -55,7 +55,7 @@ def matmuls_in(function: Callable[..., Any], dtype: str | None) -> Callable[...,
 
 
 def _check_decompositions(graph: Graph, dtype: str) -> None:
-    """Raises for what JAX traces in a narrow dtype and no platform compiles."""
+    """Raises for what no platform compiles in a narrow dtype; JAX from 0.12 on raises as it traces."""
 
     def is_narrow(eqn: Any) -> bool:
         dtypes = {str(getattr(var.aval, "dtype", "")) for var in eqn.invars}
