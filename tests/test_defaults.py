@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,13 +155,17 @@ def solved(model: nnx.Linear, x: jax.Array) -> jax.Array:
     return jax.lax.scan(body, jnp.zeros((), x.dtype), x)[0] / len(x)
 
 
+DECOMPOSED = "TypeError: (the decomposition of a matrix at .*test_defaults.py|lu does not accept dtype bfloat16)"
+"""The error of Spanax, and that of JAX from 0.12 on."""
+
+
 @pytest.mark.parametrize(
     ("loss", "on", "layout", "why"),
     [
         (cached, "h100:8", None, "TypeError: lax.dynamic_update_slice"),
         (cached, "v5e:2x4", "data", "TypeError: lax.dynamic_update_slice"),
-        (determinant, "h100:8", None, "TypeError: "),
-        (solved, "v5e:2x4", "data", "TypeError: "),
+        (determinant, "h100:8", None, DECOMPOSED),
+        (solved, "v5e:2x4", "data", DECOMPOSED),
     ],
 )
 def test_a_loss_that_cannot_be_computed_in_bfloat16_is_planned_in_float32(
@@ -172,7 +177,8 @@ def test_a_loss_that_cannot_be_computed_in_bfloat16_is_planned_in_float32(
     plan = spanax.plan(program, on, layout=layout)
     search = searched(program, spanax.cluster(on), Request(layout=layout))
     why = f"computed in float32: the loss cannot be computed in bfloat16: {why}"
-    assert plan.setting.dtypes == ("float32",) and why in plan.why and why in search_text(summarize(search), 1)
+    assert plan.setting.dtypes == ("float32",)
+    assert re.search(why, plan.why) and re.search(why, search_text(summarize(search), 1))
     assert spanax.check(program, plan, on, level=0).fits
     with pytest.raises(SpanaxError, match="cannot be computed in bfloat16"):
         spanax.plan(program, on, layout=layout, schedule=Schedule(compute_dtype="bfloat16"))

@@ -19,8 +19,10 @@ LOW = {"gpt2.b8-fsdp-v5e.2x4", "gpt2.b64-data-v5e.2x4", "resnet50.b256-data-v5e.
 
 TPUS, GPUS = ("v5e", "v5p"), ("h100",)
 
-WORKSPACE = 32 << 20
-"""What XLA lets a matmul of cuBLAS use on a Hopper GPU; no estimate has it, and small programs are smaller than it."""
+ABOVE = {
+    "graph_net.b64-fsdp-h100.8", "operator.b64-data-h100.8", "seq2seq.b64-fsdp-h100.8", "recommender.b8192-fsdp-h100.8",
+}  # fmt: skip
+"""Small programs that need up to 11 MB more than their upper estimates: workspaces, and gradients of tables at once."""
 
 
 def measured(only: str) -> list[dict[str, Any]]:
@@ -43,7 +45,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["arguments"] == pytest.approx(row["compiled_arguments"], rel=0.02), row
         assert row["predicted"] <= row["upper"], row
-        room = WORKSPACE if row["group"].startswith(GPUS) else 0
+        room = 11e6 if row["cell"] in ABOVE else 0
         assert row["compiled"] <= row["upper"] + room and row["upper"] < 10 * row["compiled"], row
 
 
@@ -77,3 +79,9 @@ def test_small_programs_are_predicted_to_fifteen_percent_on_average(rows: list[d
 def test_programs_at_size_on_gpus_are_predicted_to_ten_percent(rows: list[dict[str, Any]]) -> None:
     errors = [row["error"] for row in of_size(rows, "at size", GPUS)]
     assert sum(map(abs, errors)) / len(errors) < 0.1 and min(errors) > -0.1
+
+
+@pytest.mark.slow
+def test_small_programs_on_gpus_are_predicted_to_thirty_percent_on_average(rows: list[dict[str, Any]]) -> None:
+    errors = [abs(row["error"]) for row in of_size(rows, "small", GPUS)]
+    assert errors and sum(errors) / len(errors) < 0.3

@@ -244,6 +244,13 @@ def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batc
     assert (Reason(Code.RING_SLOWER) not in first.rejected) == is_priced
 
 
+def test_the_fastest_of_every_kind_includes_rings() -> None:
+    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    scope = dataclasses.replace(scope_of(program), each=True)
+    result = search_in(program, with_memory("a100:2x4", ROOMY), scope, "auto")
+    assert "ring" in {each.context for each in result.candidates}
+
+
 def test_a_batch_of_another_size() -> None:
     result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=64, top=EVERYTHING)
     assert result.batch_size == 64 and result.model_flops == 2 * searched("gpt-nano", "cpu:8").model_flops

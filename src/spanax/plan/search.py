@@ -160,8 +160,8 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
     possible = [pricer.possible(repeats=each) for pricer, each in zip(pricers, repeats, strict=True)]
-    is_open = scope.mesh is None and not scope.pins
-    ring_saves = not is_open or saves_with_ring(first, scope.batch_size, cluster.num_devices)
+    only_fastest = scope.mesh is None and not scope.pins and not scope.each
+    ring_saves = not only_fastest or saves_with_ring(first, scope.batch_size, cluster.num_devices)
     bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages, ring_saves)
     priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
     if not any(entry.fits(limit).any() for entry in priced):

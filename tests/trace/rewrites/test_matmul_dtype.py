@@ -50,6 +50,11 @@ def test_matmuls_and_their_gradients_are_in_the_dtype(function: Function) -> Non
     assert matmuls_in(function, "float32") is function
 
 
+def test_a_triangular_solve_stays_in_the_dtype() -> None:
+    low = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+    assert jax.eval_shape(matmuls_in(jax.scipy.linalg.solve_triangular, "bfloat16"), low, low) == low
+
+
 def test_a_requested_precision_and_other_operations_stay_in_float32() -> None:
     assert dtypes(matmuls_in(lambda weight, x: jax.lax.dot(x, weight, precision="highest"), "bfloat16")) == {"float32"}
 

@@ -266,7 +266,7 @@ class Bound:
     top: int | None
     stage_margin: float
     counts_stages: bool
-    ring_saves: bool = True
+    ring_saves: bool
 
     def slowest(self, priced: Sequence[Priced]) -> float:
         """Returns a rank that the search need not exceed."""
@@ -299,10 +299,10 @@ def priced_forms(plain: Pricer, rings: Pricer, forms: Forms, bound: Bound) -> tu
     rejected = Counter[Reason]()
     priced = _under_policies(plain, forms, forms.under, bound, [], rejected)
     least = forms.policies[0]
-    if forms.is_lazy and not bound.needs_ring([entry for entry in priced if entry.program.remat == least]):
-        rejected[Reason(Code.RING_SLOWER)] += sum(each.size for each in rings.grids if each)
-        return priced, rejected
     if forms.is_lazy:
+        if not bound.needs_ring([entry for entry in priced if entry.program.remat == least]):
+            rejected[Reason(Code.RING_SLOWER)] += sum(each.size for each in rings.grids if each)
+            return priced, rejected
         rings = rings.in_rings(priced, bound, bound.slowest(priced))
     ring = None if rings.is_empty else forms.in_ring(least)
     rings = rings if ring is None else rings.by_ring(ring, rejected)

@@ -12,12 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.trace.jaxpr.dim_maps.table import LINEAR_ALGEBRA
+from spanax.trace.jaxpr.dim_maps.table import DECOMPOSITIONS
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 
 NARROWER = ("bfloat16", "float16")
 """Compute dtypes to which the operands of matmuls are cast."""
+
+WIDE = frozenset(DECOMPOSITIONS.split())
+"""Primitives that have no narrower dtype than float32."""
 
 EXACT = ("HIGH", "HIGHEST")
 """Values of `precision` with which a model asks for a matmul in float32."""
@@ -58,11 +61,11 @@ def _check_decompositions(graph: Graph, dtype: str) -> None:
     """Raises for what no platform compiles in a narrow dtype; JAX from 0.12 on raises as it traces."""
 
     def is_narrow(eqn: Any) -> bool:
-        dtypes = {str(getattr(var.aval, "dtype", "")) for var in eqn.invars}
-        return eqn.primitive.name in LINEAR_ALGEBRA.split() and dtype in dtypes
+        return eqn.primitive.name in WIDE and any(str(var.aval.dtype) == dtype for var in eqn.invars)
 
     for op in graph.ops():
-        if is_narrow(op.eqn) or contains(op.eqn, is_narrow):
+        # The operations of bodies follow.
+        if is_narrow(op.eqn) or (not op.bodies and contains(op.eqn, is_narrow)):
             raise TypeError(f"the decomposition of a matrix at {op.where} has no {dtype}")
 
 

@@ -349,14 +349,14 @@ def _top_k(equation: Equation) -> Iterator[Relation]:
     yield from (Relation(Kind.NEW, ((out, along),)) for out in outs)
 
 
-LINEAR_ALGEBRA = """
-cholesky eig eigh lu lu_pivots_to_permutation qr householder_product geqrf geqp3 ormqr schur svd triangular_solve
-tridiagonal tridiagonal_solve cholesky_update hessenberg symmetric_product
+DECOMPOSITIONS = """
+cholesky eig eigh lu qr householder_product geqrf geqp3 ormqr schur svd tridiagonal tridiagonal_solve cholesky_update
+hessenberg symmetric_product
 """
-"""Decompositions of matrices, and what solves with them; no platform computes them in bfloat16 or float16."""
+"""Linear algebra that JAX does not compute in bfloat16 or float16."""
 
 
-@row(Family.KERNEL, LINEAR_ALGEBRA)
+@row(Family.KERNEL, f"{DECOMPOSITIONS} lu_pivots_to_permutation triangular_solve")
 def _linear_algebra(equation: Equation) -> Iterator[Relation]:
     """Matrix dims stay replicated; leading dims are independent problems."""
     return _problems(equation, 2)
