@@ -93,8 +93,8 @@ CONSTANTS = (
         chips=("a100-80gb", "a100-40gb"),
     ),
     Constant(
-        "sustained h100", "sustained_share", "logit", 0.4, 0.999, 0.85, 0.7, "H100 to GB200", "700 W limit the clock",
-        chips=("h100", "h200", "b200", "gb200"),
+        "sustained h100", "sustained_share", "logit", 0.4, 0.999, 0.85, 0.7, "H100 and GB200", "700 W limit the clock",
+        chips=("h100", "h200", "gb200"),
     ),
     Constant(
         "sustained tpu", "sustained_share", "logit", 0.5, 0.999, 0.9, 0.7, "TPUs", "MXU at full clock", chips=TPUS,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from spanax.compat import unsharded_tracers
 from spanax.displays import doing
 from spanax.errors import LossError, PipelineError, SpanaxError, StepError, VariantError
 from spanax.trace.analysis.computation import Computation
-from spanax.trace.axes.axes import Traced, aligned, discover, warn_of_unknown
+from spanax.trace.axes.axes import Traced, aligned, discover, named_like, warn_of_unknown
 from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retraced_graph
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
@@ -52,8 +52,7 @@ def _once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
         if key not in self._memo:
             with unsharded_tracers():
                 self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
-        result: T = self._memo[key]
-        return result
+        return cast(T, self._memo[key])
 
     return stored
 
@@ -152,7 +151,8 @@ class Definition:
         attentions = list[FusedAttention]()
         try:
             run = partial(_run_step, state.variables, self.step(variant, attentions))
-            step = self._traced(state, run, self.batch_axes)
+            whole = None if variant.microbatches == 1 else self.traced(AS_WRITTEN).step
+            step = self._traced(state, run, self.batch_axes, variant.microbatches, whole)
         except SpanaxError:
             raise
         except Exception as error:
@@ -240,8 +240,7 @@ class Definition:
     def run_evaluate(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
         """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
         state = self.state(variant)
-        run = partial(_run_evaluate, state.variables, self.evaluate)
-        return None if self.evaluate is None else state.mesh.traced(run)
+        return self.evaluate and state.mesh.traced(partial(_run_evaluate, state.variables, self.evaluate))
 
     @_once
     def check_evaluate(self, variant: Variant) -> None:
@@ -304,9 +303,9 @@ class Definition:
         options = self.accumulate, shapes, self.batch_axes, self._traced_loss(variant.compute_dtype, variant.seed)
         return microbatches_of(self.loss, variant.compute_dtype, *options)
 
-    def _traced(self, state: State, function: Callable[..., Results], examples: ExampleDims | None) -> Traced:
+    def _traced(self, state: State, function: Callable[..., Results], *options: Any) -> Traced:
         user = self._user(self.loss or self.train_step, state)
-        traced = traced_function(state, function, self.batch, self.batch_leaves, user, examples)
+        traced = traced_function(state, function, self.batch, self.batch_leaves, user, *options)
         num_state = len(traced.graph.body.outputs) - traced.result.num_leaves
         graph, result = with_logged(traced.graph, num_state, traced.result)
         return replace(traced, graph=graph, result=result)
@@ -357,8 +356,10 @@ class FunctionDefinition:
             step = padded_step(plain.step, self.values.variables.leaves, self.batch_leaves, variant.padded)
             return plain._replace(step=step)
         run = partial(_run_function, self.values.variables, self.user.function)
+        whole = None if variant.microbatches == 1 else self.traced(AS_WRITTEN).step
+        options = self.user, self.batch_axes, variant.microbatches, whole
         with loss_form(variant) as form:
-            step = traced_function(self.values, run, self.batch, self.batch_leaves, self.user, self.batch_axes)
+            step = traced_function(self.values, run, self.batch, self.batch_leaves, *options)
         if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
             raise VariantError(
                 "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
@@ -422,7 +423,9 @@ def traced_function(
     batch: Any,
     batch_leaves: Sequence[Leaf],
     user: UserFunction,
-    examples: ExampleDims | None = None,
+    examples: ExampleDims | None,
+    microbatches: int = 1,
+    whole: Traced | None = None,
 ) -> Traced:
     """Returns the traced function, with its axes.
 
@@ -432,7 +435,9 @@ def traced_function(
       batch: shapes and dtypes of the batch.
       batch_leaves: the same as leaves.
       user: the function that it calls.
-      examples: the dim with the examples of each array of the batch; by default, as the function uses them.
+      examples: the dim with the examples of each array of the batch; None: as the function uses them.
+      microbatches: the number of parts in which it computes the batch.
+      whole: the function in one part. Its axes get the same names, which a part of one example does not show.
 
     Raises:
       SpanaxError: the function uses a traced array that NNX does not track.
@@ -447,9 +452,11 @@ def traced_function(
             "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
             fix="self.name = array in a module, or eager_build=True",
         )
-    axes = discover(graph, leaves, batch_leaves, examples=examples)
-    if batch_dims := batch_sized_dims(graph, axes, state.mesh.traced(function), values, batch):
+    axes = discover(graph, leaves, batch_leaves, examples=whole.axes.examples if whole else examples)
+    if batch_dims := batch_sized_dims(graph, axes, state.mesh.traced(function), values, batch, microbatches):
         axes = discover(graph, leaves, batch_leaves, batch_dims, axes.examples)
+    if whole is not None:
+        axes = named_like(axes, graph.body.inputs, whole.axes, whole.graph.body.inputs)
     has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
     return Traced(graph, axes, jax.tree.structure(result), has_remat)
 

@@ -215,7 +215,18 @@ def _updated(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm:
 
 def traced_update() -> Callable[..., Any]:
     """Returns the update of model and optimizer by gradients, which JAX traces once for all variants of a step."""
-    return nnx.jit(_updated, static_argnums=3)
+
+    def from_arrays(model: Any, optimizer: Any, structure: Any, clip_norm: float | None, *arrays: Any) -> Any:
+        return _updated(model, optimizer, jax.tree.unflatten(structure, arrays), clip_norm)
+
+    compiled = nnx.jit(from_arrays, static_argnums=(2, 3))
+
+    def update(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm: float | None) -> Any:
+        # NNX looks for aliases among all Variables that are arguments, once for each of those in a pytree.
+        arrays, structure = jax.tree.flatten(grads)
+        return compiled(model, optimizer, structure, clip_norm, *arrays)
+
+    return update
 
 
 def as_metrics(returned: Any) -> dict[str, Any]:

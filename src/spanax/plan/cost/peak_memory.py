@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.plan.cost.memory.columns import Column, Columns
+from spanax.plan.cost.memory.moments import fullest
 from spanax.plan.cost.memory.state import OFFLOADED, STATE_GROUPS, State, is_table, state_padding, table_copies
 from spanax.plan.cost.memory.tables import Counts, counted, num_window_tuples, table_bytes
 from spanax.plan.cost.memory.tiles import OnChip, Tiled
@@ -296,7 +297,7 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
         if op.bodies
     }
     # Live bytes only grow until a live range ends.
-    full = _fullest(live_bytes, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
+    full = fullest(live_bytes, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
     counts = [each.counts for inner in inside.values() for each in inner]
     return Level(
@@ -489,12 +490,3 @@ def _lookups(sharded: ShardedProgram, labels: Labels) -> tuple[int, int]:
     indices = [op.inputs[1] for op in gathers if sharded.traced.sharding_keys[op.inputs[0]].labels == labels]
     most = max(indices, key=lambda value: math.prod(graph.shape(value)), default=None)
     return (1, 0) if most is None else (math.prod(graph.shape(most)), union(sharded.masks(most)))
-
-
-def _fullest(live_bytes: Array, rows: Array) -> list[int]:
-    """Returns the rows that no other row exceeds in every column."""
-    rows, result = rows[np.argsort(-live_bytes[rows].sum(1), kind="stable")], []
-    while rows.size:
-        result.append(int(rows[0]))
-        rows = rows[~(live_bytes[rows] <= live_bytes[rows[0]]).all(1)]
-    return result

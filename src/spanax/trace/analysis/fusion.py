@@ -121,22 +121,14 @@ class Kept:
 
     def sources(self, value: int) -> frozenset[int]:
         """Returns the stored values from which a fused kernel computes this value."""
-        stack = [value]
-        while stack:  # no recursion: a sum over all parameters is as deep as their number
-            top = stack[-1]
-            operands = (
-                [] if top in self._sources else [self.of(operand) for operand in self.graph.producers[top].inputs]
-            )
-            unknown = [operand for operand in operands if self._is_inside(operand) and operand not in self._sources]
-            if unknown:
-                stack += unknown
-                continue
-            stack.pop()
-            if top not in self._sources:
-                roots = set[int]()
-                for operand in operands:
-                    roots |= self._sources[operand] if self._is_inside(operand) else {operand}
-                self._sources[top] = frozenset(source for source in roots if source in self.kept)
+        if value not in self._sources:
+            stack = [value]
+            seen = set[int]()
+            while stack:
+                operands = {self.of(operand) for operand in self.graph.producers[stack.pop()].inputs} - seen
+                seen |= operands
+                stack += filter(self._is_inside, operands)
+            self._sources[value] = frozenset(operand for operand in seen if operand in self.kept)
         return self._sources[value]
 
     def _is_inside(self, value: int) -> bool:

@@ -96,11 +96,12 @@ def _of_body(
     values = list[int]()
     sizes = list[float]()
     rows = list[tuple[int, int, int]]()
+    outputs = frozenset(body.outputs)
     candidates = [(0, value) for value in body.inputs]
     candidates += [(index, value) for index, op in enumerate(ops) for value in op.outputs if value in last]
     for index, value in candidates:
         # A loop writes the offloaded results of its body into those of the loop.
-        if value not in stored or (value in body.outputs and graph.is_on_host(value)):
+        if value not in stored or (value in outputs and graph.is_on_host(value)):
             continue
         aval = graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)

@@ -146,12 +146,7 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
 
     Classes that no input has are matched by name; unmatched classes get new numbers.
     """
-    mapping = {
-        source: target
-        for value, other_value in zip(inputs, other_inputs, strict=True)
-        for source, target in zip(axes.classes[value], other.classes[other_value], strict=True)
-        if source is not None and target is not None
-    }
+    mapping = _matched(axes, inputs, other, other_inputs)
     by_name = {name: label for label, name in sorted(other.names.items(), reverse=True)}
     first_free = max(other.ways, default=0) + 1
     for label in axes.ways:
@@ -164,6 +159,25 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
         uses={mapping[label]: use for label, use in axes.uses.items()} | dict(other.uses),
         ways={mapping[label]: ways for label, ways in axes.ways.items()},
     )
+
+
+def named_like(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> Axes:
+    """Returns the axes of a function with the names that the dims of its inputs have in another form of it."""
+    matched = _matched(axes, inputs, other, other_inputs)
+    names = {label: other.names[match] for label, match in matched.items() if match in other.names}
+    uses = {label: other.uses[match] for label, match in matched.items() if match in other.uses}
+    own = {label: use for label, use in axes.uses.items() if label not in matched}
+    return replace(axes, names={**axes.names, **names}, uses=own | uses)
+
+
+def _matched(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> dict[int, int]:
+    """Returns the class of the same dim of the same input in the other axes, for each class of an input."""
+    return {
+        source: target
+        for value, other_value in zip(inputs, other_inputs, strict=True)
+        for source, target in zip(axes.classes[value], other.classes[other_value], strict=True)
+        if source is not None and target is not None
+    }
 
 
 def table(axes: Axes, leaves: Iterable[tuple[Leaf, int]]) -> list[Axis]:

@@ -101,7 +101,7 @@ def _refused(why: str, num_layers: int) -> ResizeError:
 
 
 def batch_sized_dims(
-    graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any
+    graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any, microbatches: int
 ) -> list[tuple[int, int]]:
     """Returns the dims of freshly created values that scale with the batch, as (value, dim).
 
@@ -113,11 +113,12 @@ def batch_sized_dims(
       function: a function of the state and the batch.
       state: shape and dtype of every leaf of the state.
       batch: shapes and dtypes.
+      microbatches: the number of parts in which the function computes the batch.
     """
     arrays, treedef = jax.tree.flatten(batch)
     size = num_examples([array.shape for array in arrays], axes.examples)
-    if axes.coverage == 1 or size == 1:
-        return []  # no mesh axis shards a batch of one example
+    if axes.coverage == 1 or size == microbatches:
+        return []  # no mesh axis shards one example
     unsharded = set[int | None]()
     for op in graph.ops():
         if op.name in CONTRACTIONS:
