@@ -151,7 +151,8 @@ class Definition:
         attentions = list[FusedAttention]()
         try:
             run = partial(_run_step, state.variables, self.step(variant, attentions))
-            whole = None if variant.microbatches == 1 else self.traced(AS_WRITTEN).step
+            plain = replace(AS_WRITTEN, records_gradients=variant.records_gradients, seed=variant.seed)
+            whole = None if variant.microbatches == 1 else self.traced(plain).step
             step = self._traced(state, run, self.batch_axes, variant.microbatches, whole)
         except SpanaxError:
             raise
