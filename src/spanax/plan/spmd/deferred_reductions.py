@@ -12,7 +12,7 @@ from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.accumulation import deferred, is_sum, results_of
+from spanax.trace.analysis.accumulation import is_sum, results_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.loops import split_backward
@@ -74,7 +74,7 @@ def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredRe
     everything = (1 << len(sharded.resolver.mesh.names)) - 1
     taken = ((value, union(sharded.masks(value))) for value in range(len(graph.avals)))
     limits = {value: everything & ~mask for value, mask in taken if mask} | dict.fromkeys(reduced, 0)
-    return _described(sharded, sums, deferred(graph, sums, limits, everything))
+    return _described(sharded, sums, sharded.traced.sum_flow.deferred(sums, limits, everything))
 
 
 def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:

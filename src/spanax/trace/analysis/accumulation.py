@@ -9,6 +9,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -26,24 +27,96 @@ SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-
 """Operations whose reductions can be deferred."""
 
 
-def deferred(graph: Graph, sums: Mapping[Op, int], limits: Mapping[int, int], everything: int) -> dict[int, int]:
-    """Returns the values that contain a deferred reduction, each with the mesh axes of the reduction.
+@dataclass(frozen=True, eq=False)
+class SumFlow:
+    """How a program uses sums, under any sharding.
 
-    Args:
-      graph: the program.
-      sums: operations whose results are partial sums, each with the mesh axes.
-      limits: the mesh axes that the reduction of a value may be deferred over; all of them for other values.
-      everything: all mesh axes.
+    Attributes:
+      reduced: values that need all terms.
+      uses: pairs of a value and a linear result of it: the value needs all terms where the result does. Last use first.
+      flows: pairs of values: the terms of the first are part of the second.
+      products: the operands of each product of two values.
     """
-    limits = {**limits, **dict.fromkeys(graph.body.outputs, 0)}
-    while True:
-        may = _may_be(graph, limits, everything)
-        reached = _reached(graph, {op: mask & may[op.outputs[0]] for op, mask in sums.items()}, may)
-        products = (op for op in graph.ops() if op.name == "mul")
-        clashes = {value for op in products if all(map(reached.get, op.inputs)) for value in op.inputs}
-        if not clashes:
-            return reached
-        limits |= dict.fromkeys(clashes, 0)
+
+    reduced: frozenset[int]
+    uses: Sequence[tuple[int, int]]
+    flows: Sequence[tuple[int, int]]
+    products: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of(graph: Graph) -> "SumFlow":
+        """Returns the flow of sums in a program."""
+        reduced = {*graph.body.outputs}
+        uses = list[tuple[int, int]]()
+        flows = list[tuple[int, int]]()
+        ops = list(graph.ops())
+        for op in ops:
+            if op.bodies:
+                _follow_loop(op, graph.wires(op), reduced, uses, flows)
+                continue
+            is_inexact = all(jnp.issubdtype(graph.avals[value].dtype, jnp.inexact) for value in op.outputs)
+            linear_in = linear_operands(op) if is_inexact and op.name not in REDUCED_BEFORE else ()
+            for index, value in enumerate(op.inputs):
+                if index in linear_in:
+                    uses.append((value, op.outputs[0]))
+                else:
+                    reduced.add(value)
+                flows += ((value, out) for out in op.outputs)
+        return SumFlow(frozenset(reduced), uses[::-1], flows, [op.inputs for op in ops if op.name == "mul"])
+
+    def deferred(self, sums: Mapping[Op, int], limits: Mapping[int, int], everything: int) -> dict[int, int]:
+        """Returns the values that contain a deferred reduction, each with the mesh axes of the reduction.
+
+        Args:
+          sums: operations whose results are partial sums, each with the mesh axes.
+          limits: the mesh axes that the reduction of a value may be deferred over; all of them for other values.
+          everything: all mesh axes.
+        """
+        limits = {**limits, **dict.fromkeys(self.reduced, 0)}
+        while True:
+            may = self._may_be(limits, everything)
+            reached = self._reached(sums, may)
+            clashes = {value for values in self.products if all(map(reached.get, values)) for value in values}
+            if not clashes:
+                return reached
+            limits |= dict.fromkeys(clashes, 0)
+
+    def _may_be(self, limits: Mapping[int, int], everything: int) -> defaultdict[int, int]:
+        """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
+        may = defaultdict(lambda: everything, limits)
+        is_stable = False
+        while not is_stable:
+            is_stable = True
+            for value, result in self.uses:
+                if may[value] & ~may[result]:
+                    may[value] &= may[result]
+                    is_stable = False
+        return may
+
+    def _reached(self, sums: Mapping[Op, int], may: Mapping[int, int]) -> dict[int, int]:
+        """Returns the values that contain a deferred reduction, each with the mesh axes."""
+        reached = {op.outputs[0]: mask & may[op.outputs[0]] for op, mask in sums.items()}
+        is_stable = False
+        while not is_stable:
+            is_stable = True
+            for value, result in self.flows:
+                if mask := reached.get(value, 0) & may[result] & ~reached.get(result, 0):
+                    reached[result] = reached.get(result, 0) | mask
+                    is_stable = False
+        return reached
+
+
+def _follow_loop(
+    op: Op, wires: Wires, reduced: set[int], uses: list[tuple[int, int]], flows: list[tuple[int, int]]
+) -> None:
+    """Adds the uses of sums by a loop, a branch or a rematerialized region, whose operations follow."""
+    carried = [(last, first) for first, last in wires.carried]
+    results = [(inner, outer) for outer, inner in wires.outputs[len(wires.carried) :]]
+    flows += (*wires.inputs, *carried, *((first, outer) for outer, first in results_of(wires)), *results)
+    if op.name != "scan" and op.name not in REMAT:
+        reduced.update(op.inputs, (inner for _, inner in wires.outputs))
+        return
+    uses += (*wires.inputs, *carried, *results)
 
 
 def results_of(wires: Wires) -> Iterator[tuple[int, int]]:
@@ -54,67 +127,6 @@ def results_of(wires: Wires) -> Iterator[tuple[int, int]]:
 def is_sum(graph: Graph, op: Op) -> bool:
     """Returns whether the reduction of an operation can be deferred."""
     return op.name in SUMS and bool(jnp.issubdtype(graph.avals[op.outputs[0]].dtype, jnp.inexact))
-
-
-def _may_be(graph: Graph, limits: Mapping[int, int], everything: int) -> defaultdict[int, int]:
-    """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
-    may = defaultdict(lambda: everything, limits)
-    ops = list(graph.ops())[::-1]
-    is_stable = False
-    while not is_stable:
-        is_stable = True
-        for op in ops:
-            for value, allowed in _allowed(graph, op, may):
-                if may[value] & ~allowed:
-                    may[value] &= allowed
-                    is_stable = False
-    return may
-
-
-def _allowed(graph: Graph, op: Op, may: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yields the mesh axes that an operation allows its operands to defer, and a loop the values inside it."""
-    if not op.bodies:
-        linear_in = () if op.name in REDUCED_BEFORE else linear_operands(op)
-        is_inexact = all(jnp.issubdtype(graph.avals[value].dtype, jnp.inexact) for value in op.outputs)
-        for index, value in enumerate(op.inputs):
-            yield value, may[op.outputs[0]] if index in linear_in and is_inexact else 0
-        return
-    wires = graph.wires(op)
-    if op.name != "scan" and op.name not in REMAT:
-        yield from ((value, 0) for value in op.inputs)
-        yield from ((inner, 0) for _, inner in wires.outputs)
-        return
-    yield from ((outer, may[inner]) for outer, inner in wires.inputs)
-    yield from ((last, may[first]) for first, last in wires.carried)
-    num_carried = len(wires.carried)
-    yield from ((inner, may[outer]) for outer, inner in wires.outputs[num_carried:])
-
-
-def _reached(graph: Graph, sums: Mapping[Op, int], may: Mapping[int, int]) -> dict[int, int]:
-    """Returns the values that contain a deferred reduction, each with the mesh axes."""
-    reached = dict[int, int]()
-
-    def add(value: int, mask: int) -> bool:
-        old = reached.get(value, 0)
-        reached[value] = old | mask
-        return reached[value] != old
-
-    is_stable = False
-    while not is_stable:
-        is_stable = True
-        for op in graph.ops():
-            mask = _union(reached.get(value, 0) for value in op.inputs)
-            pairs = [(out, sums.get(op, 0) | mask) for out in op.outputs]
-            if op.bodies:
-                wires = graph.wires(op)
-                pairs = [(inner, reached.get(outer, 0)) for outer, inner in wires.inputs]
-                pairs += [(first, reached.get(last, 0)) for first, last in wires.carried]
-                pairs += [(outer, reached.get(first, 0)) for outer, first in results_of(wires)]
-                pairs += [(outer, reached.get(inner, 0)) for outer, inner in wires.outputs[len(wires.carried) :]]
-            for value, mask in pairs:
-                if mask and add(value, mask & may[value]):
-                    is_stable = False
-    return reached
 
 
 def _union(masks: Iterable[int]) -> int:
@@ -138,7 +150,7 @@ def accumulated(graph: Graph, loops: Collection[Op]) -> frozenset[int]:
         return frozenset()
     others = (op for op in graph.ops() if op.bodies and op not in loops)
     limits = {value: 0 for op in others for pair in graph.wires(op).carried for value in pair}
-    return frozenset(value for value, mask in deferred(graph, sums, limits, everything=1).items() if mask)
+    return frozenset(value for value, mask in SumFlow.of(graph).deferred(sums, limits, everything=1).items() if mask)
 
 
 def invariant(graph: Graph, loops: Iterable[Op]) -> frozenset[int]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from spanax.displays import display
-from spanax.trace.analysis.accumulation import accumulated, invariant, recurrences
+from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order
@@ -37,6 +37,7 @@ LAYOUT_FREE = (
     "routed",
     "looked_up",
     "recurrences",
+    "sum_flow",
     "accumulated",
     "host_copies",
     "spatial_labels",
@@ -166,6 +167,11 @@ class StepAnalysis:
     def recurrences(self) -> list[Op]:
         """Returns the loops in which every iteration needs all weights."""
         return recurrences(self.graph, self.batch_labels, self.axes.classes)
+
+    @cached_property
+    def sum_flow(self) -> SumFlow:
+        """How the step uses sums."""
+        return SumFlow.of(self.graph)
 
     @cached_property
     def accumulated(self) -> frozenset[int]:
