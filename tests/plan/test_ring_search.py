@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 import spanax
 from spanax.models.workloads import load
 from spanax.plan.candidates.request import Request, Scope
@@ -49,3 +51,10 @@ def test_a_ring_computes_slower_than_a_kernel_that_exchanges_heads() -> None:
     assert kernel is not None and ring is not None
     assert ring.seconds["matmuls"] > 2 * kernel.seconds["matmuls"]
     assert abs(ring.flops / kernel.flops - 1) < 0.15
+
+
+@pytest.mark.parametrize("layout", ["context", "ring"])
+def test_a_requested_layout_gets_a_mesh_that_divides_the_batch(layout: str) -> None:
+    workload = load("llama3-8b", batch_size=1, seq_len=8192, num_layers=2)
+    program = workload.trace(learning_rate=1e-3, num_steps=4)
+    assert str(spanax.plan(program, "h100:8", layout=layout).mesh) == "context=8"

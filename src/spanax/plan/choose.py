@@ -165,7 +165,8 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     schedule = request.schedule
     dtype = None if schedule is None else schedule.compute_dtype
     if can_search and defaults(cluster).is_searched:
-        _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
+        if request.mesh is not None:
+            _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
         priced = priced or searched(program, cluster, request)
         if priced.best is not None:
             return chosen(priced)

@@ -14,6 +14,7 @@ import zoo
 from programs import array, small_gpt, zoo_program
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.peak_memory import GROUPS, MemoryUse, Meshes, memory_use, walk
+from spanax.plan.evaluate import evaluate
 from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -186,6 +187,18 @@ def test_a_gathered_table_is_live_until_its_transposition_is_used() -> None:
     program = spanax.trace(build=Tied, optimizer=optax.sgd(0.1), batch=array(4096, 64), loss=squared)
     result = groups(program, "fsdp", "fsdp=8", is_tpu=True)
     assert result["gathered weights"] >= 4 * 4096 * 64, result
+
+
+def test_arrays_of_more_bytes_than_an_integer_has_bits_for_are_counted() -> None:
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(64, 64, rngs=rngs),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((1 << 40, 1 << 20, 64), "float32"),
+        loss=lambda model, x: jax.numpy.einsum("bsd,btd->bst", model(x), x).mean(),
+    )
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="context", mesh="context=8")
+    scores = 4 * (1 << 40) * (1 << 20) ** 2 / 8
+    assert evaluate(program, plan, spanax.cluster("cpu:8")).peak_bytes >= scores
 
 
 def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:

@@ -286,7 +286,7 @@ def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Bod
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
     rows = np.concatenate([np.asarray(of_group, int)[live.group], np.asarray(of_span, int)])
-    num_bytes = np.concatenate([live.num_bytes[live.group], np.asarray([span.num_bytes for span in spans])])
+    num_bytes = np.concatenate([live.num_bytes[live.group], np.asarray([span.num_bytes for span in spans], float)])
     num_columns = len(columns)
     changes = np.bincount(first * num_columns + rows, num_bytes, (num_ops + 2) * num_columns)
     changes -= np.bincount((last + 1) * num_columns + rows, num_bytes, (num_ops + 2) * num_columns)
