@@ -196,16 +196,18 @@ def _step_around(
             attentions.extend(traced.attentions[variant.context])
         nnx.update(model, result.params)
         nnx.update(model, result.rest)
+        # As arrays: NNX looks for aliases among all Variables that are arguments, once for each of those in a pytree.
+        grads, structure = jax.tree.flatten(result.grads)
         update = traced.update or _updated
-        grad_norm = update(model, optimizer, result.grads, clip_norm)
+        grad_norm = update(model, optimizer, structure, clip_norm, *grads)
         return {"loss": result.scalar, "grad_norm": grad_norm} | result.extra
 
     return train_step
 
 
-def _updated(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm: float | None) -> Any:
-    """Updates model and optimizer by gradients; returns their norm before clipping."""
-    grads = marked_gradients(grads)
+def _updated(model: nnx.Module, optimizer: nnx.Optimizer, structure: Any, clip_norm: float | None, *arrays: Any) -> Any:
+    """Updates model and optimizer by gradients of a structure; returns their norm before clipping."""
+    grads = marked_gradients(jax.tree.unflatten(structure, arrays))
     grad_norm = optax.tree.norm(grads)
     if clip_norm is not None:
         grads, _ = optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())
@@ -215,19 +217,7 @@ def _updated(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm:
 
 def traced_update() -> Callable[..., Any]:
     """Returns the update of model and optimizer by gradients, which JAX traces once for all variants of a step."""
-
-    def from_arrays(model: Any, optimizer: Any, structure: Any, clip_norm: float | None, *arrays: Any) -> Any:
-        return _updated(model, optimizer, jax.tree.unflatten(structure, arrays), clip_norm)
-
-    from_arrays.__name__ = _updated.__name__  # as profiles show it
-    compiled = nnx.jit(from_arrays, static_argnums=(2, 3))
-
-    def update(model: nnx.Module, optimizer: nnx.Optimizer, grads: Any, clip_norm: float | None) -> Any:
-        # NNX looks for aliases among all Variables that are arguments, once for each of those in a pytree.
-        arrays, structure = jax.tree.flatten(grads)
-        return compiled(model, optimizer, structure, clip_norm, *arrays)
-
-    return update
+    return nnx.jit(_updated, static_argnums=(2, 3))
 
 
 def as_metrics(returned: Any) -> dict[str, Any]:
