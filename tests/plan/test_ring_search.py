@@ -1,4 +1,4 @@
-"""Searches with a sharded sequence: rings are tried, and no attention kernel is repeated."""
+"""Searches with a sharded sequence: rings are tried, with and without a kernel, and no kernel is repeated."""
 
 from dataclasses import replace
 
@@ -12,11 +12,13 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search_in
 
 
-def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
+def test_a_sequence_is_sharded_in_blocks_of_a_kernel_and_no_kernel_is_repeated() -> None:
+    """16 devices divide neither the one example nor the 8 heads of keys; rings without a kernel are slower."""
     workload = load("llama3-8b", batch_size=1, seq_len=65536, num_layers=2)
     program = workload.trace(learning_rate=1e-3, num_steps=4)
     result = searched(program, spanax.cluster("h100:2x8"), Request(), top=1000)
-    assert {each.context for each in result.candidates} >= {"ring"}
+    assert result.best is not None and result.best.mesh.ways(["context"]) > 1
+    assert (result.best.context, {each.context for each in result.candidates}) == ("cudnn", {"cudnn", "ring"})
     assert result.rejected[Reason(Code.KERNEL_REPEATED)] > 0
     presets = [each for each in result.candidates if each.assigned is None]
     names = [(each.storing, each.sequence, each.mesh, each.num_stages, each.context) for each in presets]
@@ -24,7 +26,6 @@ def test_a_search_tries_rings_and_repeats_no_kernel() -> None:
 
 
 def test_a_ring_may_recompute_more_than_any_other_layout() -> None:
-    """Every layout without a ring would repeat the attention kernel, so no other policy has been traced for them."""
     workload = load("llama3-8b", batch_size=1, seq_len=262144, num_layers=2, vocab_size=1024)
     program = workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype="bfloat16")
     cluster = replace(spanax.cluster("h100:8x8"), memory_bytes=8 << 30)
@@ -34,9 +35,7 @@ def test_a_ring_may_recompute_more_than_any_other_layout() -> None:
     assert [(each.mesh, each.remat, each.context) for each in result.candidates] == [
         (each.mesh, each.remat, each.context) for each in every.candidates
     ]
-    assert {each.context for each in result.candidates} == {"ring"} and "none" not in {
-        each.remat for each in result.candidates
-    }
+    assert "none" not in {each.remat for each in result.candidates}
 
 
 def test_a_ring_computes_slower_than_a_kernel_that_exchanges_heads() -> None:

@@ -24,7 +24,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.attention_kernel import can_ring, saves_with_ring, with_attention
-from spanax.plan.candidates.forms import Forms, in_context
+from spanax.plan.candidates.forms import MOST_IN_RING, Forms, in_context
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import suiting_chunks
@@ -192,7 +192,7 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
 
 def _pricers(
     program: Program, cluster: Cluster, scope: Scope, rejected: Rejections, left_out: Container[int | None] = ()
-) -> list[Pricer]:
+) -> tuple[Pricer, Pricer]:
     """Returns the pricer of a scope's layouts with the attention of the program, and that of those with a ring.
 
     Leaves of the state with a class in `left_out` are not counted.
@@ -214,10 +214,12 @@ def _pricers(
         schedules=scope.schedules,
         always=scope.always,
     )
-    return [
+    plain, rings = (
         Pricer.of(some, cluster, scope.assumptions, list(map(grids, some)), states[: len(some)])
         for some in (space, sequences)
-    ]
+    )
+    most = MOST_IN_RING if scope.layout is None and scope.mesh is None else cluster.num_devices
+    return plain.by_ring(program, rejected, most), rings
 
 
 UNSHARDED = (Code.BATCH_NOT_DIVISIBLE, Code.NOTHING_STORED, Code.NOT_REQUESTED, Code.RING_TOO_LONG)

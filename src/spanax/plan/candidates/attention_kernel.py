@@ -112,6 +112,6 @@ def ring_axes(resolver: Resolver) -> tuple[str, ...]:
     """Returns the mesh axes of the ring that keys and values circulate around; empty without ring attention."""
     step = resolver.program.step
     constraints = resolver.constraints(step)
-    ops = [group.op for group in step.op_groups if group.op.name in RING and group.op.params["kernel"] is None]
+    ops = [group.op for group in step.op_groups if group.op.name in RING]
     shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in ops]
     return max((each.ring for each in shardings if each is not None), key=resolver.mesh.ways, default=())

@@ -139,10 +139,10 @@ class Pricer:
         ]
         return self.select(chosen)
 
-    def by_ring(self, program: Program, rejected: Rejections) -> "Pricer":
+    def by_ring(self, program: Program, rejected: Rejections, most: int = MOST_IN_RING) -> "Pricer":
         """Returns the pricer with a family for each number of devices of a ring: which blocks are masked depends on it.
 
-        Rings of more than `MOST_IN_RING` devices are left out.
+        Rings of more than `most` devices are left out.
         """
         space = list[Family]()
         every = list[Grids | None]()
@@ -152,8 +152,8 @@ class Pricer:
             sizes = grids.plain.sizes[axes].prod(0) if grids else np.zeros(0, int)
             for size in np.unique(sizes).tolist():
                 few = grids.select(sizes == size) if grids else None
-                if few is not None and size > MOST_IN_RING:
-                    rejected[Reason(Code.RING_TOO_LONG, size=MOST_IN_RING)] += few.size
+                if few is not None and size > most:
+                    rejected[Reason(Code.RING_TOO_LONG, size=most)] += few.size
                 elif few is not None:
                     mesh = MeshShape(tuple(zip(AXES, few.plain.sizes[:, 0].tolist(), strict=True)))
                     space.append(replace(family, resolver=replace(family.resolver, mesh=mesh)))

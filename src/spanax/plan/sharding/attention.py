@@ -8,6 +8,8 @@ from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
 from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.remat_policies import SPLASH
+from spanax.trace.rewrites.attention.kernels import LANES, Kernel
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, RING
 from spanax.trace.rewrites.attention.scores import NONE, Form
 
@@ -76,9 +78,9 @@ def attention_sharding(
 ) -> AttentionSharding | None:
     """Returns how an attention operation is sharded; None for other operations.
 
-    The batch is sharded where q, k and v all are, the queries as q is. A kernel needs complete sequences and all
-    queries that share keys: mesh axes that shard the sequence shard heads instead, where they divide them, with an
-    all-to-all before and after.
+    The batch is sharded where q, k and v all are, the queries as q is. A kernel needs whole sequences: mesh axes that
+    shard the sequence shard heads instead, where they divide them, with an all-to-all before and after. Others shard
+    the sequence in blocks of the kernel, around a ring if keys are sharded too.
 
     Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
@@ -94,14 +96,30 @@ def attention_sharding(
         return free
 
     batch = [take([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
-    if op.params["kernel"]:
-        for axis in take(q[form.queries]):
-            dims = [dim for dim in reversed(range(form.num_batch)) if _divides(form, dim, (*batch[dim], axis), mesh)]
-            batch = [(*axes, axis) if dim in dims[:1] else axes for dim, axes in enumerate(batch)]
-        return AttentionSharding(form, (*batch, *[()] * (form.num_rows + 2)))
     queries = take(q[form.queries])
     rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
-    return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
+    is_ring = k[form.num_batch] == queries
+    if op.params["kernel"] is None:
+        return AttentionSharding(form, (*batch, *rows, queries, queries if is_ring else ()))
+    separate = [*batch, *rows]
+    order = [*reversed(range(form.num_batch)), *range(form.num_batch, form.queries)]
+    others: Axes = ()
+    for axis in queries:
+        dims = [dim for dim in order if form.sizes[dim] % mesh.ways((*separate[dim], axis)) == 0]
+        if dims:
+            separate[dims[0]] = (*separate[dims[0]], axis)
+        else:
+            others = (*others, axis)
+    unit = unit_of(op.params["kernel"]) * mesh.ways(others)
+    by_queries, by_keys = (form.sizes[label] % unit == 0 for label in (form.queries, form.keys))
+    keys = others if is_ring and by_queries and by_keys else ()
+    is_exact = keys or (by_queries and not op.params["kernel"].is_causal)
+    return AttentionSharding(form, (*separate, others if is_exact else (), keys))
+
+
+def unit_of(kernel: Kernel) -> int:
+    """Returns the least queries or keys on a device of a ring: two parts of the sequence, each of whole blocks."""
+    return 2 * (LANES if kernel.name == SPLASH else 1)
 
 
 def attention_kernels(traced: StepAnalysis) -> list[Op]:
@@ -113,10 +131,6 @@ def kernel_labels(traced: StepAnalysis) -> frozenset[Labels]:
     """Returns the labels of the values that fused attention reads and writes, also with stacked layers."""
     values = (value for op in traced.graph.ops() if op.name in RING for value in (*op.inputs, *op.outputs))
     return stacked_labels(traced.axes, {traced.axes.classes[value] for value in values}, traced.layer_labels)
-
-
-def _divides(form: Form, dim: int, axes: Axes, mesh: MeshShape) -> bool:
-    return form.sizes[dim] % mesh.ways(axes) == 0
 
 
 def _computed_spec(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:

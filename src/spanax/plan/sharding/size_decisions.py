@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from spanax.plan.sharding.attention import attention_kernels
+from spanax.plan.sharding.attention import attention_kernels, unit_of
 from spanax.plan.sharding.lookups import LOOKUPS, lookup_of, strategies
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.analysis.labels import label_key
@@ -96,17 +96,20 @@ def _order(label: int | None) -> int:
 
 
 def _exchanged(resolver: Resolver, ways: Ways) -> Iterator[Array]:
-    """Yields for each batch dim of each attention kernel whether any axes of the sequence also divide it."""
+    """Yields for each dim of each attention kernel whether any axes of the sequence also divide it."""
     step = resolver.program.step
     known = set[object]()
     for op in attention_kernels(step):
         form = op.params["form"]
         queries = op.inputs[0]
         spec = resolver.used(step.axes.classes[queries], step.graph.shape(queries))
-        for dim, size in enumerate(form.sizes[: form.num_batch]):
-            if (form, dim) not in known:
-                known.add((form, dim))
-                yield from (size % ways((*spec[dim], *some)) == 0 for some in _subsets(spec[form.queries]))
+        if form in known:
+            continue
+        known.add(form)
+        unit = unit_of(op.params["kernel"])
+        for some in _subsets(spec[form.queries]):
+            yield from (size % ways((*spec[dim], *some)) == 0 for dim, size in enumerate(form.sizes[: form.queries]))
+            yield from (form.sizes[label] % (unit * ways(some)) == 0 for label in (form.queries, form.keys))
 
 
 def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:

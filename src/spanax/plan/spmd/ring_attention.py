@@ -11,7 +11,6 @@ from spanax.plan.spmd.terms import HOP, ROUND, Matmul
 from spanax.trace.analysis.op_groups import OpGroup
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import BLOCK
-from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import BACKWARD
 from spanax.trace.rewrites.attention.scores import Form, Shares, shares
 
@@ -92,11 +91,10 @@ def products(
     """Returns FLOPs and sizes (m, n, k, separate products) of its matmuls: two forward, five backward.
 
     Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. Statically masked blocks are not
-    computed: the share of `zigzag`, or of a kernel's blocks.
+    computed: the share of `zigzag`, and within each part of the sequence that of a kernel's blocks.
     """
     form = sharding.form
-    kernel = op.params["kernel"]
-    share = _computed_blocks(form, kernel) if kernel else ring_of(sharding, mesh).share
+    share = _computed_share(ring_of(sharding, mesh), op)
     count = math.prod(form.sizes[: form.num_batch])
     rows = math.prod(form.sizes[form.num_batch : form.keys])
     keys = form.sizes[form.keys] * share
@@ -114,10 +112,16 @@ def products(
     return [(2.0 * math.prod(sizes), sizes) for sizes in (backward if op.name == BACKWARD else [scores, outputs])]
 
 
-def _computed_blocks(form: Form, kernel: Kernel) -> float:
-    """Returns the share of the blocks of keys that a kernel computes: with a causal mask, up to the diagonal."""
-    num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
-    return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
+def _computed_share(ring: Shares, op: Op) -> float:
+    """Returns the share of the scores that is computed: a kernel with a causal mask computes up to the diagonal."""
+    kernel = op.params["kernel"]
+    form: Form = op.params["form"]
+    if kernel is None or not kernel.is_causal:
+        return ring.share
+    num, total = ring.counts
+    num_parts = len(ring.owned[0])
+    num_blocks = max(form.sizes[form.keys] // (ring.num_devices * num_parts * BLOCK), 1)
+    return (num - num_parts * (1 - 1 / num_blocks) / 2) / total
 
 
 def matmul_rows(
@@ -166,18 +170,19 @@ def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: Mes
     """Returns the bytes of its temporaries, by sharding, in addition to operands and results.
 
     Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
-    and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
+    and in the backward pass their gradients. A kernel stores no scores, and without a ring only one 32-bit accumulator
+    in the backward pass.
     """
     form = sharding.form
     size = graph.num_bytes
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
-    if op.params["kernel"]:
+    if op.params["kernel"] and mesh.ways(sharding.ring) == 1:
         return [(sharding.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
     parts = mesh.ways(sharding.ring) * len(ring_of(sharding, mesh).owned[0])
     block = min(BLOCK, form.sizes[form.keys] // parts)
     rows = 4.0 * math.prod(form.sizes[: form.keys])
     q, k, v = op.inputs[:3]
-    scores = rows * block
+    scores = 0.0 if op.params["kernel"] else rows * block
     queries = sharding.rows(wide=True)
     if op.name == BACKWARD:
         sums = numbers(k) + numbers(v)

@@ -143,15 +143,18 @@ class ShardedProgram:
             known = self.cache.divisions.get(key)
             if known is None:
                 known = self._divide(op)
-                known = self.cache.equal.setdefault((op, self._sized(op), known.operands, known.partition), known)
+                known = self.cache.equal.setdefault(
+                    (op, self._sized(op, known), known.operands, known.partition), known
+                )
                 self.cache.divisions[key] = known
             self._divisions[op] = known
         return known
 
-    def _sized(self, op: Op) -> object:
+    def _sized(self, op: Op, division: Division) -> object:
         """Returns what the costs of an operation depend on in addition to its division."""
-        if op.name in RING:  # blocks of a ring depend on the mesh, those of a kernel do not
-            return self.resolver.mesh if op.params["kernel"] is None else None
+        if op.name in RING:  # blocks of a ring depend on the mesh, those of a kernel on one device do not
+            use = division.operands and division.operands.attention
+            return self.resolver.mesh if op.params["kernel"] is None or (use and use.ring) else None
         return self.masks(op.outputs[0]) if op.name == RAGGED else None
 
     def _divide(self, op: Op) -> Division:

@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 
 from spanax.plan.pipeline.ticks import share_name
 from spanax.plan.sharding.attention import AttentionSharding
+from spanax.step.attention.kernel_blocks import KernelBlocks
 from spanax.trace.jaxpr.graph import Op
-from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, parted
+from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import (
     BACKWARD,
     NUM_ROWS,
@@ -41,6 +43,7 @@ def per_device_attention(
     The operands are local along the mesh axes that are already `manual`.
     """
     form = sharding.form
+    kernel = op.params["kernel"]
     sizes = dict(mesh.shape)
     axes = [tuple(axis for axis in dim_axes if axis not in manual and sizes[axis] > 1) for dim_axes in sharding.axes]
     ring = axes[form.keys]
@@ -50,20 +53,25 @@ def per_device_attention(
     def forward(starts: dict[int, Any], operands: Sequence[Any]) -> Sequence[Any]:
         q, k, v, *extras = operands
         if ring:
-            return _Ring(form, ring, size, starts).forward(op.params["dtype"], q, k, v, extras)
+            out, largest, weight = _Ring(form, kernel, ring, size, starts).forward(op.params["dtype"], q, k, v, extras)
+            return [out, largest + jnp.log(weight)] if kernel else [out, largest, weight]
+        if kernel:
+            return op.bind(operands)
         return attend_here(form, op.params["dtype"], q, k, v, extras, starts)
 
     def backward(starts: dict[int, Any], operands: Sequence[Any]) -> Sequence[Any]:
         grads = op.params["grads"]
         if ring:
-            partial_grads = _Ring(form, ring, size, starts, grads).backward(operands)
+            partial_grads = _Ring(form, kernel, ring, size, starts, grads).backward(operands)
+        elif kernel:
+            partial_grads = op.bind(operands)
         else:
             partial_grads = turn_back_here(form, grads, operands, starts)
         used_axes = {axis for dim_axes in axes for axis in dim_axes}
         result_axes = [{axis for dim_axes in spec for axis in dim_axes} for spec in sharding.results(op)]
         sums = [tuple(axis for axis in mesh.axis_names if axis in used_axes - sharded) for sharded in result_axes]
         summed = [
-            lax.psum(grad, reduced_axes) if reduced_axes else grad
+            lax.psum(grad.astype(jnp.float32), reduced_axes) if reduced_axes else grad
             for grad, reduced_axes in zip(partial_grads, sums, strict=True)
         ]
         return [grad.astype(target.dtype) for grad, target in zip(summed, wanted_of(grads, operands), strict=True)]
@@ -83,10 +91,12 @@ def per_device_attention(
 class _Ring:
     """A ring of devices that share a sequence.
 
-    `axes` are its mesh axes and `size` its number of devices; `form`, `starts` and `grads` are as in `Blocks`.
+    `axes` are its mesh axes and `size` its number of devices; a `kernel` may compute its blocks; `form`, `starts` and
+    `grads` are as in `Blocks`.
     """
 
     form: Form
+    kernel: Kernel | None
     axes: tuple[str, ...]
     size: int
     starts: dict[int, Any]
@@ -98,8 +108,10 @@ class _Ring:
         return shares(self.form, self.size)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> Blocks | KernelBlocks:
         """The computation of one part of the queries with one part of the keys."""
+        if self.kernel is not None:
+            return KernelBlocks(self.form, self.kernel, self.share.masked)
         return Blocks(self.form, self.share.masked, self.starts, self.grads, share_name(*self.share.counts))
 
     def forward(self, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> tuple[Any, ...]:
@@ -120,7 +132,7 @@ class _Ring:
             next_kv = self._hop(k), self._hop(v)
             return (*next_kv, attend_to_local(states, k, v, step)), None
 
-        states = tuple(self.blocks.fresh(part, v.shape[-1]) for part in parts)
+        states = tuple(fresh(part, v.shape[-1]) for part in parts)
         (k, v, states), _ = lax.scan(body, (k, v, states), jnp.arange(self.size - 1))
         states = attend_to_local(states, k, v, self.size - 1)
         results = zip(*(finished(state, dtype) for state in states), strict=True)

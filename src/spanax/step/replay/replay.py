@@ -240,7 +240,6 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
     manual = replay.manual
     if use is None or not use.is_local or mesh.size == 1:
         return None
-    attention = None if op.params.get("kernel") else use.attention
     specs = [
         tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
@@ -251,7 +250,7 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
         outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
-    function = part if attention is None else per_device_attention(op, attention, mesh, manual)
+    function = part if use.attention is None else per_device_attention(op, use.attention, mesh, manual)
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
     automatic = set(mesh.axis_names) - manual
     if not automatic:

@@ -80,15 +80,6 @@ class Blocks:
         with jax.named_scope(self.scope):
             return lax.cond(is_masked, lambda current: current, function, state)
 
-    def fresh(self, part: Part, width: int) -> Any:
-        """Returns the initial state of rows, before any keys."""
-        rows = part.q.shape[:-1]
-        return (
-            jnp.zeros((*rows, width), jnp.float32),
-            jnp.full(rows, -jnp.inf, jnp.float32),
-            jnp.zeros(rows, jnp.float32),
-        )
-
     def _forward(self, part: Part, keys: Keys, state: Any) -> Any:
         form = self.form
         block = _block_size(keys.k.shape[self.form.num_batch])
@@ -179,6 +170,12 @@ class Blocks:
 
     def _logits(self, score: Any, part: Part, extras: Sequence[Any], offsets: Mapping[int, Any], block: int) -> Any:
         return logits(self.form, score, extras, (*part.q.shape[:-1], block), offsets)
+
+
+def fresh(part: Part, width: int) -> Any:
+    """Returns the initial state of a part's rows, before any keys: sum of values, largest logit, sum of weights."""
+    rows = part.q.shape[:-1]
+    return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
 
 
 def finished(state: Any, dtype: Any) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ from spanax.trace.jaxpr.dim_maps.registry import Padding
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Shape
 from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, shares
 
@@ -106,7 +106,7 @@ def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence
     num = len(blocks.masked)
     states = []
     for part in parted(form, Part(q, tuple(extras), 0), num):
-        state = blocks.fresh(part, v.shape[-1])
+        state = fresh(part, v.shape[-1])
         for keys in _split_keys(form, k, v, num):
             state = blocks.attend(part, keys, state)
         states.append(finished(state, dtype))

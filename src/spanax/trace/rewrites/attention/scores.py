@@ -6,9 +6,10 @@ their operands. Positions are generated per block, so the full score matrix is n
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -79,6 +80,19 @@ class Form:
     def keys(self) -> int:
         """The label of the keys."""
         return self.queries + 1
+
+
+def scaled(form: Form, scale: float) -> Form:
+    """Returns the attention with the same dims whose logits are q.k times a number, without a mask."""
+    score = next(step for step in form.steps if step.name == "score")
+    (product,) = jax.make_jaxpr(lax.mul)(0.0, 0.0).eqns
+    steps = (
+        replace(score, args=()),
+        Step("literal", None, (("value", scale),), (), (), (), form.dtype),
+        Step("broadcast_in_dim", None, (("broadcast_dimensions", ()),), (1,), score.labels, score.shape, form.dtype),
+        Step("mul", product.primitive, (*product.params.items(),), (0, 2), score.labels, score.shape, form.dtype),
+    )
+    return replace(form, steps=steps)
 
 
 def logits(form: Form, score: Any, extras: Sequence[Any], sizes: Sequence[int], offsets: Mapping[int, Any]) -> Any:
