@@ -1,5 +1,6 @@
 """Ranks: among runs of one model, batch and number of devices, is the plan priced lowest the fastest measured?"""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ AT_LEAST = 4
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over all groups: how much slower the first choice is than the best, and how often it is among the first three."""
+    """Over all groups: how much slower the first choice is than the best, and how often it is among the first three.
+
+    `ratio_error` is the median error of the predicted ratio of two plans of a group, as a fraction.
+    """
 
     groups: int
     plans: int
@@ -25,6 +29,7 @@ class Ranks:
     top3_holds_best: float
     top3_median_regret: float
     top3_worst_regret: float
+    ratio_error: float
 
 
 def ranks(cases: Sequence[Case], predicted: np.ndarray) -> Ranks | None:
@@ -35,7 +40,7 @@ def ranks(cases: Sequence[Case], predicted: np.ndarray) -> Ranks | None:
         shape = (row.num_layers, row.embed_dim, row.num_heads, row.mlp_dim, row.seq_len)
         job = (row.num_devices, row.batch, case.cluster.chip.name, row.text.get("precision"))
         groups[row.file, shape, job].append(index)
-    regrets, firsts, among = [], [], []
+    regrets, firsts, among, errors = [], [], [], []
     count = 0
     for indices in groups.values():
         plans = {(cases[index].sizes, cases[index].row.stages, cases[index].num_microbatches) for index in indices}
@@ -43,6 +48,8 @@ def ranks(cases: Sequence[Case], predicted: np.ndarray) -> Ranks | None:
             continue
         count += len(indices)
         measured = np.asarray([cases[index].measured_seconds for index in indices])
+        factors = measured / predicted[indices]
+        errors += [max(a / b, b / a) - 1 for a, b in itertools.combinations(factors, 2)]
         order = np.argsort(predicted[indices], kind="stable")
         regrets.append(measured[order[0]] / measured.min() - 1)
         among.append(measured[order[:3]].min() / measured.min() - 1)
@@ -59,4 +66,5 @@ def ranks(cases: Sequence[Case], predicted: np.ndarray) -> Ranks | None:
         top3_holds_best=float(np.mean(np.asarray(among) == 0.0)),
         top3_median_regret=float(np.median(among)),
         top3_worst_regret=float(max(among)),
+        ratio_error=float(np.median(errors)),
     )

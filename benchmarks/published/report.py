@@ -39,7 +39,8 @@ def _leave_one_out(result: dict[str, Any], worst: int) -> list[str]:
         lines.append(
             f"regret of the first choice: median {100 * regret['median_regret']:.1f} %, worst "
             f"{100 * regret['worst_regret']:.1f} %; best among the first three in "
-            f"{100 * regret['top3_holds_best']:.0f} % of {regret['groups']} groups"
+            f"{100 * regret['top3_holds_best']:.0f} % of {regret['groups']} groups; "
+            f"error of the ratio of two plans: median {100 * regret['ratio_error']:.1f} %"
         )
     lines += ["", "By group", HEAD, *_summaries(result["groups"])]
     return [*lines, *_worst(result["predictions"], worst), *_ranks(result["ranks"]), ""]

@@ -73,6 +73,7 @@ class PlanCommand:
       calibrate: fit the constants of the devices to the measured steps of this run folder, or of a file of spanax
         compare --json; may be repeated.
       out_cluster: with --calibrate, write the calibrated devices to this cluster file, for --on.
+      compile: --no-compile only estimates memory, also where the compiler of the chips (libtpu, CUDA) is installed.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """
@@ -100,6 +101,7 @@ class PlanCommand:
     save_seconds: float = 60.0
     calibrate: Annotated[tuple[Path, ...], UseAppendAction] = ()
     out_cluster: Path | None = None
+    compile: bool = True
     json: bool = False
     traceback: bool = False
 
@@ -173,8 +175,7 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
     )
     quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
     lines = [quotes_text(quotes)]
-    if command.html is not None:
-        lines.append(write(quotes_page(quotes, command.workload), command.html))
+    lines += [] if command.html is None else [write(quotes_page(quotes, command.workload), command.html)]
     return Answer("\n".join(lines), quotes_json(quotes, command.top), exit_code=2 * (not any(q.plan for q in quotes)))
 
 
@@ -253,22 +254,23 @@ def _request(command: PlanCommand) -> "Request":
 
 
 def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.check.best_compiled import with_best_compiled
     from spanax.plan.advice.summary import summarize
     from spanax.plan.choose import decided
     from spanax.show.search import search_json, search_text
 
     search, program = _search(command, load, machine)
-    calibrated_lines = list[str]()
-    calibrated_data = dict[str, Any]()
+    calibrated: Extra = ([], {})
     if command.calibrate:
         before = search
         calibration = _calibration(command, program, machine)
         machine = calibration.cluster
-        search, program = _search(command, load, machine, program)
-        calibrated_lines, calibrated_data = _calibrated(command, calibration, before, search)
+        search, _ = _search(command, load, machine, program)
+        calibrated = _calibrated(command, calibration, before, search)
+    search, compiled = with_best_compiled(search) if command.compile else (search, ())
     summary = summarize(search)
-    lines = [*calibrated_lines, search_text(summary, command.top)]
-    data = search_json(summary, command.top) | calibrated_data
+    lines = [*calibrated[0], search_text(summary, command.top), *map(str, compiled)]
+    data = search_json(summary, command.top) | calibrated[1] | {"compiled": [asdict(each) for each in compiled]}
     if search.best is None:
         lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)

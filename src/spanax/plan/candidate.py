@@ -12,7 +12,7 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
-from spanax.plan.defaults import contraction_dtypes
+from spanax.plan.defaults import RATIO_ERROR, contraction_dtypes
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import mesh_of_stages
 from spanax.plan.place import as_planned, placed
@@ -262,6 +262,14 @@ class Search:
     def best(self) -> Candidate | None:
         """The fastest candidate that fits, or None."""
         return self.candidates[0] if self.candidates else None
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The candidate after the best, if their step times differ by less than the error of predictions, or None."""
+        if len(self.candidates) < 2:
+            return None
+        first, second = (candidate.step_seconds for candidate in self.candidates[:2])
+        return self.candidates[1] if abs(second / first - 1) < RATIO_ERROR else None
 
 
 def shortfall(search: Search) -> str:

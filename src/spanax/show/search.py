@@ -8,7 +8,7 @@ from typing import Any
 from spanax.plan.advice.summary import Best, Summary
 from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.candidates.loss_chunks import saved_bytes, suiting_chunks
-from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN, STAGE_MARGIN
+from spanax.plan.defaults import ASSIGNMENT_MARGIN, RATIO_ERROR, REPEATED_MARGIN, STAGE_MARGIN
 from spanax.plan.evaluate import evaluated
 from spanax.plan.plan import Plan
 from spanax.plan.reason import Reason
@@ -103,6 +103,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
     return {
         "best": candidate_json(search, search.best)
         | {
+            "runner_up": None if search.runner_up is None else layout_json(search.runner_up),
             "computed_axes": {axis: list(names) for axis, names in layout.computed},
             "stored_axes": {
                 "param": list(layout.stored_params),
@@ -138,6 +139,8 @@ def search_text(summary: Summary, top: int) -> str:
             ranked_text(rows) if search.best else "needs least:",
             table_text(LAYOUT_HEADS, [layout_cells(search, row) for row in rows]),
         ]
+    if search.runner_up is not None:
+        lines += ["", _runner_up(search.candidates[0], search.runner_up)]
     rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
     lines += ["", *(f"left out {count}: {reason}" for reason, count in rejected)]
     lines.append(
@@ -145,6 +148,13 @@ def search_text(summary: Summary, top: int) -> str:
         f"after {search.trace_seconds:.2f} s of tracing"
     )
     return "\n".join(lines)
+
+
+def _runner_up(best: Candidate, second: Candidate) -> str:
+    """Returns how little the second layout differs from the best."""
+    difference = second.step_seconds / best.step_seconds - 1
+    error = f"the median error between two layouts is {100 * RATIO_ERROR:.0f} %"
+    return f"{second.layout} ({second.whole_mesh}) may be as fast: {100 * difference:+.1f} %, and {error}"
 
 
 def ranked_text(rows: Sequence[Candidate]) -> str:
