@@ -55,9 +55,9 @@ FLAGS = {
     "inspect": {"hlo", "json", "leaf", "path", "schedule", "svg", "traceback", "workload"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
-        "accumulate", "attention", "budget_hours", "calibrate", "compile", "diff", "dtype", "embed", "examples", "explain",
-        "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "microbatches", "no_pipeline",
-        "on", "optimizer_state", "out", "out_cluster", "pipeline", "pipeline_schedule", "price", "remat",
+        "accumulate", "attention", "budget_hours", "calibrate", "compile", "diff", "dtype", "embed", "examples",
+        "explain", "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh", "microbatches",
+        "no_pipeline", "on", "optimizer_state", "out", "out_cluster", "pipeline", "pipeline_schedule", "price", "remat",
         "save_seconds", "seq_len", "solve_for", "target_mfu", "tokens", "top", "traceback", "virtual_stages", "why",
         "workload",
         "offload", "pad", *RECIPE,
