@@ -21,7 +21,7 @@ from spanax.check.compilers import report_cache, target
 from spanax.check.compilers.abstract_mesh import is_available
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
-from spanax.check.compilers.target import install_command, simulated_target, target_of
+from spanax.check.compilers.target import install_command, other_compiler, simulated_target, target_of
 from spanax.check.report import Report
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of
@@ -267,6 +267,17 @@ def test_a_plugin_of_another_version_is_reported_with_the_right_one(monkeypatch:
     monkeypatch.setattr(target, "cuda_folder", lambda: "/cuda")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0" if name == "jaxlib" else "0.11.0")
     assert install_command("cuda") == "pip install jax-cuda12-plugin==0.12.0 jax-cuda12-pjrt==0.12.0"
+
+
+@pytest.mark.parametrize(
+    ("on", "note"),
+    [("v5e:2x4", ""), ("h100:8", "note: jax-cuda12-plugin is 0.0.52; estimates were measured with 0.10.2")],
+)
+def test_another_compiler_than_that_of_the_estimates_is_noted(
+    on: str, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.52")
+    assert other_compiler(spanax.cluster(on)) == note
 
 
 def test_a_chip_without_a_known_compiler_raises() -> None:

@@ -3,15 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from spanax.check.check import check, highest_level
+from spanax.check.check import COMPILER, check, highest_level
 from spanax.displays import doing
 from spanax.errors import CompilerError, first_line
 from spanax.plan.candidate import Search, plan_of
 from spanax.plan.reason import Code, Reason
 from spanax.units import bytes_text
-
-COMPILER = 3
-"""The level of `check` at which the compiler of the chips counts the memory."""
 
 MOST_COMPILED = 4
 """The most layouts that are compiled; each takes as long as the first start of a training run."""

@@ -178,6 +178,17 @@ def install_command(platform: str) -> str:
     return "" if required == installed else f"pip install jax-cuda12-plugin=={required} jax-cuda12-pjrt=={required}"
 
 
+MEASURED_WITH = MappingProxyType({"tpu": ("libtpu", "0.0.52"), "cuda": ("jax-cuda12-plugin", "0.10.2")})
+"""By platform, the package of the compiler with which estimates of memory were measured, and its version."""
+
+
+def other_compiler(cluster: Cluster) -> str:
+    """Returns a note if the installed compiler of a cluster's chips is not the one that estimates were made for."""
+    package, measured = MEASURED_WITH[platform_of(cluster)]
+    installed = metadata.version(package)
+    return "" if installed == measured else f"note: {package} is {installed}; estimates were measured with {measured}"
+
+
 def cuda_folder() -> str | None:
     """Returns the folder of the installed wheel with ptxas and libdevice, or None."""
     spec = importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
