@@ -3,7 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import jax
+
 from spanax.check.check import COMPILER, check, highest_level
+from spanax.compat import has_backend
 from spanax.displays import doing
 from spanax.errors import CompilerError, first_line
 from spanax.plan.candidate import Search, plan_of
@@ -52,6 +55,8 @@ def with_best_compiled(search: Search) -> tuple[Search, tuple[CompiledMemory, ..
     """
     if search.best is None or highest_level(search.cluster) < COMPILER:
         return search, ()
+    if not has_backend() and not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # lowering starts a backend; looking for a device may take minutes
     compiled = list[CompiledMemory]()
     for index, candidate in enumerate(search.candidates[:MOST_COMPILED]):
         mesh = str(candidate.whole_mesh)
@@ -64,7 +69,7 @@ def with_best_compiled(search: Search) -> tuple[Search, tuple[CompiledMemory, ..
                 level=COMPILER,
                 timeout=TIMEOUT_SECONDS,
             )
-        except CompilerError as error:
+        except (CompilerError, RuntimeError) as error:  # JAX raises RuntimeError without a backend
             compiled.append(CompiledMemory(candidate.layout, mesh, None, problem=first_line(error)))
             break
         assert report.compiled is not None
