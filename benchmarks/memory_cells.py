@@ -2,10 +2,11 @@
 
 `--compile FOLDER` compiles each cell for its chip (needs libtpu or the `cuda12` extra and no accelerator, 5 to 60 s a
 cell) and writes a JSON file per cell, and the compiler's dump below FOLDER/dumps; `--store FOLDER` then writes the
-cells of the folder to tests/data/memory_cells.json. Without them, the stored figures are compared with predictions.
+cells of the folder to tests/data/memory_cells.json. Predictions are compared with the figures of the folder, or with
+the stored ones. `--unseen` has programs that no constant and no rule was chosen on.
 
 Usage:
-  python benchmarks/memory_cells.py [--compile FOLDER | --store FOLDER] [--only TEXT] [--json]
+  python benchmarks/memory_cells.py [--compile FOLDER | --store FOLDER] [--unseen] [--only TEXT] [--json]
 """
 
 import argparse
@@ -34,6 +35,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import spanax  # noqa: E402
+import zoo  # noqa: E402
 from byo import corpus  # noqa: E402
 from spanax.check.compilers import compile as compiling  # noqa: E402
 from spanax.check.compilers.lowered_step import lower  # noqa: E402
@@ -41,9 +43,9 @@ from spanax.check.compilers.target import target_of  # noqa: E402
 from spanax.check.hlo.collectives import collectives, totals  # noqa: E402
 from spanax.check.hlo.flops import program_flops  # noqa: E402
 from spanax.check.hlo.module import read_module  # noqa: E402
-from spanax.errors import CompilerError  # noqa: E402
+from spanax.errors import SpanaxError  # noqa: E402
 from spanax.models import unet  # noqa: E402
-from spanax.models.workloads import load  # noqa: E402
+from spanax.models.workloads import WORKLOADS, load  # noqa: E402
 from spanax.plan.evaluate import evaluate  # noqa: E402
 
 ARGUMENTS = ("parameters", "optimizer", "other state", "batch", "padding of the state")
@@ -108,9 +110,6 @@ def of_corpus(name: str, size: int) -> spanax.Program:
 LARGE: dict[str, Callable[[int], spanax.Program]] = {
     "unet32": unet32,
     "recommender": recommender,
-    "gpt2": functools.partial(workload, "gpt2", "bfloat16"),
-    "resnet50": functools.partial(workload, "resnet50", "bfloat16"),
-    "vit-b16": functools.partial(workload, "vit-b16", "bfloat16"),
 }
 
 
@@ -137,7 +136,9 @@ class Cell:
 
 @functools.lru_cache(maxsize=4)
 def traced(model: str, batch_size: int) -> spanax.Program:
-    return LARGE[model](batch_size) if model in LARGE else of_corpus(model, batch_size)
+    if model in LARGE:
+        return LARGE[model](batch_size)
+    return workload(model, "bfloat16", batch_size) if model in WORKLOADS else of_corpus(model, batch_size)
 
 
 SMALL = [
@@ -165,6 +166,18 @@ CELLS = [
         ("mobilenet", 8192, "data"), ("graph_net", 8192, "data"), ("swin", 8192, "fsdp"), ("mae", 8192, "data"),
     )],
 ]  # fmt: skip
+
+UNSEEN = [
+    *[Cell(name, 128, ("fsdp", "data", "fsdp+tensor")[index % 3], ("v5e:2x4", "v6e:2x4")[index % 2])
+      for index, name in enumerate(sorted({*corpus.FILES, *zoo.ZOO} - {*SMALL}))],
+    *[Cell(*each) for each in (
+        ("qwen3-0.6b", 16, "fsdp", "v5e:2x4"), ("llama3.2-1b", 16, "fsdp+tensor", "v6e:2x4"),
+        ("vit-l16", 256, "data", "v5p:2x2x2"), ("gpt2-medium", 32, "data", "v5p:2x2x2"),
+        ("gpt2-large", 64, "fsdp", "v5e:4x4"), ("vit-h14", 128, "fsdp", "v6e:2x4"),
+        ("llama3.2-3b", 32, "fsdp", "v5p:2x2x2"), ("qwen2-0.5b", 32, "context", "v5e:4x4"),
+    )],
+]  # fmt: skip
+"""Programs that were compiled once, after all constants and rules were chosen."""
 
 
 def compiled(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -253,13 +266,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", type=Path, help="compile the cells that this folder does not have")
     parser.add_argument("--store", type=Path, help="store the figures of this folder in tests/data")
+    parser.add_argument("--unseen", action="store_true", help="other programs than those of the stored figures")
     parser.add_argument("--only", default="", help="cells whose name contains this")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    cells = [cell for cell in CELLS if asked.only in cell.name]
+    cells = [cell for cell in (UNSEEN if asked.unseen else CELLS) if asked.only in cell.name]
     if asked.compile:
+        spanax.simulate(8)  # a model of the corpus makes its mesh of these devices
         compile_into(cells, asked.compile)
-    elif asked.store:
+    if asked.store:
         keys = ("peak", "argument_bytes", "temp_bytes", "other_bytes", "mesh", "jax", "version")
         facts = {cell.name: asked.store / f"{cell.name}.json" for cell in cells}
         read = {name: json.loads(path.read_text()) for name, path in facts.items() if path.exists()}
@@ -268,6 +283,8 @@ def main() -> None:
         STORED.write_text(json.dumps(known, indent=1) + "\n")
     else:
         truth = json.loads(STORED.read_text())
+        if asked.compile:
+            truth = {path.stem: json.loads(path.read_text()) for path in asked.compile.glob("*.json")}
         rows = [compare(cell, truth[cell.name]) for cell in cells if cell.name in truth]
         if asked.json:
             print(json.dumps({"rows": rows, "summary": summary(rows)}))
@@ -285,7 +302,7 @@ def compile_into(cells: Sequence[Cell], folder: Path) -> None:
             continue
         try:
             truth = compiled(cell, folder)
-        except (CompilerError, TypeError, AssertionError) as error:  # a model that does not run in bfloat16
+        except (SpanaxError, TypeError, ValueError, AssertionError) as error:  # not in this dtype, layout or platform
             print(cell.name, type(error).__name__, str(error)[:200], flush=True)
             continue
         target.write_text(json.dumps(truth, default=int))
