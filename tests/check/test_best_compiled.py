@@ -1,5 +1,6 @@
-"""The memory of the best layouts as their compiler counts it: the first that fits is the best."""
+"""The first layouts of a search: the best fits as its compiler counts memory, and the second may be as fast."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_layouts_are_compiled_until_one_fits(
     assert result.rejected.get(reason, 0) == search.rejected.get(reason, 0) + num_left_out
     tried = search.candidates[len(outcomes) - 1]
     assert str(compiled[-1]) == last.format(f"{tried.layout} ({tried.whole_mesh})")
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(1.05, True), (0.95, True), (1.1, False)])
+def test_the_second_layout_is_named_where_predictions_cannot_tell(
+    seconds: float, is_named: bool, search: Search
+) -> None:
+    first, second = (
+        replace(each, step_seconds=of) for each, of in zip(search.candidates[:2], (1.0, seconds), strict=True)
+    )
+    assert replace(search, candidates=(first, second)).runner_up == (second if is_named else None)
+    assert replace(search, candidates=(first,)).runner_up is None
 
 
 def test_without_a_compiler_nothing_is_compiled(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
