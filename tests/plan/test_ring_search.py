@@ -35,6 +35,7 @@ def test_a_ring_may_recompute_more_than_any_other_layout() -> None:
     assert [(each.mesh, each.remat, each.context) for each in result.candidates] == [
         (each.mesh, each.remat, each.context) for each in every.candidates
     ]
+    assert {each.context for each in result.candidates} == {"cudnn", "ring"}
     assert "none" not in {each.remat for each in result.candidates}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from spanax.check.check import COMPILER, check, highest_level
+from spanax.check.check import check, highest_level
 from spanax.compat import has_backend
 from spanax.displays import doing
 from spanax.errors import CompilerError, first_line
@@ -53,7 +53,7 @@ def with_best_compiled(search: Search) -> tuple[Search, tuple[CompiledMemory, ..
 
     The search is unchanged if no layout fits as compiled or if the compiler is not installed: then nothing is compiled.
     """
-    if search.best is None or highest_level(search.cluster) < COMPILER:
+    if search.best is None or highest_level(search.cluster) < 3:
         return search, ()
     if not has_backend() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")  # lowering starts a backend; looking for a device may take minutes
@@ -66,7 +66,7 @@ def with_best_compiled(search: Search) -> tuple[Search, tuple[CompiledMemory, ..
                 search.program_of(candidate),
                 plan_of(search, candidate),
                 search.cluster,
-                level=COMPILER,
+                level=3,
                 timeout=TIMEOUT_SECONDS,
             )
         except (CompilerError, RuntimeError) as error:  # JAX raises RuntimeError without a backend

@@ -31,9 +31,6 @@ from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
 
-COMPILER = 3
-"""The level with the compiler of the chips."""
-
 MAX_SIMULATED = 1024
 """The most devices that level 2 simulates; above, compiling for CPU takes longer than the target's own compiler."""
 

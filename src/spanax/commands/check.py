@@ -99,7 +99,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # uses no accelerator, and looking for one may take minutes
 
-    from spanax.check.check import COMPILER, check
+    from spanax.check.check import check
     from spanax.check.compilers.target import other_compiler
     from spanax.check.finding import most_severe_first
     from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
@@ -131,7 +131,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     notes = [] if command.out is None else _certify(command.out, report, findings, program, plan, machine)
     environment = machine.memory_setting(report.compiled.peak_bytes or report.upper_bytes or 0) if report.fits else {}
     notes += [setting_text(environment, is_set=False)] if environment else []
-    notes += [note] if report.level == COMPILER and (note := other_compiler(machine)) else []
+    notes += [note] if report.level == 3 and (note := other_compiler(machine)) else []
     parity = _parity(command, load, program, plan, devices) if command.parity else None
     reply = _answer(command, report, findings, parity, notes)
     return replace(reply, data=reply.data | {"environment": environment})
