@@ -236,7 +236,7 @@ def test_candidates_that_are_not_priced_would_not_be_chosen() -> None:
 )
 def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batch_size: int, is_priced: bool) -> None:
     """Not with a kernel and whole examples on every device, where a layout fits without remat."""
-    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    program = workload("gpt-nano").variant(compute_dtype="bfloat16")
     cluster = with_memory("a100:2x4", memory_bytes)
     scope = dataclasses.replace(scope_of(program), batch_size=batch_size)
     first = search_in(program, cluster, scope, "auto")
@@ -246,7 +246,7 @@ def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batc
 
 
 def test_the_fastest_of_every_kind_includes_rings() -> None:
-    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    program = workload("gpt-nano").variant(compute_dtype="bfloat16")
     scope = dataclasses.replace(scope_of(program), each=True)
     result = search_in(program, with_memory("a100:2x4", ROOMY), scope, "auto")
     assert "ring" in {each.context for each in result.candidates}

@@ -256,7 +256,7 @@ class Search:
     def program_of(self, candidate: Candidate) -> Program:
         """Returns the program of a candidate, with its remat policy and its attention."""
         program = self.programs[candidate.remat]
-        return program.variant(replace(program.form, context=candidate.context))
+        return program.variant(context=candidate.context)
 
     @property
     def best(self) -> Candidate | None:
