@@ -113,6 +113,16 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     ),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no default meaning"),
     "mesh of another size": (["train", "--mesh", "data=4"], 2, "needs 4 devices, and the cluster has 8"),
+    "a layout of an axis that is none": (
+        ["plan", "gpt-nano", "--on", "h100:8", "--layout", "expert"],
+        2,
+        "mesh axis 'expert' (2) has nothing to shard",
+    ),
+    "a layout that divides one example": (
+        ["plan", "gpt-nano", "--on", "cpu:8", "--layout", "context", "--global-batch-size", "1"],
+        2,
+        "mesh axis 'data' (4) has nothing to shard",
+    ),
     "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
     "mesh of nothing": (["train", "--mesh", "data=0"], 2, "integer >= 1"),
     "batch that does not divide": (
@@ -349,6 +359,7 @@ def test_the_golden_messages_are_those_of_the_bad_input() -> None:
 QUICK = (
     "unknown layout", "mesh of another size", "batch that does not divide", "an option that is none",
     "resume from nowhere", "no such torus", "comparing no steps", "rules of an unknown layout",
+    "a layout of an axis that is none", "a layout that divides one example",
 )  # fmt: skip
 
 PROSE = {

@@ -241,6 +241,8 @@ def searched(
     scope = requested.scope
     remat = requested.policy
     result = requested.chunked(program)
+    if not result.layouts_priced and request.layout is not None:
+        _placed(program, cluster, request, program.loss_chunks)  # raises why this layout is none of the program
     limit = None if each else top
     if remat is None:
         result = with_partial_remat(result, scope.stage_margin)
