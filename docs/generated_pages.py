@@ -279,16 +279,14 @@ def errors_page() -> str:
     Causes and fixes are written by hand, below the head.
     """
     introduction, *entries = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
-    bodies = {
-        entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
-    }
+    bodies = {entry[:6]: entry.partition("*\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"}
     others = [f"## {entry.strip()}" for entry in entries if entry[:3] != "SPX"]
     parts = [introduction.strip()]
     for kind in error_types():
         words = re.findall(r"[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
         title = " ".join(words).lower().replace("spanax", "invalid request")
         head = f"## {kind.code}: {title}\n\n*`spanax.errors.{kind.__name__}`, exit code {kind.exit_code}*"
-        parts += [head, summary(kind).partition("; exit code")[0].rstrip(".") + ".", bodies.get(kind.code, "")]
+        parts += [head, bodies.get(kind.code, "")]
     return "\n\n".join([*filter(None, parts), *others]) + "\n"
 
 
