@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from spanax.check.certificate import Certificate
 from spanax.check.hlo.collectives import Collective
 from spanax.check.parity.parity import GROUPS, Parity
 from spanax.check.report import Figures, Report
@@ -48,6 +49,11 @@ def report_text(report: Report) -> str:
     cached = " (cached)" if report.is_kept else ""
     lines.append(f"checked in {report.seconds:.1f} s{cached}; nothing has run on these devices")
     return "\n".join(lines)
+
+
+def certificate_text(certificate: Certificate) -> str:
+    """Returns a report and its findings."""
+    return "\n".join([report_text(certificate.report), "", *map(str, certificate.findings)])
 
 
 def verdict(report: Report) -> str:
