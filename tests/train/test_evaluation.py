@@ -102,7 +102,7 @@ def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
     reported = trained(tmp_path / "run", examples(21, seed=1))
     report = run_report(tmp_path / "run")
     (event,) = [event for event in reported if event["event"] == "eval"]
-    assert report.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
+    assert report.metrics.last["eval"]["val_close"] == pytest.approx(event["val_close"])
     steps = [event for event in reported if event["event"] == "step"]
     assert report.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
     text = report_text(report)

@@ -109,7 +109,7 @@ def _fault_lines(times: TimeAccount) -> list[str]:
 def _metric_lines(report: RunReport) -> list[str]:
     rows = [
         (METRIC_LABELS[kind], _text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
-        for kind, values in report.metrics.items()
+        for kind, values in report.metrics.last.items()
     ]
     return _lines("last metrics", ("", "step", "metrics"), rows)
 

@@ -25,17 +25,17 @@ def run_page(run: RunRecord) -> Page:
 
 def _curve_blocks(run: RunRecord) -> Iterator[Block]:
     if curves := list(_curves(run)):
-        seconds = run.metrics.median_step_seconds
-        speed = run.metrics.median_speed
+        seconds = run.report.metrics.median_step_seconds
+        speed = run.report.metrics.median_speed
         medians = [] if seconds is None else [seconds_text(seconds)]
-        medians += [] if speed is None else [f"{count_text(speed)} {run.metrics.counted}/s"]
+        medians += [] if speed is None else [f"{count_text(speed)} {run.report.metrics.counted}/s"]
         yield Block("Curves", curves, f"Median step: {', '.join(medians)}." if medians else "")
     if run.findings:
         yield Block("Findings", [text("findings", "\n".join(map(str, run.findings)))])
 
 
 def _curves(run: RunRecord) -> Iterator[Part]:
-    metrics = run.metrics
+    metrics = run.report.metrics
     if metrics.loss.retained:
         yield lines("Loss", {"loss": metrics.loss.retained, "held-out loss": metrics.held_out.retained})
     for name, points in metrics.evaluated.items():
@@ -62,7 +62,7 @@ def _plan_blocks(run: RunRecord) -> Iterator[Block]:
 
 
 def _compared(price: Prediction, run: RunRecord) -> list[tuple[str, str, str, str]]:
-    measured: dict[str, float | None] = {"step": run.metrics.median_step_seconds}
+    measured: dict[str, float | None] = {"step": run.report.metrics.median_step_seconds}
     communication = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
     computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, *IDLE))
     predicted = {"step": price.step_seconds, "computation": computation, "communication": communication}
