@@ -305,10 +305,10 @@ def history(folder: Path) -> list[tuple[int, float]]:
 TRACK = """
 import sys
 from pathlib import Path
-from spanax.train.record.trackers import About, Trackers
+from spanax.train.record.trackers import RunInfo, Trackers
 from spanax.train.record.wandb import WeightsAndBiases
 folder, step, reached, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
-about = About(folder, {"lr": 0.1}, {"layout": "fsdp"}, step, reached)
+about = RunInfo(folder, {"lr": 0.1}, {"layout": "fsdp"}, step, reached)
 trackers = Trackers({"wandb": WeightsAndBiases()}, about, lambda line: print("WARNED", line))
 trackers.take({"event": "start"})
 for number in range(step + 1, last + 1):

@@ -149,9 +149,12 @@ class Wider(Odd):
     [
         (
             {"model": Wider},
-            "arrays: 1 missing, 3 of another shape or dtype.\n  where: {folder}/1: missing: new (wanted ",
+            "arrays: 1 missing, 3 of another shape or dtype.\n  where: {folder}/1: missing: new; ",
         ),
-        ({"model": Wider}, "dtype: half (saved bfloat16[8,4], wanted float32[8,4]), net.up.bias (saved float32[16], "),
+        (
+            {"model": Wider},
+            "dtype: half: model float32[8,4], checkpoint bfloat16[8,4], net.up.bias: ",
+        ),
         ({"ema": Odd}, "no object 'ema'.\n  where: {folder}: model, metrics, optimizer, streams, data"),
         ({"watch": lambda rngs: spanax.Guard().watch()}, "no object 'watch'"),
         ({"data": lambda rngs: spanax.batches(EXAMPLES, BATCH, seed=1)}, "belongs to other data: its order differs"),
