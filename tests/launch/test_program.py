@@ -74,31 +74,6 @@ def test_the_script_of_the_page_trains_as_in_one_process_and_continues_after_a_k
     assert sorted(path.name for path in (logs / LOGS).iterdir()) == ["rank0.log", "rank1.log"]
 
 
-@pytest.mark.slow
-def test_the_script_of_the_readme_prints_the_same_on_two_processes(tmp_path: Path) -> None:
-    readme = [block for block in blocks((Path(__file__).parents[2] / "README.md").read_text())]
-    (tmp_path / "script.py").write_text(readme[0].text)
-    argv = ["-m", "spanax", "launch", "local", "--processes", "2", "--devices-per-process", "4", "--", sys.executable]
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
-    outputs = [
-        subprocess.run(
-            [sys.executable, *start, "script.py"],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        for start in ([], argv)
-    ]
-    assert [done.returncode for done in outputs] == [0, 0], outputs[1].stderr[-2000:]
-    # Gloo's lines of two processes may interleave, which leaves the number at the end of one, and an empty line.
-    is_gloo = lambda line: "Gloo" in line or not line or line.isdigit()  # noqa: E731
-    here, group = ([line for line in done.stdout.splitlines() if not is_gloo(line)] for done in outputs)
-    assert group == here and here[0].startswith("step 1: loss 2.")
-
-
 @pytest.mark.parametrize(
     ("command", "code", "restarts"),
     [

@@ -437,6 +437,13 @@ try:
 except spanax.SpanaxError as error:
     print("values", str(error).splitlines()[0])
 checkpoints.save(2, new).wait()
+write = manifest.write
+manifest.write = lambda folder: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # on one of them
+try:
+    checkpoints.save(3, new).wait()
+except spanax.WriteError as error:
+    print("values", str(error).splitlines()[0])
+manifest.write = write
 if jax.process_index() == 0:  # intact, and Orbax cannot load it
     shutil.rmtree(checkpoints.folder.path / "2" / "arrays")
     manifest.write(checkpoints.folder.path / "2")
@@ -460,11 +467,12 @@ def test_two_processes_save_and_restore(tmp_path: Path) -> None:
     outputs = [run.communicate(timeout=300)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     for output in outputs:
-        old, new, error, partial = [line for line in output.splitlines() if line.startswith("values")]
+        old, new, error, failed, partial = [line for line in output.splitlines() if line.startswith("values")]
         assert old == new and json.loads(old.split("]", 1)[1]) and len(old) > 1000
         assert re.match(
             "values `streams.default.(count|key)` differs between processes, and a checkpoint stores", error
         )
+        assert failed.startswith("values step 3 was not saved: ")
         assert partial.startswith("values 1 ('bias', 'kernel', 'streams.default.count', 'streams.default.key') ('more.")
 
 
