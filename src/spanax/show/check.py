@@ -14,9 +14,6 @@ from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
-TINY_BYTES = 1024
-"""Text prints the difference in bytes, not in percent, if fewer bytes than this were compiled; JSON has all numbers."""
-
 COLLECTIVE_HEADS = ("kind", "over", "result", "runs", "bytes", "for", "line")
 """Columns of a table of collectives."""
 
@@ -73,10 +70,10 @@ def verdict(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     heads = ("per device, per step", "predicted (plan)", f"compiled ({report.by})", "error")
-    return table_text(heads, figure_rows(report), width=160)
+    return table_text(heads, _figure_rows(report), width=160)
 
 
-def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
+def _figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
     """Returns the name, predicted value, compiled value and error of each figure that either side has."""
     predicted = report.predicted
     compiled = report.compiled
@@ -102,23 +99,12 @@ def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 def _traffic_row(predicted: Figures, compiled: Figures, axes: str, kind: str) -> tuple[str, str, str, str]:
     before, after = ((figures.collectives or {}).get(axes, {}).get(kind) for figures in (predicted, compiled))
-    if after:
-        error = error_text(before or 0, after)
-    else:
-        error = "only predicted" if compiled.collectives is not None and before else ""
+    error = ""
+    if after and before:
+        error = f"{100 * (before / after - 1):+.1f} %"
+    elif before and compiled.collectives is not None:
+        error = "only predicted"
     return f"{kind} over {axes}", bytes_text(before) if before else "", bytes_text(after) if after else "", error
-
-
-def error_text(before: float, after: float) -> str:
-    """Returns the error of predicted bytes: relative to the compiled ones, or the difference where these are tiny.
-
-    Example:
-      >>> error_text(2048, 1024), error_text(1640, 4), error_text(2, 512)
-      ('+100.0 %', '+1.6 KiB', '-510 B')
-    """
-    if after < TINY_BYTES:
-        return f"{'+' if before >= after else '-'}{bytes_text(abs(before - after))}"
-    return f"{100 * (before / after - 1):+.1f} %"
 
 
 def _moved(predicted: Figures, compiled: Figures) -> list[tuple[str, str]]:
