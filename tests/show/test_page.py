@@ -23,7 +23,6 @@ from pages import Read, a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.check.lint.subject import LintSubject
 from spanax.commands.report import page_of, read
 from spanax.displays import display
 from spanax.errors import DataError, EntryError, SpanaxError
@@ -291,7 +290,7 @@ def test_every_value_has_a_display() -> None:
     plan, result = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
     values: list[Any] = [
         plan, a_certificate().report, a_certificate(), ticks("1f1b", 2, 4), program, result,
-        LintSubject(program, plan, machine), spanax.plan(program, on=["h100:8", "a100:8"]),
+        spanax.plan(program, on=["h100:8", "a100:8"]),
     ]  # fmt: skip
     assert {type(value) for value in values} == set(SHOWN)
     for value in values:

@@ -14,9 +14,6 @@ from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
-COLLECTIVE_HEADS = ("kind", "over", "result", "runs", "bytes", "for", "line")
-"""Columns of a table of collectives."""
-
 
 def report_json(report: Report) -> dict[str, Any]:
     """Returns the report part of `spanax check --json`; bytes and FLOPs per device and step."""
@@ -120,24 +117,14 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     equal: dict[Collective, list[int]] = {}
     for number, collective in enumerate(collectives, 1):
         equal.setdefault(replace(collective, name="", op_name="", runs=0), []).append(number)
-    rows = [
-        (
-            f"{numbers[0]}",
-            *collective_cells(replace(each, runs=sum(collectives[number - 1].runs for number in numbers))),
-        )
-        for each, numbers in equal.items()
-    ]
-    return table_text(("", *COLLECTIVE_HEADS), rows, width=160)
-
-
-def collective_cells(collective: Collective) -> tuple[str, ...]:
-    """Returns the cells of a collective below `COLLECTIVE_HEADS`."""
-    tensors = collective.tensors
-    names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
-    shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
-    size = bytes_text(collective.num_bytes)
-    line = _short_line(collective.source)
-    return collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line
+    rows = []
+    for each, numbers in equal.items():
+        runs = sum(collectives[number - 1].runs for number in numbers)
+        names = "" if not each.tensors else each.tensors[0] + (f" +{len(each.tensors) - 1}" if each.tensors[1:] else "")
+        shape = each.shapes if len(each.shapes) < 32 else f"{each.shapes[:28]} ..."
+        size = bytes_text(replace(each, runs=runs).num_bytes)
+        rows.append((f"{numbers[0]}", each.kind, each.axes, shape, f"{runs}", size, names, _short_line(each.source)))
+    return table_text(("", "kind", "over", "result", "runs", "bytes", "for", "line"), rows, width=160)
 
 
 def collective_text(collectives: Sequence[Collective], number: int) -> str:

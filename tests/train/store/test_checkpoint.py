@@ -447,15 +447,6 @@ def test_writes_that_outlive_a_failed_save_leave_no_folder(tmp_path: Path, monke
     assert names(tmp_path) == []
 
 
-def test_a_read_only_folder_is_a_write_error(small_disk: Path) -> None:
-    first = saved(small_disk, 1)
-    checkpoint.release(small_disk)  # an open file would keep the disk writable
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(WriteError, match="step 2 was not saved: .*Read-only file system"):
-        saved(small_disk, 2)
-    assert_same(checkpoint.restore(small_disk, targets()).arrays, first)
-
-
 def test_a_folder_that_cannot_be_created_is_a_write_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "inside"):

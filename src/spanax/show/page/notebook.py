@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from spanax.check.certificate import Certificate
-from spanax.check.lint.subject import LintSubject
 from spanax.check.report import Report
 from spanax.plan.advice.quotes import Quotes
 from spanax.plan.candidate import Search
@@ -44,12 +43,6 @@ def _search(search: Search) -> Page:
     return Page("layouts", f"{search.layouts_priced:,} layouts priced on {search.cluster}", [layouts])
 
 
-def _subject(subject: LintSubject) -> Page:
-    if subject.report is None:
-        return plan_page(subject.plan)
-    return check_page(Certificate(subject.report, (), subject.plan))
-
-
 SHOWN: dict[type, Callable[[Any], Page]] = {
     Plan: plan_page,
     Quotes: lambda quotes: quotes_page(quotes, "the program"),
@@ -57,7 +50,6 @@ SHOWN: dict[type, Callable[[Any], Page]] = {
     Search: _search,
     Report: lambda report: check_page(Certificate(report)),
     Certificate: check_page,
-    LintSubject: _subject,
     Ticks: lambda ticks: _text_page("schedule", ticks_text(ticks)),
 }
 """By type, the function that returns the page of a value."""
