@@ -203,25 +203,15 @@ def test_arrays_that_match_are_restored_and_others_reported(mesh: str, tmp_path:
 
 
 def test_the_advice_for_objects_that_differ_restores_them(tmp_path: Path) -> None:
-    def advice(named: dict[str, Any]) -> str:
-        with pytest.raises(spanax.DataError) as error:
-            checkpoints.restore(named)
-        return error.value.args[0].partition("fix: ")[2]
-
     old = objects(0)
     with spanax.Checkpoints(tmp_path, warn=lambda line: None) as checkpoints:
         checkpoints.save(1, {name: old[name] for name in ("model", "optimizer")})
-    new = objects(1)
-    model = new["model"]
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    new["optimizer"] = nnx.Optimizer(model, clipped, wrt=nnx.Param)
-    assert advice({name: new[name] for name in ("model", "optimizer")}).startswith('restore({"model": model}), or ')
-    assert advice({"model": model, "ema": Net(nnx.Rngs(1))}).startswith('restore({"model": model}), or ')
+    model, advice = Odd(nnx.Rngs(1)), r"fix: restore some of the objects, or restore\(objects, partial=True\)"
+    for other in ({"model": model, "ema": Net(nnx.Rngs(1))}, {"model": Wider(nnx.Rngs(1))}):
+        with pytest.raises(spanax.DataError, match=advice):
+            checkpoints.restore(other)
     assert checkpoints.restore({"model": model}) == 1 and bits({"model": model}) == bits({"model": old["model"]})
-    wider = {"model": Wider(nnx.Rngs(1))}
-    assert advice(wider) == "restore(objects, partial=True), which restores what matches"
-    assert checkpoints.restore(wider, partial=True).missing == ("new",)
-    assert advice({"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}) == "objects like those that were saved"
+    assert checkpoints.restore({"model": Wider(nnx.Rngs(1))}, partial=True).missing == ("new",)
 
 
 class Fails:
