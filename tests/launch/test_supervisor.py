@@ -211,13 +211,6 @@ sys.exit(attempt == 0)
     assert events.read(tmp_path).records[1]["step"] == 7
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
-
-
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
     """The exit code of a watch that is stopped as soon as a condition holds."""
 

@@ -90,14 +90,6 @@ def leaf_json(placement: ArrayPlacement, leaf: Placement) -> dict[str, Any]:
     }
 
 
-def shards_json(placement: ArrayPlacement, leaf: Placement) -> list[dict[str, Any]]:
-    """Returns the shards of an array: start and stop indices, and devices."""
-    return [
-        {"start": list(shard.start), "stop": list(shard.stop), "devices": list(shard.devices)}
-        for shard in shards(leaf, placement.plan.mesh)
-    ]
-
-
 def _replicated(placement: ArrayPlacement) -> list[Placement]:
     """Returns the arrays of the state with several copies, the largest first; scalars are omitted."""
     leaves = [leaf for leaf in placement.plan.leaves if leaf.shape and copies(leaf, placement.plan.mesh) > 1]
