@@ -94,9 +94,6 @@ class Candidate:
             repeats_most=bool(costs.repeats_most[index]),
         )
 
-    def _repr_html_(self) -> str:
-        return display(self)
-
     @property
     def assignment(self) -> Layout:
         """The named axes that each mesh axis shards."""

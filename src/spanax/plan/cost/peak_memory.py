@@ -51,7 +51,7 @@ TABLES = "compiler's tables"
 
 LIVE_MARGIN = 0.15
 """Fraction of the live values that an upper estimate for a TPU adds: fragmentation, and the order of operations.
-Source: the programs in notes/planner.md."""
+Source: `python benchmarks/memory_cells.py`."""
 
 MARGIN = 0.12
 MARGIN_BYTES = 32 << 20
