@@ -208,8 +208,8 @@ def test_a_bpe_is_trained_only_on_the_training_split(tmp_path: Path, cache: Path
     rows = [{"text": "zebra " * 50 if number % 20 == 1 else "the cat sat on the mat "} for number in range(100)]
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     column = Column(open_table(tmp_path / "a.jsonl"), "text")
-    engine = load_tokenizer("bpe:300", [column])
-    assert len(engine.encode(" zebra")) > 2 > len(engine.encode(" cat")) > 0
+    engine = load_tokenizer("bpe:300", [column.training_text])
+    assert len(engine.encode(b" zebra")) > 2 > len(engine.encode(b" cat")) > 0
     tokens = column.tokens(engine)
     (cached,) = cache.glob("tokenizer-*.json")
     text = tokenizers.Tokenizer.from_file(str(cached)).decode(tokens.ids.tolist())
@@ -217,10 +217,10 @@ def test_a_bpe_is_trained_only_on_the_training_split(tmp_path: Path, cache: Path
 
 
 def test_the_encoding_does_not_depend_on_the_number_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spanax.train.data.text import tokenizer, tokens
+    from spanax.train.data.text import tokenizer
 
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 100)
-    monkeypatch.setattr(tokens, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(tokenizer, "GROUP_CHARS", 1000)
     texts = ["word " * (number % 50) for number in range(200)]
     (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
     encoder = load_tokenizer(ended(tmp_path))
@@ -321,11 +321,12 @@ def test_tables_are_recognized(tmp_path: Path) -> None:
     }.items():
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / name).write_text('{"text": "x"}\n')
+            (tmp_path / folder / name).write_text(json.dumps({"text": name}) + "\n")
     assert [is_table(tmp_path / name) for name in ("tables", "text", "documents")] == [True, False, False]
-    assert [part.path.name for part in open_table(tmp_path / "tables").parts] == ["1.jsonl", "2.jsonl"]
+    texts = list(open_table(tmp_path / "tables").read("text"))
+    assert texts == ["a/1.jsonl", "b/2.jsonl"]
     assert of_split(open_table(str(tmp_path / "*" / "?" / "[12].jsonl")), "text") == [
-        "x"
+        "a/1.jsonl"
     ]  # one of two rows is held out
 
 

@@ -21,7 +21,7 @@ from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.processes.processes import join_group
 from spanax.train.data.destination import Destination, Leaves, nested
 from spanax.train.data.open_source import Reading, open_source
-from spanax.train.data.source import Passes, Remainder, Source
+from spanax.train.data.source import Passes, Source
 
 if TYPE_CHECKING:
     import jax
@@ -323,6 +323,4 @@ def _close(feed: _Feed, source: Source) -> None:
 
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:
     leaves = source.read(index)
-    if isinstance(leaves, Remainder):
-        return nested(source.like, leaves.leaves), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())
