@@ -373,7 +373,7 @@ def test_a_dataset_and_a_dict_of_them(tmp_path: Path, opened: Callable[..., Batc
     dataset = datasets.Dataset.from_list(ROWS).remove_columns("ids")
     plan = plan_of(leaf("image", (B, 2, 2), "float32"), leaf("label", (B,)))
     turned = dataset.with_transform(lambda rows: rows | {"label": [N - 1 - label for label in rows["label"]]})
-    rows = [row for batch in take(opened(turned, plan), 38) for row in zip(batch["label"], batch["image"], strict=True)]
+    rows = [row for batch in take(opened(turned, plan, drop_remainder=False), 38) for row in zip(batch["label"], batch["image"], strict=True)]
     assert all(image[0][0] == N - 1 - label for label, image in rows)
     labels = [label for label, _ in rows]
     assert sorted(labels[:N]) == list(range(N))  # all of it: nothing is held out of a dataset in memory
