@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spanax.batch_dims import ExampleDims, dims_by_name, num_examples
+from spanax.batch_dims import ExampleDims, dims_by_name, num_examples, num_fewer, with_rows
 from spanax.errors import ArgumentError, BatchError, DataError, PlanMismatchError
 
 if TYPE_CHECKING:
@@ -112,25 +112,19 @@ class Destination:
                 where = f"{name} has {actual}"
                 raise DataError(f"{message} '{min(differing)}'.", where=where, fix=f"the plan expects {self.planned}")
         in_batches = self.holds(item)
-        num_fewer = self._num_fewer(values) if in_batches and is_last else 0
-        leaves = Remainder() if num_fewer else {}
+        count = 0
+        if in_batches and is_last and len(self.rows_R) == self.batch_size:
+            shapes = [np.shape(values[leaf.path]) for leaf in self.leaves]
+            count = num_fewer(shapes, [leaf.shape for leaf in self.leaves], self.dims)
+        leaves = Remainder() if count else {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
-            if num_fewer:
-                shapes = [with_rows(leaf.shape, dim, num_fewer)]
+            if count:
+                shapes = [with_rows(leaf.shape, dim, count)]
             if not in_batches:
                 shapes = [example_shape(leaf, dim)]
             leaves[leaf.path] = conform_array(leaf, shapes, values[leaf.path], name)
         return leaves
-
-    def _num_fewer(self, values: Mapping[str, Any]) -> int:
-        """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
-        shapes = [np.shape(values[leaf.path]) for leaf in self.leaves]
-        counts = {
-            0 if dim is None or len(shape) <= dim else shape[dim] for shape, dim in zip(shapes, self.dims, strict=True)
-        }
-        is_complete = len(self.rows_R) == self.batch_size and len(counts) == 1
-        return min(counts) if is_complete and 0 < min(counts) < self.batch_size else 0
 
     def stacked(self, items: Sequence[Any], name: str) -> Leaves:
         """Returns arrays whose first dim has the examples; raises DataError as `conform` does."""
@@ -215,11 +209,6 @@ def local_rows(leaves: Sequence[Any], shardings: Mapping[str, Any], devices: Seq
             for device in devices:
                 rows.update(range(*indices[device][dim].indices(leaf.shape[dim])))
     return np.array(sorted(rows), np.int64)
-
-
-def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
-    """Returns the shape of an array of a batch with another number of examples along a dim."""
-    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
 
 
 def example_shape(leaf: Any, dim: int | None) -> tuple[int, ...]:

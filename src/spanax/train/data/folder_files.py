@@ -1,6 +1,7 @@
 """The files of a data folder."""
 
 import os
+import stat
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -33,3 +34,14 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
                 where=f"to {target}",
                 fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
             )
+
+
+def file_bytes(path: Path) -> int:
+    """Returns the size of a file; raises FileError if it is missing, or a pipe or device, which may never end."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(None, "it is not a regular file")
+        return status.st_size
+    except OSError as error:
+        raise FileError.of(path, error) from None

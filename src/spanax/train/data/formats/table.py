@@ -3,7 +3,6 @@
 import glob
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, FileError, MissingFileError
+from spanax.errors import DataError, MissingFileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, exclusive, reserve, writing
-from spanax.train.data.folder_files import check_inside, files_of
+from spanax.train.data.folder_files import check_inside, file_bytes, files_of
 from spanax.train.data.order import HELD_OUT, SPLITS
 
 NUM_SAMPLES = 64
@@ -135,7 +134,7 @@ def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table
     kinds = sorted({str(kind_of(path)) for path in paths})
     if len(kinds) > 1:
         raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
-    sizes = [_size_bytes(path) for path in paths]
+    sizes = [file_bytes(path) for path in paths]
     key, cache_key = _digests(paths, sizes)
     module = _module(kinds[0])
     fields = module.fields(paths[0], kinds[0])
@@ -250,16 +249,6 @@ def read_array(path: Path, dtype: np.dtype) -> np.ndarray | None:
     except (OSError, ValueError, EOFError):
         return None
     return array if array.dtype == dtype else None
-
-
-def _size_bytes(path: Path) -> int:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(None, "it is not a regular file")
-        return status.st_size
-    except OSError as error:
-        raise FileError.of(path, error) from None
 
 
 def _digests(paths: Sequence[Path], sizes: Sequence[int]) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from spanax.documents import read_json
 from spanax.errors import DataError, FileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, keep
+from spanax.train.data.folder_files import file_bytes
 from spanax.train.data.formats.table import Table, read_array
 from spanax.train.data.order import HELD_OUT
 from spanax.train.data.text.corpus import Corpus
@@ -80,10 +81,7 @@ def bin_tokens(path: Path, split: str) -> Tokens:
       DataError: the file is missing, empty or truncated, or its sidecar cannot be read.
     """
     dtype = _bin_dtype(path)
-    try:
-        size_bytes = path.stat().st_size
-    except OSError as error:
-        raise FileError.of(path, error) from None
+    size_bytes = file_bytes(path)
     if size_bytes == 0:
         raise DataError(f"'{path}' is empty.", fix="a file of token ids")
     if size_bytes % dtype.itemsize:
