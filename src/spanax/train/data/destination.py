@@ -51,11 +51,7 @@ class Destination:
 
     @staticmethod
     def of(plan: Any, mesh: "jax.sharding.Mesh | None") -> "Destination":
-        """Returns where the batches of a plan, or batches like an example batch, go.
-
-        Raises:
-          SpanaxError: `mesh` is not None for an example batch, or only some of its arrays are sharded.
-        """
+        """Returns where the batches of a plan, or batches like an example batch, go."""
         if not hasattr(plan, "batch"):
             return _of_example(plan, mesh)
         mesh = plan.mesh.build() if mesh is None else mesh
@@ -91,13 +87,7 @@ class Destination:
     def conform(self, item: Any, name: str, *, is_last: bool = False) -> Leaves | Remainder:
         """Returns copies of the leaves of an example or a batch in the dtypes of the plan; loaders may reuse buffers.
 
-        Args:
-          item: the example or the batch.
-          name: the name of the source.
-          is_last: whether it may be a smaller batch than the others, read by a single process.
-
-        Raises:
-          DataError: it does not match the plan.
+        If `is_last`, a single process may also pass a smaller batch. Raises DataError if the item does not match.
         """
         if item is None:  # a filtered MapDataset has None for an excluded example
             raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
@@ -168,11 +158,7 @@ class Destination:
 
 
 def conform_array(leaf: Any, shapes: Sequence[tuple[int, ...]], value: Any, name: str) -> np.ndarray:
-    """Returns a copy of a value of the source `name` in the dtype of the plan.
-
-    Raises:
-      DataError: it has none of the shapes, another dtype, or values that do not fit the dtype.
-    """
+    """Returns a copy of a value of the source `name` in the dtype of the plan; raises DataError if it does not fit."""
     array = np.asarray(value)
     dtype = np.dtype(leaf.dtype)
     # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly. A text file writes the

@@ -43,15 +43,7 @@ DATASET_ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading named data.
-
-    Attributes:
-      tokenizer: the tokenizer for text.
-      split: `"train"` or `"validation"`.
-      field: the field of a table with the text or the tokens, or several, of which the first that a table has is read;
-        or `leaf=field,leaf=field`, or such a mapping.
-      cache_dir: the directory of the cache.
-    """
+    """Options of `batches` for reading named data."""
 
     tokenizer: str | TrainedTokenizer = "bytes"
     split: str = "train"
@@ -76,14 +68,7 @@ def is_named(source: Any) -> bool:
 
 
 def open_source(source: Any, destination: Destination, reading: Reading, passes: Passes) -> Source:
-    """Returns a source of the rows of each batch that this process reads.
-
-    Args:
-      source: a path, a pattern, `"python"`, a Hugging Face dataset, a sequence, an iterable, or a mixture.
-      destination: where the batches go.
-      reading: the options for named data.
-      passes: the order, and how often the source is read.
-    """
+    """Returns a source of the rows of each batch that this process reads; see `batches`."""
     parts = opened(source, [leaf.path for leaf in destination.leaves], reading)
     if len(parts) == 1 and parts[0][0] is source:
         return element_source(source, destination, passes)
@@ -210,9 +195,6 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
     """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
 
     Consecutive windows overlap by one token.
-
-    Raises:
-      DataError: the plan has other leaves, or there are too few tokens for one batch.
     """
     leaves = destination.leaves
     batch_size = destination.batch_size

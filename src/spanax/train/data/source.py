@@ -28,14 +28,7 @@ END = object()
 
 @dataclass(frozen=True)
 class Passes:
-    """In which order, and how often, a source is read.
-
-    Attributes:
-      seed: the seed of the order.
-      shuffle: whether examples are shuffled.
-      epochs: the number of passes over the source; None repeats it forever.
-      drop_remainder: whether the examples that do not fill the last batch are dropped.
-    """
+    """Options of `batches`: in which order, and how often, a source is read."""
 
     seed: int = 0
     shuffle: bool = True
@@ -45,14 +38,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples with random access by index.
+    """Examples with random access: `read` maps indices of shape [R] to arrays whose first dim has these examples.
 
-    Attributes:
-      name: the name of the source, with a hash of its content.
-      like: a pytree with the structure of an example.
-      num_examples: the number of examples.
-      read: maps indices of shape [R] to arrays, by path, whose first dim has these examples.
-      tokens: the tokens, if the examples are windows of tokens.
+    The name has a hash of the content, and `like` is a pytree with the structure of an example.
     """
 
     name: str
@@ -64,14 +52,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Share:
-    """A source of a mixture, or the single source.
-
-    Attributes:
-      source: the name of the source.
-      share: the fraction of all examples that come from the source.
-      num_examples: the number of examples in the source.
-      batch_size: the number of examples in a global batch.
-    """
+    """A source of a mixture, or the single source, and the fraction of all examples that come from it."""
 
     source: str
     share: float

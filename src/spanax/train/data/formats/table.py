@@ -82,16 +82,10 @@ class Table:
         items: Iterable[tuple[bool, np.ndarray]],
         cache_dir: str | os.PathLike[str] | None,
     ) -> np.ndarray:
-        """Returns the rows of an array of the split, memory-mapped from the cache.
+        """Returns the rows of an array of the split, memory-mapped from the cache; raises WriteError if that is full.
 
-        Args:
-          key: what the array is computed from, besides the content of the table.
-          dtype: the dtype of the array.
-          items: yields for both splits whether rows are held out, and the rows; read only if they are not in the cache.
-          cache_dir: the directory of the cache.
-
-        Raises:
-          WriteError: the array cannot be written to the cache.
+        `key` is what the array is computed from, besides the content of the table. If the cache has no such array, it
+        is written from `items`, which yields for both splits whether rows are held out, and the rows.
         """
         prefix = f"rows-{digest(self.cache_key, key, str(dtype), str(self.holds_out))}"
         paths = [cache_folder(cache_dir) / f"{prefix}-{split}.npy" for split in SPLITS]
@@ -106,14 +100,9 @@ class Table:
 
 
 def is_table(source: str | os.PathLike[str]) -> bool:
-    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables.
-
-    Example:
-      >>> is_table("a.jsonl"), is_table("shards/*.parquet"), is_table("a.txt")
-      (True, True, False)
-    """
+    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables."""
     path = Path(source)
-    return (_is_saved(path) or bool(_table_files(path))) if path.is_dir() else kind_of(path) is not None
+    return _is_saved(path) or bool(_table_files(path)) if path.is_dir() else kind_of(path) is not None
 
 
 def kind_of(path: Path) -> str | None:
@@ -126,9 +115,6 @@ def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table
 
     If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
     are used; otherwise a twentieth of the rows is held out for validation.
-
-    Raises:
-      DataError: no such file exists, or the files are of several kinds.
     """
     paths, name, holds_out = _files(source, split)
     kinds = sorted({str(kind_of(path)) for path in paths})
@@ -201,20 +187,13 @@ def _side(path: Path) -> str | None:
 
 
 def _table_files(folder: Path) -> list[Path]:
-    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`.
-
-    Links to folders are not followed.
-    """
-    is_saved = _is_saved(folder)
+    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`."""
     files = files_of(folder)
-    tables = [file for file in files if kind_of(file) and not _is_cached(file)]
+    # `datasets` also caches results of computations, next to a dataset that it saved.
+    cached = [file for file in files if file.name.startswith("cache-") and (file.parent / "state.json").is_file()]
+    tables = [file for file in files if kind_of(file) and file not in cached]
     others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
-    return sorted(tables) if is_saved or not others else []
-
-
-def _is_cached(file: Path) -> bool:
-    """Returns whether `datasets` wrote a file as the result of a computation, next to a dataset that it saved."""
-    return file.name.startswith("cache-") and (file.parent / "state.json").is_file()
+    return sorted(tables) if _is_saved(folder) or not others else []
 
 
 def _is_saved(folder: Path) -> bool:
@@ -254,17 +233,15 @@ def read_array(path: Path, dtype: np.dtype) -> np.ndarray | None:
 def _digests(paths: Sequence[Path], sizes: Sequence[int]) -> tuple[str, str]:
     """Returns a hash of the content of files, and a key that also changes when large files are modified."""
     is_small = sum(sizes) <= HASH_ALL_BYTES
-    num_samples = max(2, NUM_SAMPLES // len(paths))
+    length = HASH_ALL_BYTES if is_small else SAMPLE_BYTES
+    num_samples = 1 if is_small else max(2, NUM_SAMPLES // len(paths))
     contents: list[str | bytes] = []
     for path, size_bytes in zip(paths, sizes, strict=True):
         contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
-            if is_small:
-                contents.append(file.read(HASH_ALL_BYTES))
-                continue
-            for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
+            for start in np.linspace(0, max(0, size_bytes - length), num_samples, dtype=np.int64).tolist():
                 file.seek(start)
-                contents.append(file.read(SAMPLE_BYTES))
+                contents.append(file.read(length))
     key = digest(*contents)
     changed = " ".join(str(path.stat().st_mtime_ns) for path in paths)
     return key, key if is_small else digest(key, changed)

@@ -26,13 +26,7 @@ SKIPPED_LIBRARY_FOLDERS = SKIPPED_FOLDERS | {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text split into train and validation.
-
-    Args:
-      name: the name in errors and saved positions.
-      train: UTF-8 text; documents are joined by a newline.
-      validation: UTF-8 text held out from training.
-    """
+    """UTF-8 text split into train and validation; documents are joined by a newline."""
 
     name: str
     train: bytes
@@ -44,9 +38,6 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
 
     Files of a folder are held out by the hash of their path, about one in 20 and at least one; for a single file,
     the last twentieth is held out. Hidden and binary files of a folder are excluded.
-
-    Raises:
-      DataError: the source does not exist, is empty, or is not UTF-8.
     """
     if source == "python":
         return _python_corpus()
@@ -133,7 +124,6 @@ def _split(name: str, documents: dict[str, bytes]) -> Corpus:
     held_out = held_out or {min(documents, key=digest)}
     if len(held_out) == len(documents):
         held_out.remove(max(documents, key=digest))
-
     train = b"\n".join(documents[path] for path in sorted(documents) if path not in held_out)
     return Corpus(name, train, b"\n".join(documents[path] for path in sorted(held_out)))
 

@@ -46,14 +46,10 @@ class TrainingText(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes text as token ids.
+    """Encodes text as token ids below `vocab_size`.
 
-    Args:
-      name: the kind, followed by a hash of the training text or the file if it has one.
-      vocab_size: the exclusive upper bound of the ids.
-      engine: the tokenizer of the tokenizers library; None for bytes.
-      json: the text of its tokenizer.json; empty for bytes.
-      end_id: the id of the end-of-text token; None if there is none.
+    The name is followed by a hash of the training text or the file if it has one. `bytes` has neither an engine of the
+    tokenizers library nor its JSON. `end_id` is the end-of-text token.
     """
 
     name: str
@@ -118,12 +114,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer that a run has trained, to resume it with the same ids.
-
-    Args:
-      name: `bpe` or `bpe:8192`; other names are loaded as usual.
-      json: the text of its tokenizer.json.
-    """
+    """The tokenizer.json of a run, to resume it with the same ids; a name other than `bpe` is loaded as usual."""
 
     name: str
     json: str
@@ -136,15 +127,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
-    Args:
-      tokenizer: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size. A TrainedTokenizer
-        is not trained again.
-      texts: the texts that a `bpe` is trained on.
-      cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
-
-    Raises:
-      SpanaxError: the name is unknown.
-      DataError: the file is missing or damaged.
+    A `bpe` is trained once on the texts and cached; a TrainedTokenizer is not trained again.
     """
     name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     kind, colon, size = name.partition(":")

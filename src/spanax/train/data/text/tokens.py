@@ -31,12 +31,10 @@ MAX_VOCAB_SIZE = 1 << 22
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token ids of one split of a source, mapped from disk where they are large.
+    """The token ids of one split of a source, of shape [N], mapped from disk where they are large.
 
-    Args:
-      name: the name in errors and saved positions: source, split, tokenizer and a hash of the content.
-      ids: the token ids, of shape [N].
-      tokenizer: the tokenizer that encoded the text; None for a `.bin`, whose tokenizer is unknown.
+    The name in errors and saved positions has the source, the split, the tokenizer and a hash of the content. A `.bin`
+    has no tokenizer.
     """
 
     name: str
@@ -76,9 +74,6 @@ def bin_tokens(path: Path, split: str) -> Tokens:
     """Memory-maps the tokens of a flat binary file; the validation split is its last twentieth.
 
     The ids are little-endian uint16 unless `<path>.json` specifies another dtype: `{"dtype": "uint32"}`.
-
-    Raises:
-      DataError: the file is missing, empty or truncated, or its sidecar cannot be read.
     """
     dtype = _bin_dtype(path)
     size_bytes = file_bytes(path)
@@ -137,10 +132,6 @@ class Column:
 
         Each text ends with the tokenizer's end-of-text token, or with a newline if it has none; token ids are
         unchanged.
-
-        Raises:
-          DataError: a row is neither text nor token ids.
-          WriteError: the ids cannot be written to the cache.
         """
         table = self.table
         encoding = tokenizer.name if tokenizer else "ids"
