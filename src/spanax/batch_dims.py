@@ -48,11 +48,11 @@ def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int,
     return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
 
 
-def num_fewer(shapes: Sequence[tuple[int, ...]], planned: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
+def num_if_fewer(shapes: Sequence[tuple[int, ...]], planned: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
     """Returns the number of examples of a batch that differs from the planned one only in being smaller; else 0.
 
     Example:
-      >>> num_fewer([(5, 3), (5,)], [(8, 3), (8,)], (0, 0))
+      >>> num_if_fewer([(5, 3), (5,)], [(8, 3), (8,)], (0, 0))
       5
     """
     counts = set[int]()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from spanax import batch_dims
+from spanax.batch_dims import num_if_fewer
 from spanax.plan.plan import Plan
 from spanax.step.pipeline.layer_order import LayerOrder
 from spanax.step.placement import to_device
@@ -58,7 +58,7 @@ def num_fewer(program: Program, batch: Any) -> int:
     leaves, treedef = jax.tree.flatten(batch)
     if treedef != program.batch_treedef:
         return 0
-    return batch_dims.num_fewer(
+    return num_if_fewer(
         [np.shape(leaf) for leaf in leaves], [leaf.shape for leaf in program.batch], program.step.axes.examples
     )
 

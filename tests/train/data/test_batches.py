@@ -20,9 +20,9 @@ from spanax.hardware.mesh import MeshShape
 from spanax.train.data.batches import Batches, batches
 from spanax.train.data.destination import Destination, local_rows
 from spanax.train.data.mixture import mixture
-from spanax.train.data.open_source import Reading, open_source
+from spanax.train.data.open_source import open_source
 from spanax.train.data.order import shuffled
-from spanax.train.data.source import Passes
+from spanax.train.data.source import Options
 
 IMAGE_PLAN = plan_of(leaf("image.pixels", (B, 3), "float32", (("data",),)), leaf("label", (B,), spec=(("data",),)))
 
@@ -83,7 +83,7 @@ def test_two_processes_read_the_batches_of_one(mesh: str, spec: str, kind: str, 
 
     def read(devices: list[Any], index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rows = local_rows(leaves, shardings, devices)
-        opened = open_source(source, Destination(leaves, None, rows), Reading(), Passes(1, epochs=None))
+        opened = open_source(source, Destination(leaves, None, rows), Options(seed=1, epochs=None))
         return rows, opened.read(index)
 
     for index in (0, 1, 5):

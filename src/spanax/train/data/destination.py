@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spanax.batch_dims import ExampleDims, dims_by_name, num_examples, num_fewer, with_rows
+from spanax.batch_dims import ExampleDims, dims_by_name, num_examples, num_if_fewer, with_rows
 from spanax.errors import ArgumentError, BatchError, DataError, PlanMismatchError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Destination:
         count = 0
         if in_batches and is_last and len(self.rows_R) == self.batch_size:
             shapes = [np.shape(values[leaf.path]) for leaf in self.leaves]
-            count = num_fewer(shapes, [leaf.shape for leaf in self.leaves], self.dims)
+            count = num_if_fewer(shapes, [leaf.shape for leaf in self.leaves], self.dims)
         leaves = Remainder() if count else {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.order import SPLITS
 from spanax.train.data.source import (
     Examples,
-    Passes,
+    Options,
     Source,
     check_enough,
     check_mixable,
@@ -28,7 +27,7 @@ from spanax.train.data.source import (
     sequence_examples,
 )
 from spanax.train.data.text.corpus import Corpus, load_corpus
-from spanax.train.data.text.tokenizer import TrainedTokenizer, TrainingText, load_tokenizer
+from spanax.train.data.text.tokenizer import TrainingText, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
 
 WINDOWS = {"inputs", "targets"}
@@ -39,16 +38,6 @@ OWN_MODEL = "for a model of the columns see A CSV file, docs/data.md"
 
 NUM_ROWS_HASHED = 16
 DATASET_ROWS_AT_ONCE = 256
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Options of `batches` for reading named data."""
-
-    tokenizer: str | TrainedTokenizer = "bytes"
-    split: str = "train"
-    field: str | Mapping[str, str] | None = None
-    cache_dir: str | os.PathLike[str] | None = None
 
 
 class Rows(NamedTuple):
@@ -67,30 +56,29 @@ def is_named(source: Any) -> bool:
     )
 
 
-def open_source(source: Any, destination: Destination, reading: Reading, passes: Passes) -> Source:
+def open_source(source: Any, destination: Destination, options: Options) -> Source:
     """Returns a source of the rows of each batch that this process reads; see `batches`."""
-    parts = opened(source, [leaf.path for leaf in destination.leaves], reading)
+    parts = opened(source, [leaf.path for leaf in destination.leaves], options)
     if len(parts) == 1 and parts[0][0] is source:
-        return element_source(source, destination, passes)
-    least = destination.batch_size if passes.drop_remainder else 1
-    examples = [(_examples(part, destination, least, reading), weight) for part, weight in parts]
-    return in_order(examples, destination, passes)
+        return element_source(source, destination, options)
+    examples = [(_examples(part, destination, options), weight) for part, weight in parts]
+    return in_order(examples, destination, options)
 
 
-def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple[Any, int]]:
+def opened(source: Any, leaves: Collection[str], options: Options) -> list[tuple[Any, int]]:
     """Returns the parts of a source with their weights: Tokens, Rows, or a sequence unchanged."""
     source = named(source)
-    if reading.split not in SPLITS:
-        raise UnknownNameError(f"unknown split '{reading.split}'.", fix=nearest(reading.split, SPLITS))
+    if options.split not in SPLITS:
+        raise UnknownNameError(f"unknown split '{options.split}'.", fix=nearest(options.split, SPLITS))
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
-    parts = [_loaded(part, leaves, reading) for part, _ in pairs]
+    parts = [_loaded(part, leaves, options) for part, _ in pairs]
     texts = [text for part in parts if (text := _training_text(part)) is not None]
-    tokenizer = load_tokenizer(reading.tokenizer, texts, reading.cache_dir) if texts else None
+    tokenizer = load_tokenizer(options.tokenizer, texts, options.cache_dir) if texts else None
     for number, part in enumerate(parts):
         if isinstance(part, Corpus) and tokenizer is not None:
-            parts[number] = corpus_tokens(part, tokenizer, reading.split, reading.cache_dir)
+            parts[number] = corpus_tokens(part, tokenizer, options.split, options.cache_dir)
         elif isinstance(part, Column):
-            parts[number] = part.tokens(tokenizer if part.holds_text else None, reading.cache_dir)
+            parts[number] = part.tokens(tokenizer if part.holds_text else None, options.cache_dir)
     return [(part, weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
 
 
@@ -101,21 +89,21 @@ def _training_text(part: Any) -> TrainingText | None:
     return part.training_text if isinstance(part, Column) and part.holds_text else None
 
 
-def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | None:
+def vocab_size(source: Any, leaves: Collection[str], options: Options) -> int | None:
     """Returns the size of the smallest vocabulary with every token of a source, or None without tokens."""
-    parts = [part for part, _ in opened(source, leaves, reading)]
+    parts = [part for part, _ in opened(source, leaves, options)]
     return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
 
 
-def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+def _loaded(source: Any, leaves: Collection[str], options: Options) -> Any:
     """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
-    split = reading.split
+    split = options.split
     if isinstance(source, str | os.PathLike):
         if source != "python" and local_path(source).suffix == ".bin":
             return bin_tokens(Path(source), split)
         if source == "python" or not is_table(source):
             return load_corpus(source)
-        return _of_table(open_table(source, split=split), leaves, reading.field)
+        return _of_table(open_table(source, split=split), leaves, options.field)
     datasets = sys.modules.get("datasets")  # without an import, the source is not one of its datasets
     if datasets and isinstance(source, datasets.DatasetDict):
         if split not in source:
@@ -125,7 +113,7 @@ def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
         message = f"a {type(source).__name__} has no split '{split}'."
         raise UnknownNameError(message, fix="a DatasetDict, or another source for it")
     if datasets and isinstance(source, datasets.Dataset):
-        part = _of_table(_dataset_table(source, split), leaves, reading.field)
+        part = _of_table(_dataset_table(source, split), leaves, options.field)
         return part._replace(dataset=source) if isinstance(part, Rows) else part
     return source
 
@@ -181,17 +169,17 @@ def _known(table: Table, field: str) -> str:
     return field
 
 
-def _examples(part: Any, destination: Destination, least: int, reading: Reading) -> Examples:
-    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are fewer than `least`."""
+def _examples(part: Any, destination: Destination, options: Options) -> Examples:
+    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are too few."""
     if isinstance(part, Tokens):
-        return windows(part, destination, least)
+        return windows(part, destination, options)
     if isinstance(part, Rows):
-        return _row_examples(part, destination, least, reading.cache_dir)
+        return _row_examples(part, destination, options)
     check_mixable(part, destination)
-    return sequence_examples(part, destination, least)
+    return sequence_examples(part, destination, options)
 
 
-def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
+def windows(tokens: Tokens, destination: Destination, options: Options) -> Examples:
     """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
 
     Consecutive windows overlap by one token.
@@ -210,7 +198,7 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
     ids = tokens.ids
     length = leaves[0].shape[1 - (destination.dims[0] or 0)]
     num_windows = max(0, len(ids) - 1) // length
-    if num_windows < least:
+    if num_windows < options.least(destination):
         raise TooFewExamplesError(
             f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
@@ -228,9 +216,7 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
     return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
 
 
-def _row_examples(
-    rows: Rows, destination: Destination, least: int, cache_dir: str | os.PathLike[str] | None
-) -> Examples:
+def _row_examples(rows: Rows, destination: Destination, options: Options) -> Examples:
     """Returns the rows of a table as examples: those of files from the cache, those of a dataset from itself."""
     table = rows.table
     name = f"{table.name} {table.split} {table.digest}"
@@ -244,7 +230,7 @@ def _row_examples(
             items = [{leaf: columns[field][i] for leaf, field in rows.fields.items()} for i in range(len(indices_R))]
             return destination.stacked(items, name)
 
-        check_enough(name, len(dataset), least, destination.batch_size)
+        check_enough(name, len(dataset), destination, options)
         read_dataset(np.zeros(1, np.int64))  # raises before the first step if an example does not match
         return Examples(name, like, len(dataset), read_dataset)
     arrays: Leaves = {}
@@ -253,9 +239,9 @@ def _row_examples(
         shape = example_shape(leaf, dim)
         values = table.values(field)
         items = ((is_held_out, conform_array(leaf, [shape], value, name)[None]) for is_held_out, value in values)
-        arrays[leaf.path] = table.stored(f"{field} {leaf.path} {shape}", np.dtype(leaf.dtype), items, cache_dir)
+        arrays[leaf.path] = table.stored(f"{field} {leaf.path} {shape}", np.dtype(leaf.dtype), items, options.cache_dir)
     num_rows = min(map(len, arrays.values()))
-    check_enough(name, num_rows, least, destination.batch_size)
+    check_enough(name, num_rows, destination, options)
     return Examples(name, like, num_rows, lambda indices_R: {path: rows[indices_R] for path, rows in arrays.items()})
 
 

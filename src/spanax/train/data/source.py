@@ -4,6 +4,7 @@ Shape suffix: R rows of the global batch that this process reads.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from spanax.sealed import digest
 from spanax.train.data.destination import Destination, Leaves, Remainder, flat, nested
 from spanax.train.data.mixture import picked, places_until
 from spanax.train.data.order import shuffled
+from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.data.text.tokens import Tokens
 
 NUM_READERS = 16
@@ -27,13 +29,21 @@ END = object()
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Options of `batches`: in which order, and how often, a source is read."""
+class Options:
+    """Options of `batches`: what is read of named data, in which order, and how often."""
 
+    tokenizer: str | TrainedTokenizer = "bytes"
+    split: str = "train"
+    field: str | Mapping[str, str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
     seed: int = 0
     shuffle: bool = True
     epochs: int | None = 1
     drop_remainder: bool = True
+
+    def least(self, destination: Destination) -> int:
+        """Returns the number of examples that a source needs."""
+        return destination.batch_size if self.drop_remainder else 1
 
 
 @dataclass(frozen=True)
@@ -83,14 +93,14 @@ class Source:
     shares: tuple[Share, ...] = ()
 
 
-def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
-    """Raises TooFewExamplesError if a source has fewer than `least` examples."""
-    if num_examples < least:
-        message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
+def check_enough(name: str, num_examples: int, destination: Destination, options: Options) -> None:
+    """Raises TooFewExamplesError if a source has too few examples."""
+    if num_examples < options.least(destination):
+        message = f"{name} has {num_examples:,} examples, and one batch needs {destination.batch_size:,}."
         raise TooFewExamplesError(message, fix="more data, or a smaller batch (--global-batch-size)")
 
 
-def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, passes: Passes) -> Source:
+def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, options: Options) -> Source:
     """Returns a source of examples in the order of the seed, of several parts in proportion to their weights."""
     weights = [weight for _, weight in parts]
     sizes = [part.num_examples for part, _ in parts]
@@ -98,9 +108,9 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
     num_full = 0
     num_rest = 0
     num_batches = None
-    if passes.epochs is not None:
-        num_full, num_rest = divmod(places_until([size * passes.epochs for size in sizes], weights), batch_size)
-        num_batches = num_full + (num_rest > 0 and not passes.drop_remainder)
+    if options.epochs is not None:
+        num_full, num_rest = divmod(places_until([size * options.epochs for size in sizes], weights), batch_size)
+        num_batches = num_full + (num_rest > 0 and not options.drop_remainder)
 
     def read(index: int) -> Leaves | None:
         if num_batches is None or index < num_full:
@@ -115,9 +125,9 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
             part = parts[number][0]
             places_R = inner_R[mask_R]
             # Each part has its own seed: with a common seed, parts of equal size would have the same order.
-            seed = passes.seed + int(number)
+            seed = options.seed + int(number)
             size = part.num_examples
-            examples_R = shuffled(places_R, size, seed) if passes.shuffle else places_R % size
+            examples_R = shuffled(places_R, size, seed) if options.shuffle else places_R % size
             for path, rows in part.read(examples_R).items():
                 mixed.setdefault(path, np.empty((len(rows_R), *rows.shape[1:]), rows.dtype))[mask_R] = rows
         return destination.from_rows(mixed)
@@ -137,48 +147,48 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
     return Source(f"mixture {digest(named)} of {named}", first.like, read, num_batches, shares=shares)
 
 
-def element_source(source: Any, destination: Destination, passes: Passes) -> Source:
+def element_source(source: Any, destination: Destination, options: Options) -> Source:
     """Returns the source of a dataset, a sequence, an iterable or a function that returns one."""
     name = type(source).__name__
     if isinstance(source, Mapping) or not (_is_sequence(source) or callable(source) or isinstance(source, Iterable)):
         raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
-    loader = None if _is_sequence(source) else Loader(source, passes)
+    loader = None if _is_sequence(source) else Loader(source, options)
     if loader.peeked is END if loader else not len(source):
         raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
     if loader:
-        return _loaded(loader, destination, passes, name)
+        return _loaded(loader, destination, options, name)
     if destination.holds(source[0]):
-        return _batch_sequence(source, destination, passes)
-    examples = sequence_examples(source, destination, destination.batch_size if passes.drop_remainder else 1)
+        return _batch_sequence(source, destination, options)
+    examples = sequence_examples(source, destination, options)
     if _is_grain(source):
-        return _grain_source(source, examples, destination, passes)
-    return in_order([(examples, 1)], destination, passes)
+        return _grain_source(source, examples, destination, options)
+    return in_order([(examples, 1)], destination, options)
 
 
-def _grain_source(dataset: Any, examples: Examples, destination: Destination, passes: Passes) -> Source:
+def _grain_source(dataset: Any, examples: Examples, destination: Destination, options: Options) -> Source:
     """Returns the source of a MapDataset: Grain shuffles and repeats it, and reseeds random transformations."""
     name = type(dataset).__name__
     shares: tuple[Share, ...] = ()
     if (size := len(dataset)) < sys.maxsize:
         shares = (Share(examples.name, 1.0, size, destination.batch_size),)
-        dataset = dataset.shuffle(seed=passes.seed % 2**32) if passes.shuffle else dataset
-        dataset = dataset if passes.epochs == 1 else dataset.repeat(passes.epochs)
+        dataset = dataset.shuffle(seed=options.seed % 2**32) if options.shuffle else dataset
+        dataset = dataset if options.epochs == 1 else dataset.repeat(options.epochs)
     read_all = ThreadPoolExecutor(NUM_READERS, "spanax-read").map
 
     def read(indices_R: np.ndarray) -> Leaves:
         return destination.stacked(list(read_all(dataset.__getitem__, indices_R.tolist())), name)
 
     examples = replace(examples, num_examples=len(dataset), read=read)
-    once = replace(passes, shuffle=False, epochs=None if len(dataset) >= sys.maxsize else 1)
+    once = replace(options, shuffle=False, epochs=None if len(dataset) >= sys.maxsize else 1)
     return replace(in_order([(examples, 1)], destination, once), shares=shares)
 
 
-def sequence_examples(source: Any, destination: Destination, least: int) -> Examples:
-    """Returns the examples of a sequence; raises TooFewExamplesError if there are fewer than `least`."""
+def sequence_examples(source: Any, destination: Destination, options: Options) -> Examples:
+    """Returns the examples of a sequence; raises TooFewExamplesError if there are too few."""
     name = type(source).__name__
-    check_enough(name, len(source), least, destination.batch_size)
+    check_enough(name, len(source), destination, options)
     first = source[0]
-    named = _named(name, len(source), first, destination, Passes())
+    named = _named(name, len(source), first, destination, options)
 
     def read(indices_R: np.ndarray) -> Leaves:
         return destination.stacked([source[index] for index in indices_R.tolist()], name)
@@ -210,25 +220,25 @@ def _structure(item: Any) -> Any:
     return nested(item, dict.fromkeys(flat(item)))
 
 
-def _named(name: str, size: int, first: Any, destination: Destination, passes: Passes) -> str:
+def _named(name: str, size: int, first: Any, destination: Destination, options: Options) -> str:
     """Returns the name of a source with a hash of its first element, which is conformed to the plan."""
     in_batches = destination.holds(first)
     if not in_batches:
         destination.check_examples(name)
-    leaves = destination.conform(first, name, is_last=not passes.drop_remainder)
+    leaves = destination.conform(first, name, is_last=not options.drop_remainder)
     leaf = destination.leaves[0]
     if in_batches and leaves[leaf.path].shape != leaf.shape:
         return name  # the rows of one process, whose hash would differ between processes
     return f"{name} {digest(str(size), *(part for path, array in leaves.items() for part in (path, array)))}"
 
 
-def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> Source:
+def _batch_sequence(source: Any, destination: Destination, options: Options) -> Source:
     """Returns the source of a sequence of batches, which are not shuffled."""
     name = type(source).__name__
     size = len(source)
-    epochs = passes.epochs
+    epochs = options.epochs
     num_batches = None if epochs is None or size >= sys.maxsize else epochs * size
-    named = _named(name, size, source[0], destination, passes)
+    named = _named(name, size, source[0], destination, options)
     repeated = source.repeat(epochs) if _is_grain(source) and epochs != 1 and size < sys.maxsize else source
     size_B = destination.batch_size
     shares = () if size >= sys.maxsize else (Share(named, 1.0, size * size_B, size_B),)
@@ -236,23 +246,23 @@ def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> So
     def read(index: int) -> Leaves | None:
         if num_batches is not None and index >= num_batches:
             return None
-        return destination.conform(repeated[index % len(repeated)], name, is_last=not passes.drop_remainder)
+        return destination.conform(repeated[index % len(repeated)], name, is_last=not options.drop_remainder)
 
     return Source(named, _structure(source[0]), read, num_batches, shares=shares)
 
 
-def _loaded(loader: "Loader", destination: Destination, passes: Passes, name: str) -> Source:
+def _loaded(loader: "Loader", destination: Destination, options: Options, name: str) -> Source:
     """Returns the source of an iterable of examples or batches."""
     first = loader.peeked
     in_batches = destination.holds(first)
-    named = _named(name, 0, first, destination, passes)
+    named = _named(name, 0, first, destination, options)
 
     def read(index: int) -> Leaves | None:
         items = loader.read(1 if in_batches else destination.batch_size, index)
         if not items:
             return None
         if in_batches:
-            return destination.conform(items[0], name, is_last=not passes.drop_remainder)
+            return destination.conform(items[0], name, is_last=not options.drop_remainder)
         if len(items) < destination.batch_size:
             return Remainder(destination.from_rows(destination.stacked(items, name)))
         return destination.from_rows(destination.stacked([items[row] for row in destination.rows_R], name))
@@ -267,12 +277,12 @@ class Loader:
       peeked: an element that was read ahead, first to inspect its structure; `END` if there is none.
     """
 
-    def __init__(self, source: Any, passes: Passes):
+    def __init__(self, source: Any, options: Options):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
         self._items: Any = iter(self._open())
         self._once = self._items is source
-        self._epochs = passes.epochs
-        self._drop_remainder = passes.drop_remainder
+        self._epochs = options.epochs
+        self._drop_remainder = options.drop_remainder
         self._epoch = 0
         self._index = 0
         if self._once and self._epochs is not None and self._epochs > 1:

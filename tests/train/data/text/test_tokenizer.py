@@ -9,7 +9,8 @@ import pytest
 import tokenizers
 
 from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.train.data.open_source import WINDOWS, Reading, opened
+from spanax.train.data.open_source import WINDOWS, opened
+from spanax.train.data.source import Options
 from spanax.train.data.text import tokenizer
 from spanax.train.data.text.tokenizer import TrainedTokenizer, TrainingText, load_tokenizer
 from spanax.train.data.text.tokens import Tokens
@@ -33,7 +34,7 @@ def load_tokens(
     source: Path | str, tokenizer: str = "bytes", split: str = "train", cache_dir: Path | None = None
 ) -> Tokens:
     """The tokens of one split of a source."""
-    ((tokens, _),) = opened(source, WINDOWS, Reading(tokenizer, split, cache_dir=cache_dir))
+    ((tokens, _),) = opened(source, WINDOWS, Options(tokenizer, split, cache_dir=cache_dir))
     return tokens
 
 
