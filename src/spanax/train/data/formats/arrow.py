@@ -3,8 +3,9 @@
 Each field is streamed, and validated before use, since damaged offsets would crash the process.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,22 @@ ROWS_AT_ONCE = 256
 """The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
 
 
-def fields(path: Path, kind: str) -> tuple[str, ...]:
-    """Returns the names of the columns of a file of kind `arrow`, `csv` or `parquet`."""
+def opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the columns of a file of kind `arrow`, `csv` or `parquet`, and a function that yields the rows of one."""
     with _arrow_errors(path):
-        return tuple(_open(path, kind)[0].names)
+        names, read = _opened(path, kind)
+        return tuple(names), partial(_rows, path, names, read)
 
 
-def values(path: Path, kind: str, field: str) -> Iterator[Any]:
-    """Yields a column, as texts, numbers or arrays."""
-    names = fields(path, kind)
+def _rows(path: Path, names: Sequence[str], read: Callable[[str], Iterable[Any]], field: str) -> Iterator[Any]:
+    """Yields a column as texts, numbers or arrays."""
     if field not in names:
         where = f"it has {', '.join(names)[:120]}"
         raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
     number = 0
     num_bytes = 0
     with _arrow_errors(path):
-        for batch in _open(path, kind, field)[1]:
+        for batch in read(field):
             column = batch.column(field)
             column.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
             num_bytes += column.nbytes
@@ -54,29 +55,37 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _open(path: Path, kind: str, field: str | None = None) -> tuple[Any, Iterable[Any]]:
-    """Returns the schema of a file, and an iterator over batches of rows, with one field if it is given."""
+def _opened(path: Path, kind: str) -> tuple[Sequence[str], Callable[[str], Iterable[Any]]]:
+    """Returns the columns of a file, and a function that streams batches of rows with one of them."""
     arrow = _pyarrow()
-    columns = [] if field is None else [field]
     if kind == "parquet":
         file = arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
-        return file.schema_arrow, file.iter_batches(ROWS_AT_ONCE, columns=columns)
+        return file.schema_arrow.names, lambda field: file.iter_batches(ROWS_AT_ONCE, columns=[field])
     if kind == "csv":
-        reader = _open_csv(path, [], None)
+        with _open_csv(path) as first:
+            schema = first.schema
         # The first megabyte determines whether a column has numbers or texts.
-        types = [each if _is_numeric(each.type) else each.with_type(arrow.string()) for each in reader.schema]
-        return reader.schema, _open_csv(path, columns, arrow.schema(types))
+        types = arrow.schema([each if _is_numeric(each.type) else each.with_type(arrow.string()) for each in schema])
+        return schema.names, lambda field: _open_csv(path, [field], types)
+    return _open_ipc(path).schema.names, lambda field: _ipc_batches(path)
+
+
+def _open_ipc(path: Path) -> Any:
+    arrow = _pyarrow()
     mapped = arrow.memory_map(str(path))
     try:
-        reader = arrow.ipc.open_file(mapped)
-        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        return arrow.ipc.open_file(mapped)
     except arrow.ArrowInvalid:  # a stream, as `datasets` writes it
         mapped.seek(0)
-        reader = arrow.ipc.open_stream(mapped)
-        return reader.schema, reader
+        return arrow.ipc.open_stream(mapped)
 
 
-def _open_csv(path: Path, columns: list[str], types: Any) -> Any:
+def _ipc_batches(path: Path) -> Iterable[Any]:
+    reader = _open_ipc(path)
+    return map(reader.get_batch, range(reader.num_record_batches)) if hasattr(reader, "get_batch") else reader
+
+
+def _open_csv(path: Path, columns: Sequence[str] = (), types: Any = None) -> Any:
     csv = _pyarrow().csv
     convert = csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False)
     read = csv.ReadOptions(use_threads=False)  # with threads, an error names no row

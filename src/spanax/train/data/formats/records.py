@@ -8,7 +8,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +63,21 @@ def _array_records(path: Path) -> Iterator[bytes]:
         raise _bad(path, first, error) from None
 
 
-def fields(path: Path, kind: str) -> tuple[str, ...]:
-    """Returns the names of the fields of the first row of a file of kind `jsonl` or `array_record`."""
+def opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the fields of the first row of a file of kind `jsonl` or `array_record`, and a function that yields one.
+
+    A file without rows has no fields.
+    """
     for record in _records(path, kind):
-        return tuple(_row(path, 0, record, _parser(kind, record)))
-    raise DataError(f"'{path}' is empty.", fix="a file with rows in it")
+        # The first record shows what all are.
+        parse = _parser(kind, record)
+        return tuple(_row(path, 0, record, parse)), partial(_rows, path, kind, parse)
+    return (), lambda field: iter(())
 
 
-def values(path: Path, kind: str, field: str) -> Iterator[Any]:
+def _rows(path: Path, kind: str, parse: Parser, field: str) -> Iterator[Any]:
     """Yields a field of every row, as texts, numbers or arrays."""
-    parse = None
     for index, record in enumerate(_records(path, kind)):
-        parse = parse or _parser(kind, record)
         row = _row(path, index, record, parse)
         if field not in row:
             raise _bad(path, index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
@@ -98,7 +101,7 @@ def _row(path: Path, index: int, record: bytes, parse: Parser) -> dict[str, Any]
 
 
 def _parser(kind: str, first: bytes) -> Parser:
-    """Returns the parser of the records of a file, of which the first shows what all are."""
+    """Returns the parser of the records of a file."""
     if kind == "jsonl" or first.lstrip().startswith(b"{"):
         return _json_row
     try:

@@ -122,26 +122,28 @@ def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table
         raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
     sizes = [file_bytes(path) for path in paths]
     key, cache_key = _digests(paths, sizes)
-    module = _module(kinds[0])
-    fields = module.fields(paths[0], kinds[0])
-    read = partial(_read, module, paths, kinds[0])
-    return Table(name, fields, read, key, cache_key, sum(sizes), split, holds_out)
+    fields, read = _opened(paths[0], kinds[0])
+    if not fields:
+        raise DataError(f"'{paths[0]}' is empty.", fix="a file with rows in it")
+    read_all = partial(_read, read, paths[1:], kinds[0])
+    return Table(name, fields, read_all, key, cache_key, sum(sizes), split, holds_out)
 
 
-def _module(kind: str) -> Any:
-    """Returns the module that reads files of a kind; only the library that it needs is imported."""
+def _opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the fields of a file, and a function that yields one; imports only the library of its kind."""
     if kind in ("jsonl", "array_record"):
         from spanax.train.data.formats import records
 
-        return records
+        return records.opened(path, kind)
     from spanax.train.data.formats import arrow
 
-    return arrow
+    return arrow.opened(path, kind)
 
 
-def _read(module: Any, paths: Sequence[Path], kind: str, field: str) -> Iterator[Any]:
-    for path in paths:
-        yield from module.values(path, kind, field)
+def _read(first: Callable[[str], Iterator[Any]], others: Sequence[Path], kind: str, field: str) -> Iterator[Any]:
+    yield from first(field)
+    for path in others:
+        yield from _opened(path, kind)[1](field)
 
 
 def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:

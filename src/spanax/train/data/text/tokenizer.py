@@ -78,6 +78,9 @@ class Tokenizer:
         """
         if self.end_id is None:
             documents = ((is_held_out, text + b"\n") for is_held_out, text in documents)
+        if self.engine is None:
+            yield from ((is_held_out, np.frombuffer(text, np.uint8)) for is_held_out, text in documents)
+            return
         for is_held_out, is_last, ids in self._encoded(documents):
             has_end = is_last and self.end_id is not None
             yield is_held_out, np.append(ids, ids.dtype.type(self.end_id)) if has_end else ids
@@ -101,9 +104,7 @@ class Tokenizer:
         yield from self._encoded_group(group)
 
     def _encoded_group(self, group: list[tuple[bool, bool, str]]) -> Iterator[tuple[bool, bool, np.ndarray]]:
-        if self.engine is None:
-            yield from ((side, is_last, np.frombuffer(piece.encode(), np.uint8)) for side, is_last, piece in group)
-            return
+        assert self.engine is not None
         with _raising(
             f"tokenizer '{self.name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"
         ):
