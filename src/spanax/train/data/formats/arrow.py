@@ -62,8 +62,7 @@ def _opened(path: Path, kind: str) -> tuple[Sequence[str], Callable[[str], Itera
         file = arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
         return file.schema_arrow.names, lambda field: file.iter_batches(ROWS_AT_ONCE, columns=[field])
     if kind == "csv":
-        with _open_csv(path) as first:
-            schema = first.schema
+        schema = _open_csv(path).schema
         # The first megabyte determines whether a column has numbers or texts.
         types = arrow.schema([each if _is_numeric(each.type) else each.with_type(arrow.string()) for each in schema])
         return schema.names, lambda field: _open_csv(path, [field], types)
