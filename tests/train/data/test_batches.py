@@ -55,6 +55,11 @@ def test_every_example_occurs_once_per_epoch(num_examples: int) -> None:
         assert not np.array_equal(epochs[0], np.arange(num_examples))
 
 
+def test_every_first_example_is_about_as_likely() -> None:
+    first = [int(shuffled(np.zeros(1, np.int64), 5, seed)[0]) for seed in range(1000)]
+    assert np.all(np.abs(np.bincount(first, minlength=5) - 200) < 70)  # 5.5 standard deviations
+
+
 def test_the_order_is_the_same_forever() -> None:
     """A saved position means nothing if a new version shuffles otherwise."""
     assert shuffled(np.arange(8), 100, seed=0).tolist() == [77, 58, 14, 3, 91, 89, 60, 87]
@@ -127,6 +132,12 @@ def test_text_becomes_windows_of_the_next_token(text: Path, opened: Callable[...
     assert reader.vocab_size == 256 and reader.tokens is not None and len(reader.tokens.ids) == 361
 
 
+def test_an_epoch_ends_inside_a_batch(text: Path, opened: Callable[..., Batches]) -> None:
+    rows = [tuple(row) for batch in take(opened(text, TEXT_PLAN, epochs=None), 12) for row in batch["inputs"]]
+    windows = np.frombuffer(text.read_bytes(), np.uint8)[:360].reshape(90, T)
+    assert len(rows[:90]) == 90 and sorted(rows[:90]) == sorted(map(tuple, windows.tolist()))
+
+
 def test_a_uint32_bin_file_uses_the_dtype_of_its_sidecar(tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = tmp_path / "tokens.bin"
     np.arange(70_000, 70_100, dtype="<u4").tofile(path)
@@ -161,6 +172,7 @@ def test_every_source_gives_the_same_batches_until_its_epochs_end(
     if kind.startswith("iterable"):  # has one run in it
         assert take(opened(sources()[kind](), IMAGE_PLAN, epochs=1 if epochs == 1 else None), 99) == once
         return
+    assert take(opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None), 7) == once + once[:2]
     reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
     states = [reader.state()]
     for batch in reader:

@@ -125,6 +125,15 @@ def test_a_cache_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch:
         assert len(load_tokens(text, "bpe:300").ids)
 
 
+def test_pieces_are_bounded_and_concatenate_to_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "PIECE_BYTES", 7)
+    for text in ("", "€" * 30, "a b\nc" * 9, "\n" * 20, "word " * 5 + "€uro\n", "x" * 7, "x" * 8):
+        pieces = list(tokenizer._pieces(text.encode()))
+        assert "".join(piece for _, piece in pieces) == text
+        assert [is_last for is_last, _ in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert all(bool(text) <= len(piece.encode()) <= 7 + 3 for _, piece in pieces)
+
+
 def test_a_large_corpus_is_thinned_for_training(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = training_text(" ".join(f"w{i} " * 2 for i in range(200)).encode())
     sizes = []
@@ -182,11 +191,12 @@ PANICS_TOO = CHARACTERS + b'"model": {"type": "BPE", "vocab": {"a": 0}, "merges"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe", PANICS, PANICS_TOO])
-def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_bytes(content)
     first = message_of(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
     bad_text = "cannot read tokenizer '.../a.json': it is not UTF-8 text."
     assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is not a tokenizer, or is damaged.")
+    assert not capfd.readouterr().err  # of Rust
 
 
 def test_text_that_a_tokenizer_cannot_encode_raises(tmp_path: Path) -> None:

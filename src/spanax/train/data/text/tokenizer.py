@@ -220,7 +220,7 @@ def _from_file(path: Path) -> Tokenizer:
 def _parsed(content: str, name: str, *, fix: str) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Engine
 
-    with _raising(f"'{name}' is not a tokenizer, or is damaged.", fix):
+    with _raising(f"'{name}' is not a tokenizer, or is damaged.", fix), _without_stderr():
         return Engine.from_str(content)
 
 
@@ -233,6 +233,20 @@ def _raising(message: str, fix: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise FileError(message, where=" ".join(str(error).split())[:120], fix=fix) from None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Discards what this process writes to descriptor 2: Rust prints a panic, and its stack, before it raises it."""
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def tokenizer_config(content: str) -> dict[str, str]:
