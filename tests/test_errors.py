@@ -41,7 +41,7 @@ from spanax.trace.rewrites.pure_loss import with_extra
 from spanax.trace.tracing import trace
 from spanax.train.config import TrainConfig, check
 from spanax.train.data.batches import batches
-from spanax.train.data.source import Loader, Passes
+from spanax.train.data.source import Loader, Options
 from spanax.train.state.start import start
 from spanax.units import quantity
 
@@ -171,7 +171,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chunks: no logits": lambda: in_two(lambda weight, batch: weight.sum() + batch.sum()),
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
-    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), Passes(epochs=2)),
+    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), Options(epochs=2)),
     "loss: an operation without bfloat16": in_dtype,
     "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
     "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]

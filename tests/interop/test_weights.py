@@ -227,7 +227,7 @@ def test_a_run_saves_the_tokenizer_that_it_trained(
     cli.main(["import", "out", "--as", "llama", "--output-dir", "in"])
     saved, imported = (tokenizer.load_tokenizer(f"{folder}/tokenizer.json") for folder in ("run", "in"))
     assert saved.vocab_size == 300 == load("in").vocab_size
-    assert imported.encode("import jax\n").tolist() == saved.encode("import jax\n").tolist()
+    assert imported.encode(b"import jax\n").tolist() == saved.encode(b"import jax\n").tolist()
 
 
 def test_the_tokenizer_of_a_run_replaces_that_of_its_weights(tmp_path: Path) -> None:
