@@ -123,21 +123,37 @@ def quoted(
     for name in clusters:
         quote = Quote(str(name))
         try:
-            cluster = cluster_of(name)
-            quote = replace(quote, cluster=cluster)
-            summary = summarize(search_on(cluster))
-            quote = replace(quote, summary=summary, dollars_per_hour=cluster.chip.dollars_per_hour)
-            if summary.best is None:
-                fits_with = "; or with ".join(summary.remedies)
-                quote = replace(quote, problem=f"nothing fits: {summary.shortfall}; it fits with {fits_with}")
-            else:
-                quote = replace(quote, plan=plan_of(cluster, summary.search))
-            quote = replace(quote, largest=largest_on(cluster))
+            quote = replace(quote, cluster=cluster_of(name))
+            quote = _answered(quote, search_on, plan_of)
         except SpanaxError as error:
-            lines = [line.strip() for line in str(error).splitlines()]
-            quote = replace(quote, problem=quote.problem or "; ".join(lines))
+            quote = _with_problem(quote, error)
+        if quote.cluster is not None:
+            try:
+                quote = replace(quote, largest=largest_on(quote.cluster))
+            except SpanaxError as error:
+                quote = _with_problem(quote, error)
         quotes.append(quote)
     return Quotes(tuple(quotes))
+
+
+def _answered(
+    quote: Quote, search_on: Callable[[Cluster], Search], plan_of: Callable[[Cluster, Search], Plan]
+) -> Quote:
+    """Returns the answer of a cluster with its search, and with its plan or why nothing fits."""
+    cluster = quote.cluster
+    assert cluster is not None
+    summary = summarize(search_on(cluster))
+    quote = replace(quote, summary=summary, dollars_per_hour=cluster.chip.dollars_per_hour)
+    if summary.best is not None:
+        return replace(quote, plan=plan_of(cluster, summary.search))
+    fits_with = "; or with ".join(summary.remedies)
+    return replace(quote, problem=f"nothing fits: {summary.shortfall}; it fits with {fits_with}")
+
+
+def _with_problem(quote: Quote, error: SpanaxError) -> Quote:
+    """Returns the answer of a cluster with the first error that it raised."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return replace(quote, problem=quote.problem or "; ".join(lines))
 
 
 def dollars_of(prices: Mapping[str, float], clusters: Sequence[Cluster | None]) -> list[float | None]:
