@@ -245,10 +245,15 @@ def compiled(make: Callable[..., Program], *args: Any, on: str = "cpu:8", level:
     return findings
 
 
-def profiled(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
+def profile(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
     """A profile of a step of 0.5 s."""
     busy = 0.5 - host - idle - input_wait
-    return lambda: lint_profile(StepProfile(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
+    parts = {"compute": busy, "communication": 0.0, "idle": idle, "host": host, "input wait": input_wait}
+    return StepProfile(11, 8, 0.5, parts, {}, {"fusion.1": busy})
+
+
+def profiled(**seconds: float) -> Make:
+    return lambda: lint_profile(profile(**seconds))
 
 
 def own_layout(computed: tuple[str, ...] = ("batch",), **stored: tuple[str, ...]) -> Layout:

@@ -277,18 +277,6 @@ def _shape_text(leaf: Placement) -> str:
     return f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
 
 
-def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
-    """Returns the predicted state, peak memory, FLOPs and collectives per device and step, without layout padding.
-
-    With `adds_first`, all-reduces whose results are added to each other count as one, as in the final programs of
-    compilers that combine them (`Cluster.adds_first`).
-
-    Raises:
-      SpanaxError: the plan was made for another program, or cannot be run.
-    """
-    return figures(evaluate(program, plan, cluster, adds_first=adds_first))
-
-
 def figures(cost: Evaluation) -> Figures:
     """Returns the figures of an evaluated plan."""
     plan = cost.plan

@@ -15,7 +15,7 @@ import hlo_programs as text
 import programs
 import spanax
 from spanax.check.hlo.collectives import Collective, collectives, totals, with_arrays
-from spanax.check.hlo.module import OURS, Module, read_module, read_text, user_line
+from spanax.check.hlo.module import OURS, Module, read_module, user_line
 from spanax.check.hlo.replica_groups import axes_of, groups_of
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
@@ -34,7 +34,7 @@ FLAT, SQUARE = MeshShape.of("data=8"), MeshShape.of("data=2,model=4")
 
 
 def of(program: str, mesh: MeshShape = FLAT) -> tuple[Collective, ...]:
-    return collectives(read_text(program), mesh)
+    return collectives(text.read_text(program), mesh)
 
 
 def compiled(function: Callable, mesh: MeshShape, *shapes: tuple[tuple[int, ...], PartitionSpec], out=None) -> Module:
@@ -70,7 +70,7 @@ def test_every_partition_is_in_one_group() -> None:
     for groups in ("[4,2]<=[2,4]T(1,0)", "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", "mesh['a'=8] {'a':(2)4}"):
         [result] = [
             instruction
-            for instruction in read_text(text.all_reduce(groups)).instructions()
+            for instruction in text.read_text(text.all_reduce(groups)).entry.instructions.values()
             if instruction.opcode == "all-reduce"
         ]
         assert sorted(device for group in groups_of(result) for device in group) == list(range(8))

@@ -11,7 +11,7 @@ import programs
 import spanax
 import stored
 from sampling import sampled
-from spanax.check.check import predictions
+from spanax.check.check import figures
 from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective, collectives, totals, with_arrays
 from spanax.check.hlo.flops import program_flops
@@ -20,6 +20,7 @@ from spanax.check.hlo.replicated_tensors import ReplicatedTensor, replicated_ten
 from spanax.check.lint.lint import lint
 from spanax.check.lint.subject import LintSubject
 from spanax.check.report import Figures, Report
+from spanax.plan.evaluate import evaluate
 
 MACHINE = spanax.cluster("cpu:8")
 
@@ -135,8 +136,8 @@ def test_programs_compiled_for_chips_have_no_findings(case: stored.Case) -> None
     program = stored.program()
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
     moves = with_arrays(collectives(module, plan.mesh), plan)
-    figures = Figures(flops=program_flops(module), collectives=totals(moves))
-    predicted = predictions(program, plan, case.cluster)
-    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted, figures, collectives=moves)
+    compiled = Figures(flops=program_flops(module), collectives=totals(moves))
+    predicted = figures(evaluate(program, plan, case.cluster))
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted, compiled, collectives=moves)
     codes = {finding.code for finding in lint(program, plan, case.cluster, report)}
     assert moves and not codes & {"SPX003", "SPX012", "SPX016"}

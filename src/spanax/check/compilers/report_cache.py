@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def _source_digest(folder: Path) -> str:
 def find(key: str) -> Report | None:
     """Returns the cached report, or None if it is missing or damaged."""
     try:
-        return Report.from_json(read_bytes(_path(key)).decode()).as_cached()
+        return replace(Report.from_json(read_bytes(_path(key)).decode()), is_kept=True)
     except (OSError, ValueError):  # missing or damaged
         return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module, user_line
 from spanax.check.hlo.reduce_scatter import permute_chains, reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
-from spanax.check.hlo.trip_counts import Value, Values, trip_counts
+from spanax.check.hlo.trip_counts import Value, Values, trip_count
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
 from spanax.plan.plan import Plan
@@ -180,13 +180,12 @@ class _Collector:
         body = self.module.computations[loop.called[0]]
         initial = values.of(loop.operands[0])
         windowed = WINDOWED.search(body.name)
-        trips = trip_counts(self.module, loop, initial)
+        count = trip_count(self.module, loop, initial)
         if windowed:
             self._windowed(body, windowed[1], runs, is_counted)
-        count, _ = trips or (1, None)
         parameters = [list(initial)] if isinstance(initial, list) else []
         start = len(self.collectives)
-        self._visit(body, runs * count, is_counted and trips is not None, parameters)
+        self._visit(body, runs * (1 if count is None else count), is_counted and count is not None, parameters)
         if windowed:
             added = self.collectives[start:]
             self.collectives[start:] = [move for move in added if move.kind != "collective-permute"]
@@ -332,7 +331,7 @@ def _with(move: Collective, params: Sequence[Placement], mesh: MeshShape) -> Col
     if move.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
         return move
     joined = () if move.kind == "reduce-scatter" else move.axes.removeprefix("~").split("+")
-    shapes = {_sizes(shape) for shape in re.findall(r"\[([\d,]*)\]", move.shapes)}
+    shapes = {_without_ones(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d,]*)\]", move.shapes)}
     sharded = tuple(leaf.path for leaf in params if _shard(leaf, mesh, joined) in shapes)
     gathered = tuple(leaf.path for leaf in params if _shard(leaf, mesh, mesh.names) in shapes)
     return replace(move, tensors=sharded or gathered)
@@ -344,10 +343,6 @@ def _shard(leaf: Placement, mesh: MeshShape, joined: Sequence[str]) -> tuple[int
     return _without_ones(
         size // mesh.ways([axis for axis in by if axis not in joined]) for name, size, by in dims if name != "layers"
     )
-
-
-def _sizes(shape: str) -> tuple[int, ...]:
-    return _without_ones(int(size) for size in filter(None, shape.split(",")))
 
 
 def _without_ones(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def lint_profile(profile: StepProfile) -> list[Finding]:
     """Returns the findings of all rules on a profile, most severe first.
 
     Example:
-      >>> profile = StepProfile(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
+      >>> profile = StepProfile(10, 8, 1.0, {"compute": 0.5, "idle": 0.0, "host": 0.0, "input wait": 0.5}, {}, {})
       >>> [finding.message for finding in lint_profile(profile)]
       ['50 % of a step of 1 s is spent waiting for a batch: 0.5 s.']
     """
