@@ -186,7 +186,12 @@ def _by_compiler(
     program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool, start: float
 ) -> Report:
     """Returns the report of level 2 or 3, from a compiler in a child process."""
-    target = _target(cluster, report.level)
+    if report.level == 2 and cluster.num_devices > MAX_SIMULATED:
+        raise UnsupportedError(
+            f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
+            fix="level 1 or 3",
+        )
+    target = target_of(cluster) if report.level == 3 else simulated_target(cluster.num_devices)
     if command := install_command(target.platform):
         raise NotInstalledError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=command)
     lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
@@ -200,17 +205,6 @@ def _by_compiler(
     report = replace(_with_answer(report, plan, target, compiled), seconds=time.perf_counter() - start)
     report_cache.put(key, report)
     return report
-
-
-def _target(cluster: Cluster, level: int) -> Target:
-    if level == 3:
-        return target_of(cluster)
-    if cluster.num_devices > MAX_SIMULATED:
-        raise UnsupportedError(
-            f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
-            fix="level 1 or 3",
-        )
-    return simulated_target(cluster.num_devices)
 
 
 def _with_answer(report: Report, plan: Plan, target: Target, compiled: Compiled) -> Report:
@@ -265,16 +259,13 @@ def _state_bytes(module: Module, plan: Plan, is_simulated: bool) -> tuple[int, i
 
 
 def _paths(shapes: str, plan: Plan) -> tuple[str, ...]:
-    """Returns the paths of the state arrays whose per-device shape occurs in a buffer."""
+    """Returns the paths of the state arrays whose per-device shape occurs in a buffer, equal shapes together."""
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32"}
     by_shape: dict[str, list[str]] = {}
     for leaf in plan.leaves:
-        by_shape.setdefault(_shape_text(leaf), []).append(leaf.path)
+        shape = f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
+        by_shape.setdefault(shape, []).append(leaf.path)
     return tuple(path for shape, paths in by_shape.items() if shape in shapes for path in paths)
-
-
-def _shape_text(leaf: Placement) -> str:
-    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32"}
-    return f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
 
 
 def figures(cost: Evaluation) -> Figures:

@@ -217,7 +217,9 @@ class _Collector:
                 return
             groups = _connected(groups)
         if kind == "all-reduce":
-            summed, parts = reduce_scatters(self.module, computation, instruction, groups or self._all_partitions())
+            summed, parts = reduce_scatters(
+                self.module, computation, instruction, groups or (tuple(range(self.mesh.size)),)
+            )
             for part, size in parts:
                 written = "all-reduce and a slice"
                 self._append(instruction, "reduce-scatter", part, groups, runs, is_counted, written, size)
@@ -277,9 +279,6 @@ class _Collector:
                 is_counted=is_counted,
             )
         )
-
-    def _all_partitions(self) -> ReplicaGroups:
-        return (tuple(range(self.mesh.size)),)
 
     def _is_end_of_window(self, computation: Computation, instruction: Instruction) -> bool:
         """Returns whether a permute only moves the result of a windowed loop around a matmul to its device."""

@@ -208,11 +208,8 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
       >>> user_line([(str(OURS / "step" / "replay.py"), 3), ("/home/me/train.py", 12)])
       ''
     """
-    traced = list(itertools.takewhile(lambda line: not _runs_the_step(line[0]), lines))
+    runners = [OURS / folder for folder in ("step", "train", "check")]
+    traced = list(itertools.takewhile(lambda line: not any(map(Path(line[0]).is_relative_to, runners)), lines))
     user_lines = [line for line in traced if not is_library(line[0])]
     file, number = next(iter(user_lines or traced), ("", 0))
     return "" if not file or is_spanax(file) else f"{file}:{number}"
-
-
-def _runs_the_step(file: str) -> bool:
-    return any(Path(file).is_relative_to(OURS / folder) for folder in ("step", "train", "check"))
