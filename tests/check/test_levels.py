@@ -177,7 +177,7 @@ def test_a_report_is_cached_by_its_inputs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(checking, "compile_for", lambda *_, **__: pytest.fail("the report is cached"))
     assert spanax.check(program, plan, MACHINE, level=2) == dataclasses.replace(first, is_kept=True)
     other, another = planned("fsdp", "fsdp=8")
-    for changed in ({"flags": {"a": "b"}}, {"codegen": True}, {"cache": False}):
+    for changed in ({"flags": {"a": "b"}}, {"codegen": True}, {"inputs_only": True}, {"cache": False}):
         with pytest.raises(pytest.fail.Exception):
             spanax.check(program, plan, MACHINE, level=2, **changed)
     with pytest.raises(pytest.fail.Exception):

@@ -242,14 +242,6 @@ def test_a_complete_training_run() -> None:
     assert ask(tokens=1e9, budget_hours=1e-9, layout="fsdp", remat="none")[1]["budget"]["within"] is False
 
 
-@pytest.mark.slow
-def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
-    _, data = ask(on=("l4:8",), global_batch_size=131072, solve_for="batch", remat="full", layout="data")
-    assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
-    room = 0.95 * data["usable_bytes"]
-    assert room / 2 < data["best"]["memory"]["peak"] <= room
-
-
 @pytest.mark.parametrize(
     ("why", "name", "problem"),
     [

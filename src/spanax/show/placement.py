@@ -42,8 +42,6 @@ def placement_text(placement: ArrayPlacement) -> str:
         f"each device holds {state} = {bytes_text(plan.state_bytes())}"
         + (f", and {bytes_text(plan.host_bytes)} in host memory" if plan.host_bytes else ""),
     ]
-    for path, planned, saved in placement.elsewhere:
-        lines.append(f"ELSEWHERE {path}: planned {spec_text(planned)}, saved {spec_text(saved)}")
     lines += _replicated_lines(placement)
     heads = ("array", "shape", "spec", "parts", "copies", "per device", "devices of the first part")
     rows = []
@@ -87,9 +85,7 @@ def placement_json(placement: ArrayPlacement) -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         "bytes_per_device": {kind: plan.state_bytes(kind) for kind in ("param", "optimizer", "other")},
         "host_bytes_per_device": plan.host_bytes,
-        "elsewhere": [
-            {"path": path, "planned": planned, "saved": saved} for path, planned, saved in placement.elsewhere
-        ],
+        "elsewhere": [],  # a checkpoint with a plan is saved as planned
         "copied": [
             {"path": leaf.path, "copies": copies(leaf, plan.mesh), "bytes": leaf.local_bytes}
             for leaf in _replicated(placement)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-from pathlib import Path
 
 import pytest
 
@@ -120,15 +119,6 @@ def test_unplanned_activation_transfers_are_reported_with_their_bytes(layout: st
     assert measured > moved(ours.compiled), "the mistake more than doubles what moves"
     assert priced == pytest.approx(measured, rel=0.2)
     assert moved(theirs.compiled) - moved(theirs.predicted) == pytest.approx(measured, rel=0.2)
-
-
-@pytest.mark.slow
-def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path))
-    program, plan, report = checked("fsdp", False)
-    first = spanax.check(program, plan, MACHINE, level=2)
-    second = spanax.check(program, plan, MACHINE, level=2, inputs_only=True)
-    assert not second.is_kept and second.program_hash != first.program_hash == report.program_hash
 
 
 @pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)

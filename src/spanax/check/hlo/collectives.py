@@ -6,7 +6,7 @@ loops of permutes around a matmul are reported as the collectives that they impl
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module, user_line
@@ -19,16 +19,6 @@ from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-
-SENT: dict[str, Callable[[int], float]] = {
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-    "collective-broadcast": lambda n: 1,
-}
-"""What a device sends of a collective's result around a ring of so many."""
 
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 """XLA's names for an all-gather or reduce-scatter that is implemented as a loop of permutes around a matmul.
@@ -79,14 +69,6 @@ class Collective:
     def num_bytes(self) -> int:
         """Bytes of the results per device and step."""
         return self.bytes_once * self.runs
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends per step, each collective around a ring.
-
-        Source: as in `hardware/collectives.py`.
-        """
-        return self.num_bytes * SENT[self.kind](self.group_size)
 
 
 def collectives(module: bytes | Module, mesh: MeshShape) -> tuple[Collective, ...]:
