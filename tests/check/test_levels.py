@@ -16,7 +16,7 @@ import programs
 import spanax
 from sampling import sampled
 from spanax.check import check as checking
-from spanax.check.compilers import report_cache, target
+from spanax.check.compilers import target
 from spanax.check.compilers.abstract_mesh import is_available
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
@@ -124,6 +124,8 @@ def test_a_mesh_of_any_size_needs_no_device() -> None:
     plan = spanax.plan(program, machine, layout="fsdp+tensor", mesh="data=64,fsdp=16,model=4")
     report = spanax.check(program, plan, machine, level=1)
     assert report.compiled.collectives and report.target == "v5p:16x16x16"
+    with pytest.raises(SpanaxError, match="at most 1024 devices"):
+        spanax.check(program, plan, machine, level=2)
 
 
 def test_level_0_needs_only_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,17 +186,17 @@ def test_a_report_is_cached_by_its_inputs(monkeypatch: pytest.MonkeyPatch) -> No
         spanax.check(other, another, MACHINE, level=2)
     with pytest.raises(pytest.fail.Exception):  # a cluster file with less memory
         spanax.check(program, plan, dataclasses.replace(MACHINE, memory_bytes=1 << 20), level=2)
-    monkeypatch.setattr(report_cache, "OURS", Path(__file__).parent)
+    monkeypatch.setattr(checking, "OURS", Path(__file__).parent)
     with pytest.raises(pytest.fail.Exception):  # another source of the same version
         spanax.check(program, plan, MACHINE, level=2)
 
 
 def test_a_broken_report_in_the_cache_is_ignored(tmp_path: Path) -> None:
-    key = report_cache.key_of(a=1)
-    report_cache.put(key, report("fsdp", "fsdp=8", 2))
-    assert report_cache.find(key) is not None
+    key = checking.key_of(a=1)
+    checking.put_cached(key, report("fsdp", "fsdp=8", 2))
+    assert checking.find_cached(key) is not None
     next((tmp_path / "cache").rglob(f"{key}.json")).write_text("{")
-    assert report_cache.find(key) is None
+    assert checking.find_cached(key) is None
 
 
 def test_the_program_hash_is_that_of_the_program_and_not_of_its_lines() -> None:
@@ -219,26 +221,17 @@ def test_the_checked_cpu_program_equals_the_executed_program() -> None:
     assert products(checked["tpu"]) == products(checked["gpu"]) != products(running)
 
 
-@pytest.mark.parametrize("level", [-1, 4])
-def test_an_unknown_level_raises(level: int) -> None:
-    with pytest.raises(SpanaxError, match=f"unknown level {level}"):
-        spanax.check(*planned("fsdp", "fsdp=8"), MACHINE, level=level)
-
-
-def test_another_programs_plan_and_another_cluster_are_refused() -> None:
+def test_requests_that_no_level_answers_are_refused() -> None:
     program, plan = planned("fsdp", "fsdp=8")
+    for level in (-1, 4):
+        with pytest.raises(SpanaxError, match=f"unknown level {level}"):
+            spanax.check(program, plan, MACHINE, level=level)
     with pytest.raises(SpanaxError, match="made for another program"):
         spanax.check(programs.zoo_program("mlp"), plan, MACHINE, level=0)
     with pytest.raises(SpanaxError, match="plan is for 8 devices"):
         spanax.check(program, plan, spanax.cluster("cpu:4"), level=0)
-
-
-def test_too_many_devices_to_simulate_are_refused() -> None:
-    program = programs.workload("gpt-nano", batch_size=1024)
-    machine = spanax.cluster("v5p:16x16x16")
-    plan = spanax.plan(program, machine, layout="fsdp+tensor", mesh="data=64,fsdp=16,model=4")
-    with pytest.raises(SpanaxError, match="at most 1024 devices"):
-        spanax.check(program, plan, machine, level=2)
+    with pytest.raises(SpanaxError, match="no known compiler targets"):
+        target_of(spanax.cluster("mi300x:8"))
 
 
 @pytest.mark.parametrize(
@@ -269,11 +262,6 @@ def test_another_compiler_than_that_of_the_estimates_is_noted(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.52")
     assert other_compiler(spanax.cluster(on)) == note
-
-
-def test_a_chip_without_a_known_compiler_raises() -> None:
-    with pytest.raises(SpanaxError, match="no known compiler targets"):
-        target_of(spanax.cluster("mi300x:8"))
 
 
 def folder_of(error: CompilerError) -> Path:
