@@ -113,18 +113,16 @@ def row(cell: Cell) -> str:
         f"{cell.model}, batch {cell.batch_size}",
         report.target,
         f"{report.layout} ({report.mesh})",
-        percent(cell.error("state_bytes")) if report.compiled.state_bytes else "",
         percent(cell.error("flops")),
         moved,
         f"{percent(cell.error('peak_bytes'))} of {peak}" + ("" if report.fits else ", does not fit"),
-        f"{report.seconds:.0f}",
     ]
     return "| " + " | ".join(parts) + " |"
 
 
 def table(cells: Sequence[Cell]) -> str:
     """The rows, and what they come to."""
-    head = ["cell", "devices", "layout", "state", "FLOPs", "collectives by axes", "peak memory", "s"]
+    head = ["cell", "devices", "layout", "FLOPs", "collectives by axes", "peak memory"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *map(row, cells), ""]
     state = [abs(error) for cell in cells if (error := cell.error("state_bytes")) is not None]
     flops = [abs(error) for cell in cells if (error := cell.error("flops")) is not None]

@@ -167,9 +167,17 @@ CELLS = [
     )],
 ]  # fmt: skip
 
+OTHERS = sorted({*corpus.FILES, *zoo.ZOO} - {*SMALL})
+
 UNSEEN = [
     *[Cell(name, 128, ("fsdp", "data", "fsdp+tensor")[index % 3], ("v5e:2x4", "v6e:2x4")[index % 2])
-      for index, name in enumerate(sorted({*corpus.FILES, *zoo.ZOO} - {*SMALL}))],
+      for index, name in enumerate(OTHERS)],
+    *[Cell(name, 128, ("data", "fsdp+tensor", "fsdp")[index % 3], "h100:8") for index, name in enumerate(OTHERS)],
+    *[Cell(*each, "h100:8") for each in (
+        ("qwen3-0.6b", 16, "fsdp"), ("llama3.2-1b", 16, "fsdp+tensor"), ("vit-l16", 256, "data"),
+        ("gpt2-medium", 32, "data"), ("gpt2-large", 64, "fsdp"), ("vit-h14", 128, "fsdp"),
+        ("llama3.2-3b", 32, "fsdp"), ("qwen2-0.5b", 32, "context"),
+    )],
     *[Cell(*each) for each in (
         ("qwen3-0.6b", 16, "fsdp", "v5e:2x4"), ("llama3.2-1b", 16, "fsdp+tensor", "v6e:2x4"),
         ("vit-l16", 256, "data", "v5p:2x2x2"), ("gpt2-medium", 32, "data", "v5p:2x2x2"),

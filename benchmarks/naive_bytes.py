@@ -85,17 +85,15 @@ def ratio(row: Mapping[str, Any]) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]], cluster: str) -> str:
-    """Returns the ratios by model and preset; a preset that does not apply has none."""
+    """Returns the ratios by preset: their median, and the largest with its model."""
     by_cell = {row["cell"]: row for row in rows if "refused" not in row}
-    names = list(dict.fromkeys(cell.partition(" ")[0] for cell in by_cell))
-    presets = [preset for preset in PRESETS if any(f"{name} {preset}" in by_cell for name in names)]
-    lines = [
-        f"| model, {SIZE} examples on {cluster} | " + " | ".join(presets) + " |",
-        "|---" * (1 + len(presets)) + "|",
-    ]
-    for name in names:
-        found = [by_cell.get(f"{name} {preset}") for preset in presets]
-        lines.append(f"| {name} | " + " | ".join(f"{ratio(row):.2f}" if row else "" for row in found) + " |")
+    lines = [f"| {SIZE} examples on {cluster} | models | median | largest |", "|---|---|---|---|"]
+    for preset in PRESETS:
+        found = {cell.split()[0]: ratio(row) for cell, row in by_cell.items() if cell.split()[1] == preset}
+        if found:
+            largest = max(found, key=found.__getitem__)
+            median = statistics.median(found.values())
+            lines.append(f"| {preset} | {len(found)} | {median:.2f} | {found[largest]:.2f} ({largest}) |")
     ratios = [ratio(row) for row in by_cell.values()]
     above = sum(each > ROUNDED for each in ratios)
     figures = f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}"

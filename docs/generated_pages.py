@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from spanax.hardware.chip import Chip, Link
 from spanax.hardware.chips import catalogue
 from spanax.hardware.slices import shape_text
 from spanax.plan.presets import MEANING, PRESETS, STORED
-from spanax.train.config import TYPES, TrainConfig
+from spanax.train.config import TrainConfig
 from spanax.train.flags import MAX, MIN
 from spanax.units import bytes_text, quantity_text
 from spanax.usage import EXAMPLES, OTHER_FLAGS, SAME_FLAGS
@@ -34,6 +35,8 @@ NOTE = "`make golden` generates this page from the source."
 
 GENERATED = "<!-- generated: make golden -->"
 """What follows this line of a page is generated; what precedes it is written by hand."""
+
+SHARED = "## Shared flags\n\nFlags that several commands have; the section of a command names them."
 
 RUNS_ANYWHERE = r"spanax (axes|plan|models|doctor|export-rules|(train|check|compare|launch local .*) ?gpt-nano)"
 NEEDS_FILES = r"\.(json|toml|py)\b|my_|runs/a|weights/|--hosts"
@@ -127,11 +130,26 @@ def commands_page() -> str:
         [f"[`spanax {name}`](#spanax-{name.replace(' ', '-')})", summary(flags)] for name, flags in COMMANDS.items()
     ]
     parts = [written("commands.md"), table(("command", ""), overview)]
+    parts.append(f"{SHARED}\n\n{flag_table(shared_flags())}")
     for name, flags in COMMANDS.items():
         parts.append(f"## spanax {name}\n\n{summary(flags)}")
         parts += examples(EXAMPLES[name])
-        parts.append(flag_table(listed(flags)))
+        parts += command_flags(listed(flags))
     return "\n\n".join([*parts, settings(), other_tools()]) + "\n"
+
+
+def shared_flags() -> list[Flag]:
+    """Returns the flags that several commands have, with one default and description."""
+    counts = Counter(flag for kind in COMMANDS.values() for flag in listed(kind) if flag.text.startswith("--"))
+    return [flag for flag, count in counts.items() if count > 1]
+
+
+def command_flags(flags: Sequence[Flag]) -> list[str]:
+    """Returns the table of the flags that a command has alone, and the names of those that others have too."""
+    shared = shared_flags()
+    own = [flag for flag in flags if flag not in shared]
+    names = ", ".join(code(flag.text.split()[0]) for flag in flags if flag in shared)
+    return [*([flag_table(own)] if own else []), *([f"[Shared](#shared-flags): {names}."] if names else [])]
 
 
 def written(name: str) -> str:
@@ -156,17 +174,14 @@ def flag_table(flags: Sequence[Flag]) -> str:
 
 def settings() -> str:
     """Returns the section on the keys of the TOML file of `spanax train --config`."""
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    rows = [
-        [code(flag.field), type_name(hints[flag.field]), limits(flag.field)]
-        for flag in listed(TrainConfig)
-        if flag.field not in ("config", "traceback")
-    ]
+    fields = [flag.field for flag in listed(TrainConfig)]
+    rows = [[code(field), limits(field)] for field in fields if field in MIN]
     head = """## Settings
 
 `spanax train --config settings.toml` reads settings from a file; flags override it. The keys are the flags of
-[`spanax train`](#spanax-train), with underscores. An unknown key, a value of another type and a value out of its range
-raise. The `config.toml` of a run folder has the same keys.
+[`spanax train`](#spanax-train) except `--config` and `--traceback`, with underscores: `TEXT` is a string, `N` an
+integer, `X` a number, and a flag without a value is true or false. An unknown key, a value of another type and a value
+out of its range raise. The `config.toml` of a run folder has the same keys.
 
 ```toml
 workload = "gpt2"
@@ -175,7 +190,7 @@ steps = 1000
 learning_rate = 3e-4
 output_dir = "runs/a"
 ```"""
-    return f"{head}\n\n{table(('key', 'type', 'range'), rows)}"
+    return f"{head}\n\n{table(('key', 'range'), rows)}"
 
 
 def other_tools() -> str:
@@ -244,17 +259,8 @@ def first_line(value: Any) -> str:
     return summary(value).partition(". ")[0].rstrip(".") + "."
 
 
-def type_name(hint: Any) -> str:
-    """Returns the words for the type of a TOML value."""
-    while get_origin(hint) is not None or hasattr(hint, "__metadata__"):
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    return TYPES[hint]
-
-
 def limits(name: str) -> str:
     """Returns the range of a number, such as `1 to 1024`."""
-    if name not in MIN:
-        return ""
     return f"{number(MIN[name])} to {number(MAX[name])}" if name in MAX else f"≥ {number(MIN[name])}"
 
 
@@ -273,16 +279,14 @@ def errors_page() -> str:
     Causes and fixes are written by hand, below the head.
     """
     introduction, *entries = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
-    bodies = {
-        entry[:6]: entry.partition("*\n\n")[2].partition("\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"
-    }
+    bodies = {entry[:6]: entry.partition("*\n\n")[2].strip() for entry in entries if entry[:3] == "SPX"}
     others = [f"## {entry.strip()}" for entry in entries if entry[:3] != "SPX"]
     parts = [introduction.strip()]
     for kind in error_types():
         words = re.findall(r"[A-Z][a-z]+", kind.__name__.removesuffix("Error"))
         title = " ".join(words).lower().replace("spanax", "invalid request")
         head = f"## {kind.code}: {title}\n\n*`spanax.errors.{kind.__name__}`, exit code {kind.exit_code}*"
-        parts += [head, summary(kind).partition("; exit code")[0].rstrip(".") + ".", bodies.get(kind.code, "")]
+        parts += [head, bodies.get(kind.code, "")]
     return "\n\n".join([*filter(None, parts), *others]) + "\n"
 
 

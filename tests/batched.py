@@ -1,6 +1,7 @@
 """Plans of batches without a program, and what comes out of batches as plain values."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -32,3 +33,7 @@ def values(batch: Any) -> list[Any]:
 
 def take(result: Iterator[Any], num: int) -> list[Any]:
     return [values(batch) for batch in itertools.islice(result, num)]
+
+
+def data_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "spanax-data"}

@@ -22,6 +22,8 @@ def followed(args: Sequence[str], error: str) -> list[list[str]]:
         return [[arg.replace(named[-1], near[1]) for arg in args]] if named else []
     if removed := re.match(r"omit (--.*)", fix):
         return [_without(args, removed[1].split(" and "))]
+    if other := re.match(r"mesh (\S+), layout '(.*)'", fix):
+        return [_with(args, ["--mesh", other[1], "--layout", other[2]])]
     if size := re.match(r"a batch of (\d+).* \((--[\w-]+)(?: \d+)?\)", fix):
         return [_with(args, [size[2], size[1]])]
     if fix.startswith("another") or "..." in fix or " NAME" in fix or " N," in fix:

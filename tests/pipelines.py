@@ -62,7 +62,7 @@ def program(name: str, microbatches: int, remat: str | None = None) -> Program:
         microbatches=microbatches,
         remat=remat,
         accumulate="mean" if name.startswith("mixtral") else "exact",  # each microbatch balances its own experts
-    ).with_gradients()
+    ).variant(records_gradients=True)
 
 
 def numbers(array: jax.Array) -> np.ndarray:

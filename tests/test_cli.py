@@ -109,6 +109,8 @@ BAD: dict[str, tuple[int, str]] = {
     "no layout, over a file": (2, "train --config layout.toml --layout None"),
     "unknown axis": (2, "train --mesh dta=8"),
     "mesh of another size": (2, "train --mesh data=4"),
+    "a layout of an axis that is none": (2, "plan gpt-nano --on h100:8 --layout expert"),
+    "a layout that divides one example": (2, "plan gpt-nano --on cpu:8 --layout context --global-batch-size 1"),
     "mesh that is no mesh": (2, "train --mesh 4x2"),
     "mesh of nothing": (2, "train --mesh data=0"),
     "batch that does not divide": (2, "train --global-batch-size 30 --layout data"),
@@ -284,6 +286,7 @@ def test_the_golden_messages_are_those_of_the_bad_input() -> None:
 QUICK = (
     "unknown layout", "mesh of another size", "batch that does not divide", "an option that is none",
     "resume from nowhere", "no such torus", "comparing no steps", "rules of an unknown layout",
+    "a layout of an axis that is none", "a layout that divides one example",
 )  # fmt: skip
 
 PROSE = {

@@ -41,7 +41,7 @@ from spanax.trace.rewrites.pure_loss import with_extra
 from spanax.trace.tracing import trace
 from spanax.train.config import TrainConfig, check
 from spanax.train.data.batches import batches
-from spanax.train.data.source import Loader, Passes
+from spanax.train.data.source import Loader, Options
 from spanax.train.state.start import start
 from spanax.units import quantity
 
@@ -171,7 +171,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chunks: no logits": lambda: in_two(lambda weight, batch: weight.sum() + batch.sum()),
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
-    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), Passes(epochs=2)),
+    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), Options(epochs=2)),
     "loss: an operation without bfloat16": in_dtype,
     "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
     "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]
@@ -192,11 +192,11 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "search: mesh axes in another order": lambda: spanax.search(linear(), "a100:2x4", mesh="model=4,fsdp=2"),
     "search: a policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full",)),
     "search: a partial policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full:2",)),
-    "trace: a partial policy without a number": lambda: linear().with_remat("full:all"),
-    "trace: a partial policy of another name": lambda: linear().with_remat("full:2,none"),
-    "trace: a partial policy of all layers": lambda: small_gpt().with_remat("full:3"),
+    "trace: a partial policy without a number": lambda: linear().variant(remat="full:all"),
+    "trace: a partial policy of another name": lambda: linear().variant(remat="full:2,none"),
+    "trace: a partial policy of all layers": lambda: small_gpt().variant(remat="full:3"),
     "plan: a partial policy in stages": lambda: plan(
-        small_gpt().with_remat("full:1"), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
+        small_gpt().variant(remat="full:1"), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
     ),
     "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
     "pad: examples": lambda: spanax.plan(linear(), "cpu:3", layout="tensor", mesh="model=3", pad="batch"),
@@ -265,10 +265,10 @@ FOLLOWED: dict[str, Callable[[str], Any]] = {
     "search: mesh axes in another order": lambda fix: spanax.search(linear(), "a100:2x4", mesh=fix),
     "search: a policy without layers": lambda fix: spanax.search(linear(), "cpu:8", remat=(fix.split("'")[1],)),
     "search: a partial policy without layers": lambda fix: spanax.search(linear(), "cpu:8", remat=(fix.split("'")[1],)),
-    **{f"trace: a partial policy {name}": lambda fix: [small_gpt().with_remat(each) for each in fix.split("'")[1::2]]
+    **{f"trace: a partial policy {name}": lambda fix: [small_gpt().variant(remat=each) for each in fix.split("'")[1::2]]
        for name in ("without a number", "of another name", "of all layers")},
     "plan: a partial policy in stages": lambda fix: plan(
-        small_gpt().with_remat(fix.split("'")[1]), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
+        small_gpt().variant(remat=fix.split("'")[1]), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
     ),
     "train: a plan and a dtype": lambda fix: check(TrainConfig(plan="p.json")),
     "pad: examples": lambda fix: spanax.plan(

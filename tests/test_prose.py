@@ -19,7 +19,7 @@ CITING = ["README.md", "docs/evidence.md", "docs/guarantees.md"]
 """Pages that may cite files of the source and tests."""
 
 MAX_PAGES = 32
-MAX_WORDS = 45_000
+MAX_WORDS = 40_000
 MAX_SENTENCE_WORDS = 25
 MAX_COLUMNS = 5
 

@@ -41,3 +41,23 @@ def most_common(shapes: Sequence[tuple[int, ...]]) -> ExampleDims:
     """Returns dim 0 of the arrays of the most common leading size."""
     size = num_examples([shape for shape in shapes if shape], tuple(0 for shape in shapes if shape))
     return tuple(0 if shape and shape[0] == size else None for shape in shapes)
+
+
+def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
+    """Returns the shape of an array of a batch with another number of examples along a dim."""
+    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
+
+
+def num_if_fewer(shapes: Sequence[tuple[int, ...]], planned: Sequence[tuple[int, ...]], dims: ExampleDims) -> int:
+    """Returns the number of examples of a batch that differs from the planned one only in being smaller; else 0.
+
+    Example:
+      >>> num_if_fewer([(5, 3), (5,)], [(8, 3), (8,)], (0, 0))
+      5
+    """
+    counts = set[int]()
+    for shape, whole, dim in zip(shapes, planned, dims, strict=True):
+        if dim is None or len(shape) != len(whole) or with_rows(shape, dim, whole[dim]) != whole:
+            return 0
+        counts.add(shape[dim])
+    return min(counts) if len(counts) == 1 and 0 < min(counts) < num_examples(planned, dims) else 0

@@ -10,8 +10,8 @@ def display(value: Any) -> str:
     """Returns a value as HTML for a notebook.
 
     Example:
-      >>> import spanax
-      >>> display(spanax.MeshShape.of("data=4,model=2")).startswith("<div")
+      >>> from spanax.plan.pipeline.ticks import ticks
+      >>> display(ticks("1f1b", 2, 2)).startswith("<div")
       True
     """
     from spanax.show.page.notebook import notebook

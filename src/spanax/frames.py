@@ -66,7 +66,7 @@ def user_frames(error: BaseException) -> traceback.StackSummary:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename is not None:
         # Code that cannot be compiled has no frame.
-        frames.append(traceback.FrameSummary(error.filename, error.lineno, "", line=error.text))
+        frames.append(traceback.FrameSummary(error.filename, error.lineno, "<module>", line=error.text))
     decisive = [frame.filename for frame in frames if is_user(frame.filename) or is_spanax(frame.filename)]
     is_mistake = bool(decisive) and is_user(decisive[-1])
     return traceback.StackSummary.from_list([frame for frame in frames if is_mistake and is_user(frame.filename)])

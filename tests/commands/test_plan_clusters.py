@@ -102,7 +102,7 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
 
 
 @pytest.mark.parametrize(
-    "like, memory, layout", sampled([("h100", "10 MiB", "fsdp"), ("v5e", "16 MiB", None)], [("h100", "10 MiB", "fsdp")])
+    "like, memory, layout", sampled([("h100", "38 MiB", "fsdp"), ("v5e", "16 MiB", None)], [("h100", "38 MiB", "fsdp")])
 )
 def test_the_largest_batch_is_that_of_a_plan_at_this_batch(
     tmp_path: Path, like: str, memory: str, layout: str | None
@@ -119,7 +119,7 @@ def test_the_largest_batch_is_that_of_a_plan_at_this_batch(
 
 
 def test_a_batch_that_the_devices_do_not_divide_bounds_no_larger_one(tmp_path: Path) -> None:
-    on = (f"{small(tmp_path, 'h100', '10 MiB')}:8", "nothing:8")
+    on = (f"{small(tmp_path, 'h100', '38 MiB')}:8", "nothing:8")
     few, many = (answer(with_flags(FSDP, on=on, global_batch_size=size), load).data["clusters"][0] for size in (4, 16))
     assert few["largest_batch"]["batch"] == many["largest_batch"]["batch"]
 

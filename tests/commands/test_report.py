@@ -13,7 +13,7 @@ import pytest
 
 from spanax import cli
 from spanax.sealed import sealed
-from spanax.show.report import duration_text, report_text, sections
+from spanax.show.report import duration_text, report_text
 from spanax.train.record.events import Events
 from spanax.train.record.report import run_report
 from spanax.train.store import manifest
@@ -77,7 +77,7 @@ def a_checkpoint(folder: Path, step: int) -> Path:
 
 
 def report_output(folder: Path) -> str:
-    return report_text(sections(run_report(folder)))
+    return report_text(run_report(folder))
 
 
 def test_the_text_of_a_report(tmp_path: Path) -> None:

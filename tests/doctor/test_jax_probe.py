@@ -47,7 +47,7 @@ def test_jax_starts() -> None:
 def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
     chosen = devices(ENVIRON, HANG_SECONDS, command=fake(code))
     assert chosen.state == "problem" and what in chosen.what and fix in chosen.fix, chosen
-    assert "JAX_PLATFORMS=cpu" in chosen.where
+    assert "JAX_PLATFORMS=cpu" in chosen.where and ("process 7" not in code or chosen.where.endswith("process 7."))
 
 
 def test_files_in_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +69,6 @@ def test_every_child_python_excludes_its_folder_from_the_path() -> None:
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
     starts = [(path.name, *result) for path in files for result in words.findall(path.read_text())]
     assert len(starts) >= 6 and all("-P" in before for _, before, _ in starts), starts
-
-
-def test_the_last_line_of_a_backend_is_reported() -> None:
-    chosen = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
-    assert chosen.where.endswith("no TPU is here")
 
 
 def test_a_hanging_backend_is_stopped_within_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
-from spanax.show.report import report_text, sections
+from spanax.show.report import report_text
 from spanax.train.record.report import run_report
 from spanax.train.store import checkpoint, manifest, view, writer
 
@@ -73,7 +73,7 @@ def read(live: Path, count: int) -> None:
             assert text.startswith("checkpoint ")
         else:
             report = run_report(live)
-            text, problems = report_text(sections(report)), []
+            text, problems = report_text(report), []
             assert report.checkpoint is not None and report.account.attempts[-1].outcome == "running"
             reached.append(report.checkpoint.step)
         assert not problems, text

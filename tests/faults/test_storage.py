@@ -22,9 +22,9 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import METRICS
 from spanax.errors import EntryError, WriteError
 from spanax.train.config import TrainConfig
-from spanax.train.record import events, heartbeat
+from spanax.train.record import events
 from spanax.train.record.folder import AppendLog
-from spanax.train.record.run_lock import claimed
+from spanax.train.record.run_lock import claimed, supervised
 from spanax.train.state import saves
 from spanax.train.store import checkpoint, manifest
 from spanax.train.trainer import train
@@ -286,25 +286,32 @@ def test_an_error_names_the_child_that_holds_the_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["LOCK", "metrics.jsonl", "config.toml", "checkpoints", "heartbeats", "events.jsonl", "tensorboard", "wandb"],
+    [
+        "LOCK",
+        "LOCK.leader",
+        "LOCK.rank3",
+        "metrics.jsonl",
+        "config.toml",
+        "checkpoints",
+        "heartbeats",
+        "events.jsonl",
+        "tensorboard",
+        "wandb",
+        "log",
+        "profile",
+        "job.sh",
+        "model.json",
+    ],  # fmt: skip
 )
 def test_a_run_folder_with_a_link_is_refused_unchanged(tmp_path: Path, name: str) -> None:
     out, outside = tmp_path / "run", tmp_path / "outside"
     out.mkdir()
     outside.write_text("precious")
     (out / name).symlink_to(outside)
-    with pytest.raises(EntryError, match=f"'{name}' is a symbolic link") as error:
-        claimed(out, resume=True).__enter__()
+    for claim in (claimed(out, resume=True), supervised(out, 0), supervised(out, 1)):
+        with pytest.raises(EntryError, match=f"'{name}' is a symbolic link") as error:
+            claim.__enter__()
     assert error.value.exit_code == 65 and outside.read_text() == "precious" and names(out) == [name]
-
-
-def test_invalid_events_and_heartbeats_are_ignored(tmp_path: Path) -> None:
-    deep = "[" * 100_000
-    (tmp_path / "events.jsonl").write_text(f'{{"event": "end", "time": 1}}\n{deep}\n7\n{{"event": "hal')
-    (tmp_path / "heartbeats").mkdir()
-    (tmp_path / "heartbeats" / "0.json").write_text(deep)
-    os.mkfifo(tmp_path / "heartbeats" / "1.json")
-    assert events.read(tmp_path).records == [{"event": "end", "time": 1}] and heartbeat.read(tmp_path) == {}
 
 
 def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,10 +22,10 @@ pytestmark = [
 
 VARIANTS: dict[str, Callable[[Program], Program]] = {
     "as written": lambda program: program,
-    "remat full": lambda program: program.with_remat("full"),
-    "loss chunks 4": lambda program: program.variant(replace(program.form, loss_chunks=4)),
-    "microbatches 4": lambda program: program.variant(replace(program.form, microbatches=4)),
-    "ring": lambda program: program.variant(replace(program.form, context="ring")),
+    "remat full": lambda program: program.variant(remat="full"),
+    "loss chunks 4": lambda program: program.variant(loss_chunks=4),
+    "microbatches 4": lambda program: program.variant(microbatches=4),
+    "ring": lambda program: program.variant(context="ring"),
     "pipeline": lambda program: program,
 }
 

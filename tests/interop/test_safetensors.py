@@ -18,27 +18,22 @@ from spanax.interop.safetensors import INDEX, SINGLE, Writer, tensors
 ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def file(header: Any, data: bytes = bytes(8), length: int | None = None) -> bytes:
+def file(header: Any, data: bytes = bytes(8)) -> bytes:
     """A file with a header, as it is written there."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
+    return struct.pack("<Q", len(text)) + text + data
 
 
-def two(other: dict[str, Any]) -> bytes:
-    return file({"a": ONE, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]} | other}, bytes(16))
+def two() -> bytes:
+    return file({"a": ONE, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}, bytes(16))
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "header too small"),
-    "a header longer than the file": (file({"a": ONE}, length=1 << 62), "header too large"),
     "no JSON": (file(b"\x80\x04\x95pickle"), "not a safetensors file"),
-    "nested without end": (file(b'{"a": ' + b"[" * 100_000), "recursion limit"),
     "a dtype that NumPy does not have": (file({"a": ONE | {"dtype": "F4", "shape": [16]}}), "'a' is F4"),
-    "sizes that overflow": (file({"a": ONE | {"shape": [1 << 40, 1 << 40]}}), "overflow"),
-    "beyond the end": (file({"a": ONE}, bytes(4)), "file not fully covered"),
-    "one over the other": (two({"data_offsets": [4, 12]}), "invalid offset for tensor `b`"),
 }
-"""The package finds all but one of them, and has tests of its own."""
+"""The package finds all but the last one, and has tests of its own."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -50,23 +45,15 @@ def test_an_invalid_header_raises(name: str, tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) <= 4
 
 
-def test_a_valid_header_is_read(tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_bytes(two({}))
-    assert sorted(tensors(tmp_path)) == ["a", "b"]
-
-
 def indexed(folder: Path, weight_map: Any) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "one.safetensors").write_bytes(two({}))
+    (folder / "one.safetensors").write_bytes(two())
 
 
 INDEXES: dict[str, tuple[Any, str]] = {
     "a way out": ({"a": "../one.safetensors", "b": "one.safetensors"}, "is not a safetensors file in its folder"),
-    "from the root": ({"a": "/etc/passwd", "b": "one.safetensors"}, "is not a safetensors file in its folder"),
-    "a hidden file": ({"a": ".one.safetensors", "b": "one.safetensors"}, "is not a safetensors file in its folder"),
     "no file": ({"a": "two.safetensors", "b": "one.safetensors"}, "missing, or not a regular file"),
     "pickled": ({"a": "one.bin", "b": "one.safetensors"}, "is not a safetensors file in its folder"),
-    "no name": ({"a": 3, "b": "one.safetensors"}, "is not a safetensors file in its folder"),
     "nothing": ({}, "not a table of tensors"),
     "a list": (["a"], "not a table of tensors"),
     "one tensor too few": ({"a": "one.safetensors"}, "differ in 1 tensors"),
@@ -85,7 +72,7 @@ def test_an_invalid_index_raises(name: str, tmp_path: Path) -> None:
 
 
 def linked_out(folder: Path) -> None:
-    (folder.parent / "elsewhere").write_bytes(two({}))
+    (folder.parent / "elsewhere").write_bytes(two())
     (folder / SINGLE).symlink_to(folder.parent / "elsewhere")
 
 
@@ -139,13 +126,13 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "607a30"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
-    (blobs / "248dfc").write_bytes(two({}))
+    (blobs / "248dfc").write_bytes(two())
     (snapshot / SINGLE).symlink_to("../../blobs/248dfc")
     assert sorted(tensors(snapshot)) == ["a", "b"]
 
 
 def test_a_file_that_is_truncated_raises(tmp_path: Path) -> None:
-    (tmp_path / SINGLE).write_bytes(two({}))
+    (tmp_path / SINGLE).write_bytes(two())
     by_name = tensors(tmp_path)
     os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 4)
     with pytest.raises(DataError, match="not fully covered"):

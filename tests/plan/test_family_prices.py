@@ -1,6 +1,5 @@
 """The price of a layout in a search equals its price alone, whatever meshes it is priced with."""
 
-import dataclasses
 import functools
 import random
 from collections import Counter
@@ -29,7 +28,7 @@ SAMPLED = 8
 def padded(name: str) -> Program:
     """A model with 8 heads, padded to 16: a mesh axis of 16 devices would not divide them."""
     program = zoo_program(name)
-    return program.variant(dataclasses.replace(program.form, padded=(("heads", 16),)))
+    return program.variant(padded=(("heads", 16),))
 
 
 @functools.cache
@@ -75,7 +74,7 @@ QUICK = [place for place in PLACES if place not in COVERED]
 
 
 def chunked(program: Program) -> Program:
-    return program.variant(dataclasses.replace(program.form, loss_chunks=4))
+    return program.variant(loss_chunks=4)
 
 
 @functools.cache

@@ -275,14 +275,16 @@ def test_sequence_parallel_is_an_option_or_a_suffix() -> None:
 
 
 def test_no_layout_means_the_fastest_that_fits() -> None:
-    actual = program().with_compute_dtype("bfloat16")
+    actual = program().variant(compute_dtype="bfloat16")
     result = spanax.search(actual, spanax.cluster("a100:2"), pipeline=False, attention="auto")
     best = spanax.plan(program(), spanax.cluster("a100:2"))
     assert best == dataclasses.replace(plan_of(result, result.best), why=best.why)
     text = rule(result, result.best, best) + "; attention "
     assert best.schedule.remat == result.best.remat and best.why.startswith(text)
     # With less memory something else, which is slower.
-    tight = dataclasses.replace(spanax.cluster("a100:2"), memory_bytes=round(result.best.peak_bytes * 0.6))
+    tight = dataclasses.replace(
+        spanax.cluster("a100:2"), memory_bytes=result.best.upper_bytes - result.best.peak_bytes // 2
+    )
     other = spanax.search(actual, tight, pipeline=False, attention="auto")
     assert other.best is not None and other.best.step_seconds > result.best.step_seconds
     assert dataclasses.replace(spanax.plan(program(), tight), why="") == dataclasses.replace(
@@ -440,7 +442,7 @@ def test_a_plan_prints_its_layout_reason_and_every_parameter() -> None:
     text = str(planned("gpt", "fsdp", "fsdp=8"))
     setting = "batch 16, sequence 32, dtypes of the model, attention plain"
     assert text.startswith(f"layout fsdp on 8 devices (fsdp=8), {setting}: as requested\n")
-    images = str(spanax.plan(program("cnn").with_compute_dtype("bfloat16"), spanax.cluster("cpu:8"), layout="data"))
+    images = str(spanax.plan(program("cnn").variant(compute_dtype="bfloat16"), spanax.cluster("cpu:8"), layout="data"))
     assert images.startswith("layout data on 8 devices (data=8), batch 16, bfloat16: as requested\n")
     assert "embed:64" in text and "P('fsdp', None)" in text
     unrolled = str(spanax.plan(program("gpt-unrolled"), spanax.cluster("cpu:8"), layout="fsdp"))

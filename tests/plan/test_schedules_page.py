@@ -6,7 +6,6 @@ from pathlib import Path
 
 from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight, step_seconds
 from spanax.plan.pipeline.schedules import SCHEDULES, orders
-from spanax.plan.pipeline.ticks import ticks
 from timeline import StageSeconds, simulate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipelines.md"
@@ -57,9 +56,3 @@ def test_the_page_equals_the_code() -> None:
     if os.environ.get("SPANAX_GOLDEN") == "update":
         PAGE.write_text(page, newline="")
     assert page == PAGE.read_text(), "a number changed: `make golden`, then read the diff"
-
-
-def test_the_example_on_the_page_prints_what_is_shown() -> None:
-    table = ticks("1f1b", num_stages=4, num_microbatches=8)
-    printed = f"{table.num_ticks}, {table.num_in_flight}, {table.bubble_fraction:.3f}"
-    assert f"# {printed}" in PAGE.read_text()

@@ -100,7 +100,8 @@ def test_the_name_of_a_preset_selects_that_preset(place: tuple[str, str]) -> Non
             chips = spanax.cluster(place[1].split(":")[0], each.mesh.size)
             named = spanax.plan(workload(place[0]), chips, layout=each.layout, mesh=each.mesh)
             priced = planned(workload(place[0]), each, place[1])
-            assert (named.layout, named.mesh, named.leaves) == (priced.layout, priced.mesh, priced.leaves)
+            layout = dataclasses.replace(priced.layout, name=named.layout.name)  # of a stage, or without a ring
+            assert (named.layout, named.mesh, named.leaves) == (layout, priced.mesh, priced.leaves)
     assert names >= {
         "data",
         "zero1",
@@ -139,7 +140,7 @@ def test_the_largest_batch_of_a_model_without_layers_is_that_of_the_best_policy(
 
     program = spanax.trace(build=build, optimizer=optax.adamw(1e-3), batch=array(8, 16, 16, 3), loss=loss)
     requests = (Request(layout="fsdp", schedule=remat and Schedule(remat=remat)) for remat in (None, "none", "dots"))
-    cluster = with_memory("h100:8", 10 << 20)
+    cluster = with_memory("h100:8", 38 << 20)
     best, none, dots = (largest_batch(program, cluster, request) for request in requests)
     assert best and none and dots and best.batch_size == none.batch_size > dots.batch_size
 
@@ -175,7 +176,7 @@ def test_only_the_requested_remat_is_applied() -> None:
 def test_memory_determines_the_remat_policy() -> None:
     plenty = searched("gpt-nano", "cpu:8").best
     assert plenty is not None and plenty.remat == "none"
-    tight = search(workload("gpt-nano"), with_memory("cpu:8", int(plenty.peak_bytes * 0.6))).best
+    tight = search(workload("gpt-nano"), with_memory("cpu:8", plenty.upper_bytes - plenty.peak_bytes // 2)).best
     assert tight is not None and tight.peak_bytes < plenty.peak_bytes * 0.6
     assert tight.step_seconds > plenty.step_seconds
 
@@ -191,7 +192,7 @@ def scope_of(program: Program) -> Scope:
     return Scope(batch_size=program.batch_size, ring=True, distinct=True, fits_first=True)
 
 
-TIGHT, ROOMY = 24 << 20, 1 << 30
+TIGHT, ROOMY = 45 << 20, 1 << 30
 """Bytes of a device: less than the fastest layout needs without remat, and more than every layout needs."""
 REMAT_PLACES = [(TIGHT, True), (TIGHT, False), (ROOMY, True), (ROOMY, False)]
 
@@ -231,11 +232,11 @@ def test_candidates_that_are_not_priced_would_not_be_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("memory_bytes", "batch_size", "is_priced"),
-    [(ROOMY, 64, False), (TIGHT, 64, False), (4 << 20, 64, True), (ROOMY, 4, True)],
+    [(ROOMY, 64, False), (TIGHT, 64, False), (34 << 20, 64, True), (ROOMY, 4, True)],
 )
 def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batch_size: int, is_priced: bool) -> None:
     """Not with a kernel and whole examples on every device, where a layout fits without remat."""
-    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    program = workload("gpt-nano").variant(compute_dtype="bfloat16")
     cluster = with_memory("a100:2x4", memory_bytes)
     scope = dataclasses.replace(scope_of(program), batch_size=batch_size)
     first = search_in(program, cluster, scope, "auto")
@@ -245,7 +246,7 @@ def test_ring_attention_is_priced_where_it_may_save_time(memory_bytes: int, batc
 
 
 def test_the_fastest_of_every_kind_includes_rings() -> None:
-    program = workload("gpt-nano").with_compute_dtype("bfloat16")
+    program = workload("gpt-nano").variant(compute_dtype="bfloat16")
     scope = dataclasses.replace(scope_of(program), each=True)
     result = search_in(program, with_memory("a100:2x4", ROOMY), scope, "auto")
     assert "ring" in {each.context for each in result.candidates}

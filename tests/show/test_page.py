@@ -19,23 +19,21 @@ from typing import Any
 import pytest
 
 import spanax
-from pages import Read, a_certificate, a_plan, a_run, leaf
+from pages import Read, a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.check.lint.subject import LintSubject
 from spanax.commands.report import page_of, read
 from spanax.displays import display
 from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.cluster import cluster
-from spanax.hardware.mesh import MeshShape
 from spanax.plan.advice.summary import summarize
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.show.page.document import Block, Page, bars, document, lines, table, text
 from spanax.show.page.notebook import SHOWN
-from spanax.show.page.plan import layouts_part, plan_page, search_page, seconds_text
+from spanax.show.page.plan import layouts_part, plan_blocks, search_page, seconds_text
 from spanax.train.record.metric_curves import MAX_POINTS, Points, thinned
 from spanax.train.record.report import run_report
 from spanax.units import bytes_text
@@ -43,7 +41,7 @@ from spanax.units import bytes_text
 SCRIPT = files("spanax.show.page").joinpath("page.js")
 DRAWN = Path(__file__).with_name("drawn.js")
 VALUE = re.compile(r'<script type="application/json" id="value">(.*)</script>')
-KINDS = ("plan", "unpriced", "check", "bare check", "run")
+KINDS = ("plan", "unpriced", "check", "run")
 
 
 def value_of(page: str) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def drawn(page: str, folder: Path, *used: str) -> str:
 
 
 def of_parts(*parts: dict[str, Any]) -> str:
-    return document(Page("test", "a page", "", (), [Block("Parts", parts)]))
+    return document(Page("test", "a page", [Block("Parts", parts)]))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +81,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A page of each kind."""
     folder = tmp_path_factory.mktemp("pages")
     result = {"plan": a_plan(), "unpriced": a_plan(has_price=False), "check": a_certificate()}
-    result |= {"bare check": replace(a_certificate(), plan=None, findings=())}
     result["run"] = run_report(a_run(folder / "a", a_plan()))
     return {name: document(page_of(value)) for name, value in result.items()}
 
@@ -109,7 +106,7 @@ def test_the_script_draws_a_page_that_is_well_formed_and_named(
     assert all(a.get("role") == "img" for tag, a in read.elements if tag == "svg")
     assert all(a.get("scope") in ("row", "col") for tag, a in read.elements if tag == "th")
     tags = [tag for tag, _ in read.elements]
-    assert tags.count("table") == tags.count("caption") > 1
+    assert tags.count("table") == tags.count("caption") > 0
     ids = [a["id"] for _, a in read.elements if "id" in a]
     links = [a["href"] for _, a in read.elements if "href" in a]
     assert links == [f"#{name}" for name in ids] and len(set(ids)) == len(ids) > 2
@@ -125,7 +122,7 @@ def test_a_fault_in_a_page_is_detected() -> None:
 
 def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str], tmp_path: Path) -> None:
     plan = a_plan()
-    (arrays,) = (part for block in plan_page(plan).blocks for part in block.parts if part["caption"] == "arrays")
+    (arrays,) = (part for block in plan_blocks(plan) for part in block.parts if part["caption"] == "arrays")
     rows = {row[0]: row for row in arrays["rows"]}
     assert len(rows) == 15  # the 4 scales are one row, and so are their moments
     for item in (*plan.leaves[:6], *plan.batch):
@@ -136,7 +133,7 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str], 
     assert rows["blocks.*.scale ×4"][6:9] == [("1", 1), ("8", 8), "too small to split"]
     price, content = plan.price, shown(written["plan"])
     assert price is not None and "stage 0: F0" in content
-    for line in (bytes_text(price.peak_bytes), "20 ms 41.0 % MFU", bytes_text(plan.state_bytes())):
+    for line in ("39 MiB", "Predicted for h100:8, 41.0 % MFU", bytes_text(plan.state_bytes())):
         assert line in content
     result = drawn(written["plan"], tmp_path)
     assert 'aria-label="predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"' in result
@@ -146,13 +143,11 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str], 
 
 def test_the_numbers_on_the_page_are_those_of_the_run_and_the_check(written: dict[str, str], tmp_path: Path) -> None:
     run, check = shown(written["run"]), shown(written["check"])
-    for words in ("goodput 38.7 %", "steps 60 2 attempts", "step time 25 ms 9.2 k tokens/s", "it was killed.",
-                  "step 20 ms 25 ms -20 %", "spanax train --output-dir"):  # fmt: skip
+    for words in ("38.7 % goodput", "Median step: 25 ms, 9.2 k tokens/s", "it was killed.", "step 20 ms 25 ms -20 %",
+                  "spanax train --output-dir"):  # fmt: skip
         assert words in run, words
-    for words in ("findings 3 1 error, 1 warning", "SPX001", "layout fsdp", "peak memory 39 MiB 41 MiB -4.9 %",
-                  "model.py:63"):  # fmt: skip
+    for words in ("SPX001", "layout fsdp", "-4.9 %", "model.py:63"):
         assert words in check, words
-    assert "No findings." in shown(written["bare check"])
     assert "Loss: loss from 6 at step 1 to 1.167 at step 60, between 1.167 and 6" in drawn(written["run"], tmp_path)
 
 
@@ -160,12 +155,12 @@ def test_speed_is_of_the_median_step_and_counts_examples_without_sequences(tmp_p
     folder = a_run(tmp_path / "a", a_plan())
     for per_token, kind in ((1, "examples"), (64, "tokens")):
         events = [{"event": "start", "step": 0}]
-        for step, (seconds, rate) in enumerate([(9.0, 100), (0.1, 9000), (0.1, 9000), (0.2, 4500)], 1):
+        for step, (seconds, rate) in enumerate([(9.0, 1), (9.0, 1), (0.1, 9000), (0.1, 9000), (0.2, 4500)], 1):
             rates = {"tokens_per_second": rate, "examples_per_second": rate / per_token}
             events.append({"event": "step", "step": step, "loss": 1.0, "step_seconds": seconds} | rates)
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)))
         content = shown(document(page_of(run_report(folder))))
-        assert f"step time 100 ms 9 k {kind}/s, medians" in content and f"{kind} per second" in content
+        assert f"Median step: 100 ms, 9 k {kind}/s." in content and f"{kind} per second" in content
     assert seconds_text(5e-6) == "5 µs" and seconds_text(0.005) == "5 ms"
 
 
@@ -192,7 +187,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
         framed = unescape(plan._repr_html_() or "")
         assert EVIL in shown(page) and "<" not in VALUE.findall(page)[0] and "&lt;script&gt;" in framed
         for result, num_scripts in ((Read(page), 2), (Read(drawn(page, tmp_path)), 0)):
-            assert not result.problems and EVIL in result.text
+            assert not result.problems and (num_scripts or EVIL in result.text)
             tags = [tag for tag, _ in result.elements]
             assert tags.count("script") == num_scripts and "img" not in tags
             assert not any(name.startswith("on") for _, attributes in result.elements for name in attributes)
@@ -205,7 +200,7 @@ def test_a_run_with_missing_files_is_reported_partially(tmp_path: Path) -> None:
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").unlink()
     content = shown(document(page_of(run_report(folder))))
-    assert "cannot read the plan" in content and "goodput 38.7 %" in content
+    assert "cannot read the plan" in content and "38.7 % goodput" in content
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(EntryError, match="'metrics.jsonl' is a FIFO"):
         run_report(folder)
@@ -216,7 +211,6 @@ def test_large_values_are_small_pages() -> None:
     assert len(plan.leaves) == 1000 and len(document(page_of(plan)).encode()) < 400_000
     absurd = replace(a_plan(), schedule=replace(a_plan().schedule, microbatches=100_000))
     assert "Too long to show" in document(page_of(absurd))
-    assert len(display(MeshShape.of("data=1048576")) or "") < 100_000
 
 
 def test_a_line_is_thinned_out_to_its_extremes() -> None:
@@ -273,7 +267,7 @@ def test_a_saved_and_drawn_plan_is_the_first_of_the_ranking(tmp_path: Path, caps
     assert price is not None and price.cluster == data["cluster"] == "h100:8"
     assert (price.step_seconds, price.seconds) == (best["step_seconds"], best["seconds"])
     assert price.peak_bytes == best["memory"]["peak"] and price.mfu == pytest.approx(best["mfu"])
-    rows = value_of(page.read_text())["blocks"][0]["parts"][0]["rows"]
+    rows = value_of(page.read_text())["blocks"][1]["parts"][0]["rows"]
     seconds = [row[5][1] for row in rows]
     assert len(rows) > 50 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
     assert {row[8] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row[0] for row in rows}
@@ -295,9 +289,8 @@ def test_every_value_has_a_display() -> None:
     program, machine = zoo_program("mlp"), cluster("h100:8")
     plan, result = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
     values: list[Any] = [
-        plan, plan.leaves[0], MeshShape.of("data=2,fsdp=2,model=2"), cluster("v5p:2x2x1"), a_certificate().report,
-        a_certificate(), ticks("1f1b", 2, 4), program, program.step, result, result.best,
-        LintSubject(program, plan, machine), spanax.plan(program, on=["h100:8", "a100:8"]),
+        plan, a_certificate().report, a_certificate(), ticks("1f1b", 2, 4), program, result,
+        spanax.plan(program, on=["h100:8", "a100:8"]),
     ]  # fmt: skip
     assert {type(value) for value in values} == set(SHOWN)
     for value in values:
@@ -307,7 +300,6 @@ def test_every_value_has_a_display() -> None:
         # Nothing in the frame reaches the notebook: it has an origin of its own.
         assert frame["sandbox"] == "allow-scripts" and not Read(frame["srcdoc"]).problems and frame["title"]
         assert len(shown(frame["srcdoc"])) > 20
-    assert "[6 7]" in shown(unescape(values[2]._repr_html_()))
 
 
 # ---- what is recognized
@@ -389,10 +381,6 @@ def test_texts_and_colors_have_contrast(theme: int) -> None:
     assert min(contrast(name, "surface") for name in ("ink", "quiet", "accent", "bad")) >= 4.5
     assert min(contrast(name, "raised") for name in ("ink", "quiet", "bad")) >= 4.5
     assert min(contrast(f"c{number}", "surface") for number in range(1, 9)) >= 3
-
-
-def test_a_leaf_of_these_tests_has_its_local_shape() -> None:
-    assert leaf("w", shape=(8, 3, 4)).local_shape == (2, 3, 2) and leaf("b", shape=()).local_bytes == 4
 
 
 # ---- files that lie

@@ -24,7 +24,6 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.show.search import search_text
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
-from spanax.trace.variant import Variant
 from spanax.train.run import Run
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 32, 16, 512
@@ -153,7 +152,7 @@ def test_auto_chunks_if_memory_is_short() -> None:
     plan = spanax.plan(traced, tight, layout="data", loss_chunks="auto")
     count = plan.schedule.loss_chunks
     assert count > 1 and f"logits in {count} chunks" in plan.why
-    assert evaluate(traced.variant(Variant(loss_chunks=count)), plan, tight).candidate.upper_bytes <= tight.memory_bytes
+    assert evaluate(traced.variant(loss_chunks=count), plan, tight).candidate.upper_bytes <= tight.memory_bytes
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
     # If it does not fit, more chunks are used at any cost.
@@ -192,7 +191,7 @@ def test_if_nothing_fits_loss_chunks_are_suggested() -> None:
     result = find(traced, tight)
     assert result.best is None and chunks_to_try(result)[0] > 1 and chunks_to_try(result)[1] > 0
     assert "it fits with --loss-chunks" in search_text(summarize(result), 5)
-    assert chunks_to_try(find(traced.variant(Variant(loss_chunks=4)), tight)) == (1, 0)
+    assert chunks_to_try(find(traced.variant(loss_chunks=4), tight)) == (1, 0)
     with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+"):
         spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))
 

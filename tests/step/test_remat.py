@@ -73,7 +73,7 @@ def numbers(array: Any) -> np.ndarray:
 
 def trained(name: str, policy: str | None, layout: str = "data", mesh: str = "") -> dict[str, np.ndarray]:
     """Loss and gradient norm of every step, and all of the state after the last."""
-    built = program(name).with_remat(policy)
+    built = program(name).variant(remat=policy)
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
     run = spanax.start(built, spanax.plan(built, cluster, layout=layout, **({"mesh": mesh} if mesh else {})), seed=3)
     rows = CASES[name].batch(STEPS * SIZE)
@@ -124,7 +124,7 @@ def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh
 def test_the_forward_pass_updates_state_once(name: str, policy: str, moves: str) -> None:
     """Counts of random numbers and running averages: though the forward pass ran twice."""
     after = []
-    for built in (program(name), program(name).with_remat(policy)):
+    for built in (program(name), program(name).variant(remat=policy)):
         run = spanax.start(built, spanax.plan(built, spanax.cluster("cpu:1")))
         before = {path: numbers(array) for path, array in run.arrays("other").items() if path.endswith(moves)}
         run.step(CASES[name].batch(SIZE))
@@ -183,7 +183,7 @@ def test_a_checkpoint_continues_under_another_remat_policy(tmp_path: Any) -> Non
     run = spanax.start(program(name), plan)
     run.step(CASES[name].batch(SIZE))
     run.save(tmp_path).wait()
-    other: Run = spanax.restore(program(name).with_remat("full"), plan, tmp_path)
+    other: Run = spanax.restore(program(name).variant(remat="full"), plan, tmp_path)
     losses = [float(each.step(CASES[name].batch(SIZE))["loss"]) for each in (run, other)]
     assert other.num_steps == 2 and abs(losses[0] - losses[1]) <= TOLERANCE * losses[0]
 

@@ -191,7 +191,7 @@ def test_functions_of_all_layers_exclude_padding(num_layers: int, stages: int, s
         build=lambda rngs: Watched(rngs, num_layers, is_scaled=True), optimizer=optax.sgd(0.1), batch=rows,
         loss=lambda model, x: model(x), microbatches=4,
         compute_dtype=dtype,
-    ).with_gradients()  # fmt: skip
+    ).variant(records_gradients=True)  # fmt: skip
     result = []
     for plan in (
         planned(built, f"pipe={stages}", schedule),

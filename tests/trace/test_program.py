@@ -15,7 +15,6 @@ import spanax
 import zoo
 from programs import workload
 from spanax.trace.program import Program
-from spanax.trace.variant import Variant
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 32), "float32"), "y": jax.ShapeDtypeStruct((16, 16), "float32")}
 LINEAR = {"x": jax.ShapeDtypeStruct((8, 4), "float32"), "y": jax.ShapeDtypeStruct((8, 2), "float32")}
@@ -179,7 +178,7 @@ def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
 
 def test_microbatches_of_one_example_keep_the_axes() -> None:
     full_batch = workload("gpt-nano", batch_size=4)
-    parts = full_batch.variant(Variant(microbatches=4))
+    parts = full_batch.variant(microbatches=4)
     assert parts.step.axes.examples == full_batch.step.axes.examples
     assert set(full_batch.step.axes.names.values()) <= set(parts.step.axes.names.values())
 

@@ -1,7 +1,6 @@
 """Variants of a program: each is traced once, from whichever program it is reached."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,9 +16,9 @@ from spanax.trace.program import Program
 from spanax.trace.variant import Variant
 
 METHODS: list[tuple[Callable[[Program], Program], Variant]] = [
-    (lambda program: program.with_remat("dots"), Variant(remat="dots")),
-    (lambda program: program.with_compute_dtype("bfloat16"), Variant(compute_dtype="bfloat16")),
-    (lambda program: program.with_gradients(), Variant(records_gradients=True)),
+    (lambda program: program.variant(remat="dots"), Variant(remat="dots")),
+    (lambda program: program.variant(compute_dtype="bfloat16"), Variant(compute_dtype="bfloat16")),
+    (lambda program: program.variant(records_gradients=True), Variant(records_gradients=True)),
 ]
 
 
@@ -44,7 +43,7 @@ def test_the_order_of_changes_does_not_matter() -> None:
     program = linear()
     both = program.variant(Variant(remat="dots", microbatches=2))
     microbatched = program.variant(Variant(microbatches=2))
-    assert microbatched.with_remat("dots") is both and both.variant(Variant(microbatches=2)) is microbatched
+    assert microbatched.variant(remat="dots") is both and both.variant(Variant(microbatches=2)) is microbatched
 
 
 def test_a_variant_shares_what_its_options_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,28 +51,28 @@ def test_a_variant_shares_what_its_options_do_not_change(monkeypatch: pytest.Mon
     from_jaxpr = definition.from_jaxpr
     monkeypatch.setattr(definition, "from_jaxpr", lambda jaxpr: traces.append(jaxpr) or from_jaxpr(jaxpr))
     first = program.variant(Variant(remat="dots", compute_dtype="bfloat16"))
-    assert len(traces) == 1 and program.with_remat("dots").with_compute_dtype("bfloat16") is first
-    assert len(traces) == 2  # `with_remat` alone, and no evaluation: it has no remat and no compute dtype
+    assert len(traces) == 1 and program.variant(remat="dots").variant(compute_dtype="bfloat16") is first
+    assert len(traces) == 2  # `remat` alone, and no evaluation: it has no remat and no compute dtype
     assert first.variables is program.variables and first.init is program.init
     assert program.evaluation and first.evaluation and first.evaluation.graph is program.evaluation.graph
-    assert program.with_gradients().variables is not program.variables
+    assert program.variant(records_gradients=True).variables is not program.variables
 
 
 def test_a_variant_of_a_renamed_program_is_renamed() -> None:
     program = linear()
     renamed = program.rename({"features": "size"}).rename({"size": "width"})
-    variant = renamed.with_remat("dots")
+    variant = renamed.variant(remat="dots")
     assert "width" in {axis.name for axis in variant.axes}
-    assert variant.with_remat(None) is renamed and renamed.with_remat("dots") is variant
-    assert "width" not in {axis.name for axis in program.with_remat("dots").axes}
+    assert variant.variant(remat=None) is renamed and renamed.variant(remat="dots") is variant
+    assert "width" not in {axis.name for axis in program.variant(remat="dots").axes}
 
 
 @pytest.mark.usefixtures("devices")
 def test_a_traced_build_has_one_variant_for_all_seeds() -> None:
     program = linear()
-    assert program.with_seed(3) is program and program.variant(Variant(seed=3, remat="dots")).form.seed == 0
+    assert program.variant(seed=3) is program and program.variant(Variant(seed=3, remat="dots")).form.seed == 0
     eager = linear(eager_build=True)
-    assert eager.with_seed(3).init.seed == 3 and eager.with_seed(3).with_seed(0) is eager
+    assert eager.variant(seed=3).init.seed == 3 and eager.variant(seed=3).variant(seed=0) is eager
 
 
 def test_every_variant_computes_the_same() -> None:
@@ -87,5 +86,5 @@ def test_an_unsupported_variant_raises_each_time(wrong: dict[str, Any]) -> None:
     program = small_gpt()
     for _ in range(2):
         with pytest.raises(SpanaxError):
-            program.variant(replace(Variant(), **wrong))
+            program.variant(**wrong)
     assert program.variant(Variant()) is program

@@ -15,7 +15,6 @@ from flax import nnx
 import spanax
 from sampling import sampled
 from spanax.errors import SpanaxError
-from spanax.trace.variant import Variant
 
 BATCH = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
 
@@ -86,9 +85,9 @@ def test_a_workload_builds_eagerly() -> None:
 
 
 def test_variants_keep_the_seed() -> None:
-    traced = program().with_seed(1).rename({"features": "hidden"}).variant(Variant(microbatches=2, seed=1))
-    assert traced.microbatches == 2 and traced.init.seed == 1 and traced.with_seed(1) is traced
-    assert "hidden" in {axis.name for axis in traced.with_seed(2).axes} and traced.with_seed(2).microbatches == 2
+    traced = program().variant(seed=1).rename({"features": "hidden"}).variant(microbatches=2, seed=1)
+    assert traced.microbatches == 2 and traced.init.seed == 1 and traced.variant(seed=1) is traced
+    assert "hidden" in {axis.name for axis in traced.variant(seed=2).axes} and traced.variant(seed=2).microbatches == 2
 
 
 READS: dict[str, Callable[[jax.Array], Any]] = {

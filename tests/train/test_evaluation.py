@@ -17,7 +17,7 @@ from spanax.check.measure.run_record import run_record
 from spanax.show.live.events import line
 from spanax.show.page.document import document
 from spanax.show.page.run import run_page
-from spanax.show.report import report_text, sections
+from spanax.show.report import report_text
 from spanax.train.config import TrainConfig
 from spanax.train.record.metric_curves import metric_curves
 from spanax.train.record.report import run_report
@@ -102,10 +102,10 @@ def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
     reported = trained(tmp_path / "run", examples(21, seed=1))
     report = run_report(tmp_path / "run")
     (event,) = [event for event in reported if event["event"] == "eval"]
-    assert report.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
+    assert report.metrics.last["eval"]["val_close"] == pytest.approx(event["val_close"])
     steps = [event for event in reported if event["event"] == "step"]
     assert report.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
-    text = report_text(sections(report))
+    text = report_text(report)
     assert "val_close" in text and "error.mean" in text
 
 

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import spanax
 from byo import corpus
 from sampling import sampled
-from spanax.trace.variant import Variant
 
 BATCH = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
 ROWS = P("data", None)
@@ -173,8 +172,8 @@ def test_variants_are_traced_under_the_same_mesh(tmp_path: Any) -> None:
         plain = spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
     plan = planned(program)
     for base, variants in (
-        (program, [program.with_remat("full"), program.with_gradients()]),
-        (plain, [plain.variant(Variant(microbatches=2))]),
+        (program, [program.variant(remat="full"), program.variant(records_gradients=True)]),
+        (plain, [plain.variant(microbatches=2)]),
     ):
         first = float(spanax.start(base, planned(base)).step(BATCH)["loss"])
         for variant in variants:
@@ -208,7 +207,7 @@ def test_a_program_that_jax_refuses_under_the_mesh_raises_with_a_fix() -> None:
 
 def test_a_variant_that_jax_cannot_type_raises_with_a_fix() -> None:
     with pytest.raises(spanax.SpanaxError, match="under the Explicit mesh data=4,model=2"):
-        corpus.program("explicit").variant(Variant(loss_chunks=4))
+        corpus.program("explicit").variant(loss_chunks=4)
 
 
 class Untyped(nnx.Module):

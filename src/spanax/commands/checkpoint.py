@@ -56,8 +56,8 @@ def verify(directory: Path) -> Answer:
     from spanax.train.store import view
 
     root = _root(directory)
-    seen = view.list_steps(root)
-    problems = view.differences(root, seen)
+    seen = view.describe(root)
+    problems = view.verify(root, seen)
     steps = sorted({step.step for step in seen if step.state in ("good", "bad")})
     saving, unfinished = (
         [step.step for step in seen if step.state == state and not step.problems]

@@ -5,16 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.train.flags import Load, Precision, SizeFlags, Sizes
 from spanax.usage import check_positive
-
-if TYPE_CHECKING:
-    from spanax.show.live.terminal import ShowProgress
 
 
 @dataclass(frozen=True)
@@ -57,30 +54,27 @@ def answer(command: CompareCommand) -> Answer:
     """
     from spanax.models.workloads import load
     from spanax.processes.devices import devices
-    from spanax.show.live.terminal import progress, reserve_stdout
+    from spanax.show.live.terminal import reserve_stdout
+    from spanax.show.live.waiting import waiting
 
     stream = reserve_stdout() if command.json else None
-    with progress(sys.stderr) as show:
-        present = devices(command.devices)
-        text, data = compared(command, partial(load, command.workload), present, show)
+    with waiting(sys.stderr):
+        text, data = compared(command, partial(load, command.workload), devices(command.devices))
     return Answer(text, data, stream=stream)
 
 
-def compared(
-    command: CompareCommand, load: Load, devices: Sequence[Any], show: "ShowProgress" = lambda text, stays: None
-) -> tuple[str, dict[str, Any]]:
+def compared(command: CompareCommand, load: Load, devices: Sequence[Any]) -> tuple[str, dict[str, Any]]:
     """Returns the comparison as text and as the object of --json.
 
     Args:
       command: the flags.
       load: builds the workload, given its sizes.
       devices: the devices to run on.
-      show: called with each line of progress.
     """
     from spanax.check.measure.compare import check_pruning, compare, comparison, layouts
     from spanax.hardware.cluster import cluster, local
     from spanax.hardware.mesh import MeshShape
-    from spanax.show.compare import compared_json, compared_text, progress_text, start_text
+    from spanax.show.compare import compared_json, compared_text
 
     Precision(command.dtype).check_dtype()
     check_positive(command, steps="10", top="5", devices="8")
@@ -92,10 +86,7 @@ def compared(
     steps = workload.num_steps
     program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=command.dtype)
     search = layouts(program, here, mesh=mesh, top=command.top, every=command.all)
-    show(start_text(search), True)
-    rows = compare(
-        search, steps=command.steps, devices=devices, on_progress=lambda state: show(progress_text(state), False)
-    )
+    rows = compare(search, steps=command.steps, devices=devices)
     result = comparison(search, rows, devices[0].device_kind)
     data = compared_json(result) | {"workload": command.workload, "steps": command.steps}
     return compared_text(result), data

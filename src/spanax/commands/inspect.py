@@ -1,6 +1,6 @@
 """`spanax inspect`: shows where the arrays of a plan or a run are placed."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def answer(command: InspectCommand) -> Answer:
       DataError: the plan or checkpoint cannot be read.
       WriteError: a file cannot be written.
     """
-    from spanax.check.array_placement import array_placement
+    from spanax.check.array_placement import array_placement, shards
     from spanax.show.placement import (
         distinct_arrays,
         drawing_svg,
@@ -56,7 +56,6 @@ def answer(command: InspectCommand) -> Answer:
         leaf_json,
         placement_json,
         placement_text,
-        shards_json,
     )
     from spanax.show.schedules import ticks_json, ticks_text
 
@@ -68,7 +67,7 @@ def answer(command: InspectCommand) -> Answer:
     if command.leaf is not None:
         (leaf,) = chosen
         text = drawing_text(leaf, plan.mesh)
-        data["leaf"] = leaf_json(placement, leaf) | {"shards": shards_json(placement, leaf)}
+        data["leaf"] = leaf_json(placement, leaf) | {"shards": [asdict(shard) for shard in shards(leaf, plan.mesh)]}
     if command.schedule:
         table = _ticks(placement)
         text = ticks_text(table)

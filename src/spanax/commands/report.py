@@ -43,21 +43,19 @@ def answer(command: ReportCommand) -> Answer:
     if not command.run.is_file():
         return _run_answer(command)
     from spanax.plan.plan import Plan
-    from spanax.show.check import report_text
+    from spanax.show.check import certificate_text
 
     value = read(command.run)
-    text = (
-        str(value) if isinstance(value, Plan) else "\n".join([report_text(value.report), "", *map(str, value.findings)])
-    )
+    text = str(value) if isinstance(value, Plan) else certificate_text(value)
     return Answer("\n".join([*_written(value, command.out), text]), value.to_json())
 
 
 def _run_answer(command: ReportCommand) -> Answer:
-    from spanax.show.report import report_text, sections
+    from spanax.show.report import report_text
     from spanax.train.record.report import run_report
 
     report = run_report(command.run)
-    return Answer("\n".join([*_written(report, command.out), report_text(sections(report))]), report.to_json())
+    return Answer("\n".join([*_written(report, command.out), report_text(report)]), report.to_json())
 
 
 def _written(value: "Plan | Certificate | RunReport", out: Path | None) -> list[str]:

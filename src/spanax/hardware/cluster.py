@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spanax.displays import display
 from spanax.errors import ArgumentError, ClusterError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, chip_names, chip_of_kind, file_text, read_file
@@ -69,9 +68,6 @@ class Cluster:
     shape: tuple[int, ...] = ()
     num_slices: int = 1
     file: str = ""
-
-    def _repr_html_(self) -> str:
-        return display(self)
 
     def __str__(self) -> str:
         return f"{self.file or self.chip.name}:{self.size}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from spanax.displays import display
 from spanax.errors import ArgumentError, DeviceCountError, MeshError, RangeError
 from spanax.processes.processes import join_group
 from spanax.units import whole_number
@@ -137,9 +136,6 @@ class MeshShape:
             return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
         sizes = tuple(size for _, size in self.axes)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-
-    def _repr_html_(self) -> str:
-        return display(self)
 
     def __repr__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "one device"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import RANK_LOG
+from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import INTERNAL, MISTAKE, PREEMPTED
 
 FINAL = {
@@ -92,6 +92,14 @@ def ending_of(codes: Sequence[int | None], *, is_program: bool = False) -> Endin
     reason = f": {known[code]}" if code in known else ""
     passed = code if is_program or code in KNOWN else INTERNAL
     return Ending(passed, f"rank {rank} exited with code {code}{reason}.", rank)
+
+
+def begin_log(folder: Path, rank: int, attempt: str) -> None:
+    """Writes the line that starts an attempt into the log of a process."""
+    place = Folder.of(folder).make()
+    place.make(LOGS)
+    with place.appending(RANK_LOG.of(rank)) as log:
+        os.write(log, f"{ATTEMPT} {attempt}\n".encode())
 
 
 def last_words(folder: Path, rank: int) -> str:

@@ -14,9 +14,9 @@ from typing import Annotated
 import tyro
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import LOGS, RANK_LOG
+from spanax.entries.names import RANK_LOG
 from spanax.errors import PREEMPTED
-from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.exit_codes import begin_log
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, Supervisor, check
 from spanax.printable import to_stderr
@@ -93,10 +93,8 @@ def started(
     argv: Sequence[str], environment: Mapping[str, str], folder: Path, rank: int, *, talks: bool = True
 ) -> subprocess.Popen[bytes]:
     """Starts a supervised child process of a run; without `talks`, its standard output goes to its log as well."""
-    place = Folder.of(folder).make()
-    place.make(LOGS)
-    with place.appending(RANK_LOG.of(rank)) as log:
-        os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+    begin_log(folder, rank, environment["SPANAX_ATTEMPT"])
+    with Folder.of(folder).appending(RANK_LOG.of(rank)) as log:
         return subprocess.Popen(
             argv,
             env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())},

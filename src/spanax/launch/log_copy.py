@@ -15,8 +15,7 @@ from spanax.printable import printable_lines
 
 STDERR = 2
 CHUNK_BYTES = 1 << 16
-MAX_BEHIND_BYTES = 1 << 22
-"""The size of the parts that are copied, and how far the copy may be behind before it leaves something out."""
+"""The size of the parts that are copied."""
 
 POLL_SECONDS = 0.1
 LAST_SECONDS = 5.0
@@ -67,10 +66,6 @@ class LogCopy:
         """Writes the new part of the log to standard error."""
         with Folder.of(self.folder).reading(RANK_LOG.of(self.rank)) as file:
             end = os.fstat(file.fileno()).st_size
-            if end - self._offset > MAX_BEHIND_BYTES:
-                num_left_out = end - MAX_BEHIND_BYTES - self._offset
-                self._offset += num_left_out
-                _write(f"\nspanax: {num_left_out:,} bytes of {RANK_LOG.of(self.rank)} are left out here\n")
             file.seek(self._offset)
             while self._offset < end and (chunk := file.read(min(CHUNK_BYTES, end - self._offset))):
                 self._offset += len(chunk)

@@ -22,7 +22,7 @@ import tyro
 from spanax.entries.folder import Folder
 from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import FormatError, LaunchError, NotInstalledError, WriteError
-from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.exit_codes import begin_log
 from spanax.launch.local import LOOPBACK, free_port
 from spanax.launch.request import Request, count, request_of
 from spanax.launch.supervisor import Limits, as_flags, check
@@ -246,11 +246,8 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
         host = _output("srun", "--relative=1", "--nodes=1", "--ntasks=1", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         if not host:
             raise LaunchError("the second node of the job does not answer.", where="srun --relative=1")
-    place = Folder.of(folder)
-    place.make(LOGS)
     for number in range(hosts):
-        with place.appending(RANK_LOG.of(number)) as log:
-            os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+        begin_log(folder, number, environment["SPANAX_ATTEMPT"])
     group_variables = {"SPANAX_COORDINATOR": f"{host}:{free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
     # The parent of a rank is a process of Slurm.
     rank_environment = {**os.environ, **environment, **(group_variables if hosts > 1 else {}), "SPANAX_SUPERVISOR": "0"}

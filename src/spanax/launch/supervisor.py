@@ -34,11 +34,10 @@ STACKS_SECONDS = 2.0
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
-SAME_ERROR = 2
 SAME_STEP = 3
 SAME_STEP_KILLED = 10
-"""Consecutive failures at one step after which the run stops: with the same message, with others, and by SIGKILL, which
-may have other causes, such as memory."""
+"""Consecutive failures at one step after which the run stops: with several messages, and by SIGKILL, which may have
+other causes, such as memory. It stops after two with the same message."""
 
 CAUSE_SECONDS = 0.5
 """How long the other processes may take to end before the first cause is chosen."""
@@ -163,7 +162,7 @@ class Supervisor:
             return self._watch()
 
     def _watch(self) -> int:
-        attempt = num_same_step = num_same_error = 0
+        attempt = num_same_step = 0
         last = Ending(0, "", step=-1)
         backoff_seconds = self.limits.backoff_seconds
         with self._signals(), closing(Guard(self.limits.stop_seconds)) as guard:
@@ -177,21 +176,19 @@ class Supervisor:
                     events.append("end", how=ending.what, code=ending.code)
                     return ending.code
                 is_same_step = ending.step == last.step
-                has_progress = ending.step > last.step
-                num_same_step = num_same_step + 1 if is_same_step and ending.has_step else 1
                 is_same_error = is_same_step and ending.words != "" and ending.words == last.words
-                num_same_error = num_same_error + 1 if is_same_error else 1
+                num_same_step = num_same_step + 1 if is_same_step and ending.has_step else 1
+                backoff_seconds = self.limits.backoff_seconds if ending.step > last.step else backoff_seconds * 2
                 last = ending
-                backoff_seconds = self.limits.backoff_seconds if has_progress else backoff_seconds * 2
-                reason = ending.is_final and "a restart would end the same way"
-                max_same_step = SAME_STEP_KILLED if ending.is_killed else SAME_STEP
-                reason = reason or (
-                    num_same_error >= SAME_ERROR and f"it ended {num_same_error} times with the same error"
-                )
-                reason = reason or (
-                    num_same_step >= max_same_step and f"it ended {num_same_step} times at step {ending.step}"
-                )
-                reason = reason or (attempt >= self.max_restarts and f"it was restarted {attempt} times")
+                reason = ""
+                if ending.is_final:
+                    reason = "a restart would end the same way"
+                elif is_same_error:
+                    reason = "it ended 2 times with the same error"
+                elif num_same_step >= (SAME_STEP_KILLED if ending.is_killed else SAME_STEP):
+                    reason = f"it ended {num_same_step} times at step {ending.step}"
+                elif attempt >= self.max_restarts:
+                    reason = f"it was restarted {attempt} times"
                 if reason:
                     events.append("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
                     self.say(f"{ending.what} Not restarting: {reason}.")

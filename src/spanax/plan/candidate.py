@@ -94,9 +94,6 @@ class Candidate:
             repeats_most=bool(costs.repeats_most[index]),
         )
 
-    def _repr_html_(self) -> str:
-        return display(self)
-
     @property
     def assignment(self) -> Layout:
         """The named axes that each mesh axis shards."""
@@ -256,7 +253,7 @@ class Search:
     def program_of(self, candidate: Candidate) -> Program:
         """Returns the program of a candidate, with its remat policy and its attention."""
         program = self.programs[candidate.remat]
-        return program.variant(replace(program.form, context=candidate.context))
+        return program.variant(context=candidate.context)
 
     @property
     def best(self) -> Candidate | None:

@@ -178,7 +178,7 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
         plan = _placed(in_attention(program, cluster, request, program.form), cluster, request, program.loss_chunks)
         return plan if reason is None else replace(plan, why=f"{plan.why}; {reason}")
 
-    program = program.variant(replace(program.form, loss_chunks=count or 1))
+    program = program.variant(loss_chunks=count or 1)
     return make(program) if count else in_chunks(program, cluster, make)
 
 
@@ -241,6 +241,8 @@ def searched(
     scope = requested.scope
     remat = requested.policy
     result = requested.chunked(program)
+    if not result.layouts_priced and request.layout is not None:
+        _placed(program, cluster, request, program.loss_chunks)  # raises why this layout is none of the program
     limit = None if each else top
     if remat is None:
         result = with_partial_remat(result, scope.stage_margin)
@@ -297,7 +299,7 @@ def _requested(
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat
     count = default_chunks(program, cluster, request.chunks)
-    program = program.variant(replace(program.form, loss_chunks=count or 1))
+    program = program.variant(loss_chunks=count or 1)
     dtype, dtype_reason = _dtype(program, cluster, request, remat)
     attention = request.attention or usual.attention
     scope = Scope(

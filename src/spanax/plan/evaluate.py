@@ -350,7 +350,7 @@ def evaluate(
       ... )
       >>> machine = spanax.cluster("a100:8")
       >>> best = spanax.search(program, machine, remat=("none",), microbatches=1).best
-      >>> candidate = evaluate(program.with_remat("none"), spanax.plan(program, machine), machine).candidate
+      >>> candidate = evaluate(program.variant(remat="none"), spanax.plan(program, machine), machine).candidate
       >>> candidate.step_seconds == best.step_seconds, candidate.memory == best.memory
       (True, True)
       >>> plan = spanax.plan(program, machine, layout="fsdp", mesh="fsdp=8")

@@ -42,7 +42,7 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    program = program.variant(replace(program.form, **_forms(schedule)))
+    program = program.variant(**_forms(schedule))
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -72,7 +72,7 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
     """
     check_made_for(program, plan)
     pins = {name: to or None for name, to in plan.pins}
-    program = program.variant(replace(program.form, padded=plan.schedule.padded))
+    program = program.variant(padded=plan.schedule.padded)
     specs = {leaf.path: leaf.spec for leaf in plan.leaves} if plan.anchors else {}
     anchors = {path: specs[path] for path in plan.anchors}
     return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks, anchors)
@@ -123,7 +123,7 @@ def as_planned(program: Program, plan: Plan) -> Program:
     schedule, program = plan.schedule, in_forms(program, plan)
     policy = program.form.remat if schedule.remat in (None, program.remat) else schedule.remat
     microbatches = program.microbatches if schedule.microbatches == 1 else schedule.microbatches
-    return program.variant(replace(program.form, remat=policy, microbatches=microbatches))
+    return program.variant(remat=policy, microbatches=microbatches)
 
 
 def in_forms(program: Program, plan: Plan, **form: Any) -> Program:
@@ -139,7 +139,7 @@ def in_forms(program: Program, plan: Plan, **form: Any) -> Program:
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    return program.variant(replace(form_in(program, schedule.compute_dtype), **_forms(schedule), **form))
+    return program.variant(form_in(program, schedule.compute_dtype), **_forms(schedule), **form)
 
 
 def _forms(schedule: Schedule) -> dict[str, Any]:

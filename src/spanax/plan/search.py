@@ -283,7 +283,7 @@ def largest_in_chunks(
         count, _ = suiting_chunks(program, plan_of(result, result.best), cluster, scale)
         if count == form.loss_chunks:
             break
-        form = program.variant(replace(program.form, loss_chunks=count))
+        form = program.variant(loss_chunks=count)
     return result
 
 
@@ -393,7 +393,7 @@ def _is_inexact(program: Program, result: Search) -> bool:
 def _attending(program: Program, cluster: Cluster, layout: str | None, attention: str | None) -> Program:
     is_ring = layout is not None and RING in layout.split("+")
     if is_ring:
-        return program.variant(replace(program.form, context=RING))
+        return program.variant(context=RING)
     return with_attention(program, cluster, attention)
 
 

@@ -27,7 +27,7 @@ def calibration_text(calibration: Calibration, before: Search, after: Search) ->
     yield f"calibrated on {', '.join(sources)}:" if calibration.is_applied else _unchanged_text(steps)
     yield table_text(("constant", "before", "after", "+-"), [_constant_cells(row) for row in calibration.constants])
     yield ""
-    heads = ("measured", "layout", "steps", "step s", "+-", "before", "error", "after", "error", "expected +-")
+    heads = ("measured", "layout", "step s", "+-", "before", "error", "after", "error")
     yield table_text(heads, [_step_cells(step) for step in steps[:MAX_ROWS]], width=WIDTH)
     if len(steps) > MAX_ROWS:
         yield f"{len(steps) - MAX_ROWS} more with --json"
@@ -50,8 +50,8 @@ def calibration_json(calibration: Calibration, before: Search, after: Search) ->
         "steps": [asdict(step) | {"transfers": list(step.transfers)} for step in calibration.steps],
         "mean_error_before": first,
         "mean_error_after": second,
-        "best_before": None if before.best is None else _best_json(before.best),
-        "best_after": None if after.best is None else _best_json(after.best),
+        "best_before": _best_json(before.best),
+        "best_after": _best_json(after.best),
     }
 
 
@@ -65,35 +65,23 @@ def _unchanged_text(steps: tuple[CalibratedStep, ...]) -> str:
 
 
 def _constant_cells(constant: Calibrated) -> tuple[str, ...]:
-    kind = KINDS[constant.unit]
-    numbers = (quantity_text(value, kind, 3) for value in (constant.before, constant.after))
-    is_fitted = constant.uncertainty is not None
-    return (constant.name, *numbers, _percent(constant.uncertainty) if is_fitted else "not in these steps")  # type: ignore[arg-type]
+    before, after = (quantity_text(value, KINDS[constant.unit], 3) for value in (constant.before, constant.after))
+    spread = "not in these steps" if constant.uncertainty is None else _percent(constant.uncertainty)
+    return constant.name, before, after, spread
 
 
 def _step_cells(step: CalibratedStep) -> tuple[str, ...]:
-    errors = (f"{100 * (value / step.measured - 1):+.1f} %" for value in (step.before, step.after))
-    first, second = errors
-    return (
-        step.source,
-        step.layout,
-        str(step.num_steps),
-        f"{step.measured:.4g}",
-        _percent(step.noise),
-        f"{step.before:.4g}",
-        first,
-        f"{step.after:.4g}",
-        second,
-        _percent(step.uncertainty),
-    )
+    first, second = (f"{100 * (value / step.measured - 1):+.1f} %" for value in (step.before, step.after))
+    measured, before, after = (f"{seconds:.4g}" for seconds in (step.measured, step.before, step.after))
+    return step.source, step.layout, measured, _percent(step.noise), before, first, after, second
 
 
 def _best_text(candidate: Candidate) -> str:
     return f"{candidate.title}, remat {candidate.remat}: {candidate.step_seconds:.4g} s"
 
 
-def _best_json(candidate: Candidate) -> dict[str, Any]:
-    return layout_json(candidate) | {"step_seconds": candidate.step_seconds}
+def _best_json(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else layout_json(candidate) | {"step_seconds": candidate.step_seconds}
 
 
 def _percent(share: float) -> str:

@@ -6,18 +6,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from spanax.check.certificate import Certificate
 from spanax.check.hlo.collectives import Collective
 from spanax.check.parity.parity import GROUPS, Parity
 from spanax.check.report import Figures, Report
 from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
-
-TINY_BYTES = 1024
-"""Text prints the difference in bytes, not in percent, if fewer bytes than this were compiled; JSON has all numbers."""
-
-COLLECTIVE_HEADS = ("kind", "over", "result", "runs", "bytes", "for", "line")
-"""Columns of a table of collectives."""
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -50,6 +45,11 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
+def certificate_text(certificate: Certificate) -> str:
+    """Returns a report and its findings."""
+    return "\n".join([report_text(certificate.report), "", *map(str, certificate.findings)])
+
+
 def verdict(report: Report) -> str:
     """Returns whether the step fits in memory, and whether XLA or the plan says so."""
     limit = f" of {bytes_text(report.limit_bytes)}" if report.limit_bytes else ""
@@ -67,10 +67,10 @@ def verdict(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     heads = ("per device, per step", "predicted (plan)", f"compiled ({report.by})", "error")
-    return table_text(heads, figure_rows(report), width=160)
+    return table_text(heads, _figure_rows(report), width=160)
 
 
-def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
+def _figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
     """Returns the name, predicted value, compiled value and error of each figure that either side has."""
     predicted = report.predicted
     compiled = report.compiled
@@ -96,23 +96,12 @@ def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 def _traffic_row(predicted: Figures, compiled: Figures, axes: str, kind: str) -> tuple[str, str, str, str]:
     before, after = ((figures.collectives or {}).get(axes, {}).get(kind) for figures in (predicted, compiled))
-    if after:
-        error = error_text(before or 0, after)
-    else:
-        error = "only predicted" if compiled.collectives is not None and before else ""
+    error = ""
+    if after and before:
+        error = f"{100 * (before / after - 1):+.1f} %"
+    elif before and compiled.collectives is not None:
+        error = "only predicted"
     return f"{kind} over {axes}", bytes_text(before) if before else "", bytes_text(after) if after else "", error
-
-
-def error_text(before: float, after: float) -> str:
-    """Returns the error of predicted bytes: relative to the compiled ones, or the difference where these are tiny.
-
-    Example:
-      >>> error_text(2048, 1024), error_text(1640, 4), error_text(2, 512)
-      ('+100.0 %', '+1.6 KiB', '-510 B')
-    """
-    if after < TINY_BYTES:
-        return f"{'+' if before >= after else '-'}{bytes_text(abs(before - after))}"
-    return f"{100 * (before / after - 1):+.1f} %"
 
 
 def _moved(predicted: Figures, compiled: Figures) -> list[tuple[str, str]]:
@@ -128,24 +117,14 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     equal: dict[Collective, list[int]] = {}
     for number, collective in enumerate(collectives, 1):
         equal.setdefault(replace(collective, name="", op_name="", runs=0), []).append(number)
-    rows = [
-        (
-            f"{numbers[0]}",
-            *collective_cells(replace(each, runs=sum(collectives[number - 1].runs for number in numbers))),
-        )
-        for each, numbers in equal.items()
-    ]
-    return table_text(("", *COLLECTIVE_HEADS), rows, width=160)
-
-
-def collective_cells(collective: Collective) -> tuple[str, ...]:
-    """Returns the cells of a collective below `COLLECTIVE_HEADS`."""
-    tensors = collective.tensors
-    names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
-    shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
-    size = bytes_text(collective.num_bytes)
-    line = _short_line(collective.source)
-    return collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line
+    rows = []
+    for each, numbers in equal.items():
+        runs = sum(collectives[number - 1].runs for number in numbers)
+        names = "" if not each.tensors else each.tensors[0] + (f" +{len(each.tensors) - 1}" if each.tensors[1:] else "")
+        shape = each.shapes if len(each.shapes) < 32 else f"{each.shapes[:28]} ..."
+        size = bytes_text(replace(each, runs=runs).num_bytes)
+        rows.append((f"{numbers[0]}", each.kind, each.axes, shape, f"{runs}", size, names, _short_line(each.source)))
+    return table_text(("", "kind", "over", "result", "runs", "bytes", "for", "line"), rows, width=160)
 
 
 def collective_text(collectives: Sequence[Collective], number: int) -> str:

@@ -2,43 +2,13 @@
 
 from typing import Any
 
-from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved, Progress
+from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved
 from spanax.plan.candidate import Search
 from spanax.show.search import candidate_json, layout_json
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 MEMORY_SOURCE = "XLA's memory analysis of the step compiled for the devices present"
-
-
-def start_text(search: Search) -> str:
-    """Returns the line that announces what is compiled."""
-    count = len(search.candidates)
-    num_pruned = search.rejected.get(PRUNED, 0)
-    pruned = f"; {num_pruned} more with --all" if num_pruned else ""
-    return f"compiling {_num_layouts(count)} on {search.cluster}: {search.setting}{pruned}"
-
-
-def progress_text(progress: Progress) -> str:
-    """Returns the progress of a comparison as a line.
-
-    Example:
-      >>> progress_text(Progress("compiled", 1, 9, "zero2 on fsdp=8", 39.7))
-      'compiled 1 of 9, about 40 s remaining (zero2 on fsdp=8)'
-      >>> progress_text(Progress("step", 10, 10, "", 0.0))
-      'step 10 of 10'
-    """
-    layout = f" ({progress.layout})" if progress.phase == "compiled" else ""
-    remaining = f", {_remaining_text(progress.seconds_left)}" if progress.seconds_left > 0 else ""
-    return f"{progress.phase} {progress.done} of {progress.total}{remaining}{layout}"
-
-
-def _remaining_text(seconds: float) -> str:
-    """Returns an estimate of the remaining time in seconds, minutes or hours."""
-    if round(seconds) < 60:
-        return f"about {max(1, round(seconds))} s remaining"
-    minutes = round(seconds / 60)
-    return f"about {minutes} min remaining" if minutes < 60 else f"about {minutes // 60} h {minutes % 60} min remaining"
 
 
 def compared_json(comparison: Comparison) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Formats the error that ends a command, and returns its exit code."""
 
-import itertools
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from spanax.errors import INTERNAL, MISTAKE, SpanaxError
@@ -47,30 +46,22 @@ def explained(error: BaseException, *, full: bool = False) -> tuple[str, int]:
     message, *more = [line for line in str(error).splitlines() if line.strip()] or [""]
     first = f"{type(error).__name__}: {message}" if message else type(error).__name__
     hidden = "the full message and all frames" if more else "all frames"
-    return printable_lines("\n".join([f"spanax: {first}", *_lines(frames), f"  --traceback shows {hidden}"])), MISTAKE
+    return printable_lines(f"spanax: {first}\n{_frames_text(frames)}  --traceback shows {hidden}"), MISTAKE
 
 
 def _traceback(error: BaseException) -> str:
     return printable_lines("".join(traceback.format_exception(error)).rstrip())
 
 
-def _lines(frames: Sequence[traceback.FrameSummary]) -> Iterator[str]:
-    """Yields two lines per frame, outermost first: the location and its source."""
-    # A recursive function repeats the same frame many times.
-    calls = [next(same) for _, same in itertools.groupby(frames, lambda frame: (frame.filename, frame.lineno))]
-    first = calls[: MAX_FRAMES // 2]
-    last = calls[MAX_FRAMES // 2 :][-MAX_FRAMES // 2 :]
-    yield from itertools.chain.from_iterable(map(_frame_lines, first))
-    if omitted := len(frames) - len(first) - len(last):
-        yield f"  ({omitted} frames omitted)"
-    yield from itertools.chain.from_iterable(map(_frame_lines, last))
+def _frames_text(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Returns the location and the source of each frame, outermost first; a recursion repeats the same ones."""
+    omitted = max(0, len(frames) - MAX_FRAMES)
+    rows = [(_short(frame.filename), frame.lineno or 0, frame.name, frame.line) for frame in frames]
+    if omitted:
+        rows = [*rows[: MAX_FRAMES // 2], *rows[-MAX_FRAMES // 2 :]]
+    return "".join(traceback.format_list(rows)) + (f"  ({omitted} frames omitted)\n" if omitted else "")
 
 
-def _frame_lines(frame: traceback.FrameSummary) -> Iterator[str]:
-    path = Path(frame.filename)
-    short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    # Frames of a module body are not functions.
-    function = f", in {frame.name}" if frame.name.isidentifier() else ""
-    yield f"  {short}:{frame.lineno}{function}"
-    if frame.line:
-        yield f"    {frame.line}"
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -33,32 +33,9 @@ STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "b
 
 
 def placement_text(placement: ArrayPlacement) -> str:
-    """Returns bytes per device, replicated arrays, and a table with one row per kind of array."""
-    plan = placement.plan
-    mesh = placement.plan.mesh
-    state = ", ".join(f"{kind} {bytes_text(plan.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
-    lines = [
-        f"{plan.layout.name} on {mesh.size} devices ({mesh}), as in the {placement.origin}",
-        f"each device holds {state} = {bytes_text(plan.state_bytes())}"
-        + (f", and {bytes_text(plan.host_bytes)} in host memory" if plan.host_bytes else ""),
-    ]
-    lines += _replicated_lines(placement)
-    heads = ("array", "shape", "spec", "parts", "copies", "per device", "devices of the first part")
-    rows = []
-    for leaf in distinct_arrays(placement):
-        parts = shards(leaf, mesh)
-        rows.append(
-            (
-                leaf.path,
-                dims_text(leaf),
-                spec_text(leaf.spec),
-                str(len(parts)),
-                str(copies(leaf, mesh)),
-                bytes_text(leaf.local_bytes),
-                devices_text(parts[0].devices),
-            )
-        )
-    return "\n".join([*lines, "", table_text(heads, rows)])
+    """Returns the plan with its arrays, and those that are replicated."""
+    lines = [f"as in the {placement.origin}: {placement.plan}"]
+    return "\n".join([*lines, *_replicated_lines(placement)])
 
 
 def _replicated_lines(placement: ArrayPlacement) -> list[str]:
@@ -107,14 +84,6 @@ def leaf_json(placement: ArrayPlacement, leaf: Placement) -> dict[str, Any]:
         "memory_kind": leaf.memory_kind,
         "copies": copies(leaf, placement.plan.mesh),
     }
-
-
-def shards_json(placement: ArrayPlacement, leaf: Placement) -> list[dict[str, Any]]:
-    """Returns the shards of an array: start and stop indices, and devices."""
-    return [
-        {"start": list(shard.start), "stop": list(shard.stop), "devices": list(shard.devices)}
-        for shard in shards(leaf, placement.plan.mesh)
-    ]
 
 
 def _replicated(placement: ArrayPlacement) -> list[Placement]:

@@ -9,7 +9,7 @@ from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 
-def heads(quotes: Quotes) -> list[str]:
+def _heads(quotes: Quotes) -> list[str]:
     """Returns the columns of the table: those of a run and of prices only where they are known."""
     rows = [quote for quote in quotes if quote.search is not None]
     has_tokens = any(quote.search.tokens_per_step for quote in rows if quote.search is not None)
@@ -22,33 +22,31 @@ def heads(quotes: Quotes) -> list[str]:
     return columns
 
 
-def cells(quotes: Quotes, quote: Quote) -> list[tuple[str, float | None]]:
-    """Returns the cells of a cluster with the numbers to sort by; only its name if it has no plan."""
+def _cells(quotes: Quotes, quote: Quote) -> list[str]:
+    """Returns the cells of a cluster; only its name if it has no plan."""
     search = quote.search
     best = None if search is None else search.best
     if search is None or best is None:
-        return [(quote.on, None)]
+        return [quote.on]
     rates = search.rates(best)
-    speed = rates.tokens_per_second or rates.examples_per_second
     limit = search.cluster.memory_bytes
     room = f" of {bytes_text(limit)}" if limit else ""
     stages = f"; {best.stages_text}" if best.stages_text else ""
-    size = None if quote.largest is None else quote.largest.batch_size
     hours = quotes.device_hours(quote)
     dollars = quote.dollars_per_hour_of_all
     if hours is not None and quote.dollars_per_hour is not None:
         dollars = hours * quote.dollars_per_hour
-    values = {"device-hours": (_rounded(hours, ",.4g"), hours), "cost $": (_rounded(dollars, ",.2f"), dollars)}
+    values = {"device-hours": _rounded(hours, ",.4g"), "cost $": _rounded(dollars, ",.2f")}
     values["$ per hour"] = values["cost $"]
     return [
-        (quote.on, None),
-        (f"{best.title}{stages}", None),
-        (f"{best.step_seconds:.4g}", best.step_seconds),
-        (f"{speed:,.0f}", speed),
-        (mfu_text(rates), rates.mfu),
-        (f"{bytes_text(best.peak_bytes)}{room}", best.peak_bytes),
-        (f"{size:,}" if size else "", size),
-        *(values[head] for head in heads(quotes) if head in values),
+        quote.on,
+        f"{best.title}{stages}",
+        f"{best.step_seconds:.4g}",
+        f"{rates.tokens_per_second or rates.examples_per_second:,.0f}",
+        mfu_text(rates),
+        f"{bytes_text(best.peak_bytes)}{room}",
+        "" if quote.largest is None else f"{quote.largest.batch_size:,}",
+        *(values[head] for head in _heads(quotes) if head in values),
     ]
 
 
@@ -59,7 +57,7 @@ def _rounded(value: float | None, form: str) -> str:
     return f"{value:,.0f}" if value >= 1e4 else format(value, form)
 
 
-def notes(quotes: Quotes) -> list[str]:
+def _notes(quotes: Quotes) -> list[str]:
     """Returns what the table leaves open: the setting, how the largest batch is counted, the unit of prices."""
     first = next((quote.search for quote in quotes if quote.search is not None), None)
     largest = next((quote.largest for quote in quotes if quote.largest is not None), None)
@@ -85,14 +83,14 @@ def notes(quotes: Quotes) -> list[str]:
 
 def quotes_text(quotes: Quotes) -> str:
     """Returns a row per cluster, and what the table leaves open; the row of a cluster without a plan says why."""
-    columns = heads(quotes)
-    rows = [[text for text, _ in cells(quotes, quote)] for quote in quotes]
+    columns = _heads(quotes)
+    rows = [_cells(quotes, quote) for quote in quotes]
     lines = table_text(columns, [row + [""] * (len(columns) - len(row)) for row in rows], width=200).splitlines()
     start = lines[0].index("layout")
     for place, quote in enumerate(quotes):
         if quote.plan is None:
             lines[1 + place] = f"{quote.on:<{start}}{quote.problem}"
-    return "\n".join([*lines, "", *notes(quotes)]).rstrip()
+    return "\n".join([*lines, "", *_notes(quotes)]).rstrip()
 
 
 def run_text(total: Budget, kind: str, cost: float | None) -> str:
@@ -112,7 +110,7 @@ def quotes_json(quotes: Quotes, top: int) -> dict[str, Any]:
         "clusters": [_quote_json(quotes, quote, top) for quote in quotes],
         "tokens": quotes.tokens,
         "examples": quotes.examples,
-        "notes": notes(quotes),
+        "notes": _notes(quotes),
     }
 
 

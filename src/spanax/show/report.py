@@ -1,7 +1,6 @@
-"""Formats the report on a run as sections of titles and tables, and the sections as text."""
+"""Formats the report on a run as text."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -32,40 +31,37 @@ MAX_FAULTS = 40
 MAX_LETTERS = 300
 """Number of letters shown of a recorded value."""
 
+WIDTH = 140
+"""The largest number of letters per line."""
+
 METRIC_LABELS = {"step": "training", "eval": "held-out"}
 
 
-@dataclass(frozen=True)
-class Section:
-    """A title with an optional table."""
-
-    title: str
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-
-
-def sections(report: RunReport) -> list[Section]:
-    """Returns the sections of a report, the most important first."""
-    is_finished = report.account.attempts[-1].outcome == "finished"
-    resume = resume_for_longer(RESUME, 2 * report.account.reached) if is_finished else RESUME
-    parts = [
-        _time_section(report),
-        attempts_section(report.account),
-        faults_section(report.account),
-        _metrics_section(report),
-        Section(_checkpoint_text(report)),
-        Section("could not be read", ("",), [(_text(note),) for note in report.notes]) if report.notes else None,
-        Section(f"{resume}: {printable(report.how_to_go_on)}"),
-    ]
-    return [part for part in parts if part is not None]
-
-
-def _time_section(report: RunReport) -> Section:
+def report_text(report: RunReport) -> str:
+    """Returns a report as lines of text, the most important first."""
     times = report.account
-    title = (
-        f"{_text(report.workload) or 'a run'} in {printable(report.folder)}: {100 * times.goodput:.1f} % goodput, "
-        f"{duration_text(times.seconds['step'])} of {duration_text(times.wall_seconds)} were steps that count"
+    is_finished = times.attempts[-1].outcome == "finished"
+    resume = resume_for_longer(RESUME, 2 * times.reached) if is_finished else RESUME
+    return "\n".join(
+        [
+            *_time_lines(report),
+            *_attempt_lines(times),
+            *_fault_lines(times),
+            *_metric_lines(report),
+            _checkpoint_text(report),
+            *_lines("could not be read", ("",), [(_text(note),) for note in report.notes]),
+            f"{resume}: {printable(report.how_to_go_on)}",
+        ]
     )
+
+
+def _lines(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a title and a table below it; nothing without rows."""
+    return [title, *(f"  {line}" for line in table_text(columns, rows, WIDTH - 2).splitlines())] if rows else []
+
+
+def _time_lines(report: RunReport) -> list[str]:
+    times = report.account
     rows = [
         (
             name,
@@ -77,18 +73,15 @@ def _time_section(report: RunReport) -> Section:
         if times.seconds[name] >= 0.05
     ]
     if times.paused_seconds:
-        rows.append(
-            (
-                "(paused)",
-                duration_text(times.paused_seconds),
-                "",
-                "after the run finished or was stopped",
-            )
-        )
-    return Section(title, ("time in", "", "", ""), rows)
+        rows.append(("(paused)", duration_text(times.paused_seconds), "", "after the run finished or was stopped"))
+    title = (
+        f"{_text(report.workload) or 'a run'} in {printable(report.folder)}: {100 * times.goodput:.1f} % goodput, "
+        f"{duration_text(times.seconds['step'])} of {duration_text(times.wall_seconds)} were steps that count"
+    )
+    return _lines(title, ("time in", "", "", ""), rows) or [title]
 
 
-def attempts_section(times: TimeAccount) -> Section:
+def _attempt_lines(times: TimeAccount) -> list[str]:
     """Returns when each attempt began, how long it lasted, how it ended, and on which devices."""
     rows = [
         (
@@ -101,34 +94,24 @@ def attempts_section(times: TimeAccount) -> Section:
         )
         for attempt in times.attempts
     ]
-    return Section("attempts (UTC)", ("began", "lasted", "ended", "steps", "devices", "mesh"), rows)
+    return _lines("attempts (UTC)", ("began", "lasted", "ended", "steps", "devices", "mesh"), rows)
 
 
-def faults_section(times: TimeAccount) -> Section | None:
-    """Returns the last faults of a run with the action taken; None without faults."""
+def _fault_lines(times: TimeAccount) -> list[str]:
+    """Returns the last faults of a run with the action taken."""
     count = len(times.faults)
     first = times.attempts[0].began
     shown = f", the last {MAX_FAULTS} of {count}" if count > MAX_FAULTS else ""
     rows = [(duration_text(event["time"] - first), *_fault_cells(event)) for event in times.faults[-MAX_FAULTS:]]
-    return Section(f"faults and recovery{shown}", ("after", "by", "event", ""), rows) if rows else None
+    return _lines(f"faults and recovery{shown}", ("after", "by", "event", ""), rows)
 
 
-def _metrics_section(report: RunReport) -> Section | None:
+def _metric_lines(report: RunReport) -> list[str]:
     rows = [
         (METRIC_LABELS[kind], _text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
-        for kind, values in report.metrics.items()
+        for kind, values in report.metrics.last.items()
     ]
-    return Section("last metrics", ("", "step", "metrics"), rows) if rows else None
-
-
-def report_text(parts: Iterable[Section], width: int = 140) -> str:
-    """Returns sections as lines of text."""
-    lines = []
-    for part in parts:
-        lines.append(part.title)
-        if part.rows:
-            lines += ["  " + line for line in table_text(part.columns, part.rows, width - 2).splitlines()]
-    return "\n".join(lines)
+    return _lines("last metrics", ("", "step", "metrics"), rows)
 
 
 def duration_text(seconds: float) -> str:

@@ -39,13 +39,9 @@ def ticks_json(table: Ticks) -> dict[str, Any]:
         "stages": table.num_stages,
         "microbatches": table.num_microbatches,
         "chunks": table.num_chunks,
-        "ticks": [[None if task is None else _task(task) for task in row] for row in table.tasks],
+        "ticks": [[None if task is None else task._asdict() for task in row] for row in table.tasks],
         "num_ticks": table.num_ticks,
         "idle_ticks": list(table.num_idle),
         "bubble_fraction": table.bubble_fraction,
         "activations_in_flight": table.num_in_flight,
     }
-
-
-def _task(task: Any) -> dict[str, Any]:
-    return {"kind": task.kind, "microbatch": task.microbatch, "chunk": task.chunk}

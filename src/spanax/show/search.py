@@ -40,14 +40,10 @@ def layout_json(candidate: Candidate) -> dict[str, Any]:
 def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
     """Returns one candidate as plain values; bytes and seconds per device and step."""
     rates = search.rates(candidate)
-    return {
-        "layout": candidate.layout,
-        "mesh": dict(candidate.whole_mesh.axes),
+    return layout_json(candidate) | {
         "stages": candidate.num_stages,
         "schedule": candidate.schedule if candidate.num_stages > 1 else None,
         "chunks": candidate.num_chunks,
-        "remat": candidate.remat,
-        "microbatches": candidate.microbatches,
         "step_seconds": candidate.step_seconds,
         "examples_per_second": rates.examples_per_second,
         "tokens_per_second": rates.tokens_per_second,
@@ -187,7 +183,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"{candidate.layout} on {search.cluster} ({candidate.whole_mesh}): {search.setting}, {best.plan.schedule}"
         + "".join(f", {form}" for form in _forms(search, candidate)),
         *(f"  why     {reason}" for reason in _reasons(search)),
-        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
+        f"  step    {candidate.step_seconds:.4g} s, {_rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
         *([f"          hidden: {hidden}"] if hidden else []),
         f"  memory  {bytes_text(candidate.peak_bytes)} per device"
@@ -218,11 +214,10 @@ def _reasons(search: Search) -> list[Reason]:
     return [reason for reason in reasons if reason is not None]
 
 
-def rate_text(rates: Rates) -> str:
+def _rate_text(rates: Rates) -> str:
     """Returns tokens per second, or examples per second for data without sequences."""
-    if rates.tokens_per_second:
-        return f"{rates.tokens_per_second:,.0f} tokens/s"
-    return f"{rates.examples_per_second:,.0f} examples/s"
+    unit = "tokens" if rates.tokens_per_second else "examples"
+    return f"{rates.tokens_per_second or rates.examples_per_second:,.0f} {unit}/s"
 
 
 def mfu_text(rates: Rates) -> str:

@@ -101,7 +101,7 @@ class Program:
     @property
     def unpadded(self) -> "Program":
         """Returns the program without padded axes."""
-        return self.variant(replace(self.form, padded=()))
+        return self.variant(padded=())
 
     @property
     def variables(self) -> Variables:
@@ -259,8 +259,14 @@ class Program:
         definition = replace(self.definition, batch=batch, batch_leaves=tuple(leaves), _memo={})
         return reduce(Program.rename, self.renames, program_of(definition, self.form))
 
-    def variant(self, variant: Variant) -> "Program":
+    def variant(self, form: Variant | None = None, **options: Any) -> "Program":
         """Returns the program in another form; each is traced once.
+
+        State and fingerprint are equal: a checkpoint saved in one form can be resumed in another.
+
+        Args:
+          form: the options of the step; those of this program by default.
+          options: fields of `Variant` that replace those of `form`.
 
         Raises:
           SpanaxError: the program does not support it: an unknown policy or context, a rewrite that does not apply to
@@ -275,16 +281,17 @@ class Program:
           ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
           ...     loss=lambda model, x: (model(x) ** 2).mean(),
           ... )
-          >>> program.variant(Variant(remat="dots", microbatches=2)).form.microbatches
-          2
+          >>> program.remat, program.variant(remat="dots", microbatches=2).remat
+          ('as written', 'dots')
         """
+        variant = replace(form or self.form, **options)
         init = self.definition.state(self.form).init
         if init is None or init.seed is None:  # the seed is an argument of the traced `build`
             variant = replace(variant, seed=self.form.seed)
         if variant == self.form:
             return self
         if variant.remat == "none" and self._has_no_remat:
-            written = self.variant(replace(variant, remat=None))
+            written = self.variant(variant, remat=None)
             if written._has_no_remat:
                 return written._without_remat
         if variant not in self._variants:
@@ -300,54 +307,10 @@ class Program:
         """
         return self.definition.attentions(variant)
 
-    def with_remat(self, policy: str | None) -> "Program":
-        """Returns the program with another remat policy; each policy is traced once.
-
-        State and fingerprint are equal: a checkpoint saved under one policy can be resumed under another.
-
-        Args:
-          policy: as `remat` of `spanax.trace`.
-
-        Raises:
-          SpanaxError: the policy is unknown, no layer can be rematerialized, or the `train_step` is user-defined.
-
-        Example:
-          >>> import jax, optax, spanax
-          >>> from flax import nnx
-          >>> program = spanax.trace(
-          ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
-          ...     optimizer=optax.sgd(0.1),
-          ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
-          ...     loss=lambda model, x: (model(x) ** 2).mean(),
-          ... )
-          >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
-          ('as written', 'dots', True)
-        """
-        return self.variant(replace(self.form, remat=policy))
-
     @property
     def accumulates(self) -> Microbatches:
         """Returns whether the step supports microbatches, and if not, why."""
         return self.definition.microbatches(self.form)
-
-    def with_compute_dtype(self, dtype: str | None) -> "Program":
-        """Returns the program with its loss computed in `dtype`, as `compute_dtype` of `spanax.trace`.
-
-        Raises:
-          SpanaxError: the `train_step` is user-defined.
-        """
-        return self.variant(replace(self.form, compute_dtype=dtype))
-
-    def with_gradients(self) -> "Program":
-        """Returns the program with the gradients of the last step, as passed to the optimizer, in its state.
-
-        They are leaves of the optimizer; their path is `gradients.PREFIX` followed by the parameter's path.
-        """
-        return self.variant(replace(self.form, records_gradients=True))
-
-    def with_seed(self, seed: int) -> "Program":
-        """Returns the program for another seed, on which it depends only if `build` runs eagerly."""
-        return self.variant(replace(self.form, seed=seed))
 
     def resized(self, shapes: Shapes) -> StepAnalysis:
         """Returns the step with other shapes for the state's leaves, with the same operations and axes.

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from spanax.batch_dims import num_if_fewer
 from spanax.plan.plan import Plan
 from spanax.step.pipeline.layer_order import LayerOrder
 from spanax.step.placement import to_device
 from spanax.trace.program import Program
-from spanax.train.data.destination import with_rows
 
 
 class Means:
@@ -56,16 +56,11 @@ def by_name(metrics: Any) -> dict[str, Any]:
 def num_fewer(program: Program, batch: Any) -> int:
     """Returns the number of examples of a batch that differs from the traced one only in being smaller; else 0."""
     leaves, treedef = jax.tree.flatten(batch)
-    dims = program.step.axes.examples
-    if treedef != program.batch_treedef or None in dims:
+    if treedef != program.batch_treedef:
         return 0
-    counts = set[int]()
-    for leaf, array, dim in zip(program.batch, leaves, dims, strict=True):
-        shape = np.shape(array)
-        if dim is None or len(shape) != len(leaf.shape) or with_rows(shape, dim, leaf.shape[dim]) != leaf.shape:
-            return 0
-        counts.add(shape[dim])
-    return min(counts) if len(counts) == 1 and 0 < min(counts) < program.batch_size else 0
+    return num_if_fewer(
+        [np.shape(leaf) for leaf in leaves], [leaf.shape for leaf in program.batch], program.step.axes.examples
+    )
 
 
 def unplanned_evaluation(

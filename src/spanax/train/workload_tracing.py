@@ -14,7 +14,8 @@ from spanax.trace.workload import Workload
 from spanax.train.config import TrainConfig
 from spanax.train.data.batches import batches
 from spanax.train.data.destination import flat
-from spanax.train.data.open_source import Reading, vocab_size
+from spanax.train.data.open_source import vocab_size
+from spanax.train.data.source import Options
 from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.record.folder import saved_tokenizer
 
@@ -55,8 +56,8 @@ def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[
     source = source_of(config, workload)
     check_local_paths(replace(config, data=str(source) if isinstance(source, str | Path) else None))  # of the workload
     if workload.vocab_size is not None:
-        reading = Reading(tokenizer_of(config), field=config.field)
-        num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
+        options = Options(tokenizer_of(config), field=config.field)
+        num_tokens = vocab_size(source, list(flat(workload.batch)), options)
         if num_tokens not in (None, workload.vocab_size):
             workload = config.load(load, vocab_size=num_tokens)
         if num_tokens is not None and num_tokens > (workload.vocab_size or 0):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,12 +12,10 @@ import pytest
 import spanax
 import zoo
 from programs import zoo_program
-from spanax import cli
 from spanax.check.measure import compare as module
 from spanax.check.measure.compare import (
     PRUNED,
     Compared,
-    Progress,
     compare,
     comparison,
     layouts,
@@ -26,6 +23,7 @@ from spanax.check.measure.compare import (
     rank_correlation,
 )
 from spanax.commands.compare import CompareCommand, compared
+from spanax.displays import told_to
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
 from spanax.plan.reason import Code, Reason
@@ -130,30 +128,6 @@ def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
     assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(comparison(searched, [row(1, 1)]))
 
 
-def test_the_remaining_time_is_extrapolated_from_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock on which each compilation takes 10 s and each step 1 s."""
-    clock, seen, compiling = [0.0], list[Progress](), spanax.Run.compile
-
-    def compiled(run: spanax.Run) -> Any:
-        clock[0] += 10
-        return compiling(run)
-
-    def took(run: spanax.Run, batch: Any) -> float:
-        run.step(batch)
-        clock[0] += 1
-        return 1.0
-
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(spanax.Run, "compile", compiled)
-    monkeypatch.setattr(module, "_step_seconds", took)
-    compare(layouts_on(), steps=4, on_progress=seen.append)
-    assert [(entry.phase, entry.done, entry.total) for entry in seen] == [
-        ("compiled", 1, 3), ("compiled", 2, 3), ("compiled", 3, 3),
-        ("step", 1, 4), ("step", 2, 4), ("step", 3, 4), ("step", 4, 4),
-    ]  # fmt: skip
-    assert [entry.seconds_left for entry in seen] == pytest.approx([2 * 11 + 12, 11 + 12, 12, 9, 6, 3, 0])
-
-
 def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is the run's own: a step that waits is seen to wait, in every round."""
     slow, times = "zero1", iter(range(10**6))
@@ -202,11 +176,8 @@ def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -
         compare(searched, steps=1)
 
 
-def test_the_compare_command_prints_its_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    cli.main(["compare", f"{tmp_path}/mine.py:mine", "--mesh", "data=8", "--steps", "1"])
-    out, err = capsys.readouterr()
-    assert "data=8" in out
-    first, second, third = err.splitlines()
-    assert (first, third) == ("compiling 1 layout on cpu:8: batch 8, float32", "step 1 of 1")
-    assert re.fullmatch(r"compiled 1 of 1, about \d+ (s|min) remaining \(data on data=8\)", second)
+def test_a_comparison_tells_what_it_does() -> None:
+    seen: list[str] = []
+    with told_to(seen.append):
+        compare(layouts_on(), steps=2)
+    assert re.fullmatch(r"compiling 1 of 3: \w+ on \S+", seen[-5]) and seen[-2:] == ["step 1 of 2", "step 2 of 2"]

@@ -21,7 +21,7 @@ from spanax.plan.calibration.measured import MeasuredStep
 from spanax.show.search import candidate_json
 from spanax.train.config import TrainConfig
 from spanax.train.record.folder import read_environment, write_records
-from spanax.train.record.metric_curves import steady_steps
+from spanax.train.record.metric_curves import metric_curves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def test_only_the_last_attempt_is_read(tmp_path: Path) -> None:
     """An earlier one may have run on other devices."""
     events = [started(), *steps((9.0, 0.1, *[0.1] * 6)), started(8), *steps((9.0, 9.0, *[0.5] * 6), first=9)]
     write_metrics(run_folder(tmp_path), events)
-    assert steady_steps(tmp_path).seconds == (0.5,) * 6
+    assert [step.seconds for step in metric_curves(tmp_path).steady] == [0.5] * 6
 
 
 def test_damaged_lines_are_skipped_and_waits_counted(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_damaged_lines_are_skipped_and_waits_counted(tmp_path: Path) -> None:
     write_metrics(run_folder(tmp_path), [started(), *events, {"event": "step", "step": 13, "step_seconds": "nan"}])
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"event": "step", "step": 14, "step_se\n{"event": "step", "step": 15, "step_seconds": -1}\n')
-    assert len(steady_steps(tmp_path).seconds) == 10
+    assert len(metric_curves(tmp_path).steady) == 10
     assert read(tmp_path).steps.wait_share == pytest.approx(0.1)
 
 

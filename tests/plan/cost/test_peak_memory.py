@@ -214,7 +214,7 @@ def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:
 def test_remat_reduces_memory(layout: str, mesh: str) -> None:
     program = small_gpt()
     full, dots, none = (
-        groups(program.with_remat(policy), layout, mesh)["activations"] for policy in ("full", "dots", "none")
+        groups(program.variant(remat=policy), layout, mesh)["activations"] for policy in ("full", "dots", "none")
     )
     assert full < dots < none
 

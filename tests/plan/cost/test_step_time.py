@@ -30,7 +30,6 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import KINDS, Matmuls, Terms
 from spanax.trace.analysis.op_groups import Phase, contraction_flops
 from spanax.trace.program import Program
-from spanax.trace.variant import Variant
 
 
 @functools.cache
@@ -505,7 +504,7 @@ def test_gradients_of_equal_blocks_in_a_list_are_one_message() -> None:
 
 
 def test_weights_inside_a_scan_without_a_layer_carry_have_finite_cost() -> None:
-    chunked = corpus.program("multi_task").variant(Variant(loss_chunks=4))
+    chunked = corpus.program("multi_task").variant(loss_chunks=4)
     assert chunked.step.layer_carry == (None, 0)
     best = search(chunked, spanax.cluster("h100:2x8"), layout="fsdp+tensor", remat=()).best
     assert best is not None and np.isfinite(best.step_seconds)

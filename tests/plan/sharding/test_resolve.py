@@ -15,7 +15,6 @@ from spanax.plan.reason import Code
 from spanax.plan.sharding.resolve import Resolver, Spec, annotated, resolve
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf
-from spanax.trace.variant import Variant
 
 
 def resolver(program: Program, layout: str, mesh: str) -> Resolver:
@@ -155,7 +154,7 @@ def test_another_trace_of_a_program_has_the_pins() -> None:
     mesh = MeshShape.of("model=2")
     pinned = resolve(program, layout_named("tensor", mesh), mesh, {"wide": None})
     specs = []
-    for traced in (program, program.variant(Variant(microbatches=2))):
+    for traced in (program, program.variant(microbatches=2)):
         values = dict(zip((leaf.path for leaf in traced.leaves), traced.step.graph.body.inputs, strict=False))
         leaf = next(leaf for leaf in traced.leaves if leaf.path == "up.kernel")
         specs.append(pinned.of(traced).placed(leaf, traced.step.axes.classes[values[leaf.path]])[0])
@@ -166,7 +165,5 @@ def test_another_trace_of_a_program_has_the_chunks_of_its_stages() -> None:
     program, mesh = small_gpt(num_layers=6), MeshShape.of("pipe=2")
     layout = layout_named("pipeline", mesh)
     chunked = resolve(program, layout, mesh, {}, num_chunks=2)
-    parts = [
-        [*chunked.of(each).assignment.parts.values()] for each in (program, program.variant(Variant(microbatches=2)))
-    ]
+    parts = [[*chunked.of(each).assignment.parts.values()] for each in (program, program.variant(microbatches=2))]
     assert [each.num_chunks for part in parts for each in part] == [2, 2]

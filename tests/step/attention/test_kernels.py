@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -122,8 +121,8 @@ def numbers(
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 32, shape, dtype=np.int32) for name in "xy"}
     traced = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=loss)
-    with_gradients = traced.with_gradients()
-    program = with_gradients.variant(replace(with_gradients.form, context=context))
+    with_gradients = traced.variant(records_gradients=True)
+    program = with_gradients.variant(context=context)
     run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8" if "mesh" in asked else "cpu:1"), **asked))
     assert run.plan.schedule.context == context
     assert ("collective_permute" in run.lower().as_text()) == in_ring

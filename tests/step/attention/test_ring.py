@@ -166,7 +166,7 @@ BUILDS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
 def program(name: str) -> Program:
     build = BUILDS[name]
     traced = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch(), loss=loss)
-    return traced.with_gradients()
+    return traced.variant(records_gradients=True)
 
 
 def ring_plan(name: str, mesh: str, **schedule: Any) -> Plan:
@@ -263,9 +263,9 @@ def long_program(length: int, width: int = 8) -> Program:
         return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
     tokens = {key: jax.ShapeDtypeStruct((1, length), "int32") for key in "xy"}
-    return spanax.trace(
-        build=lambda rngs: Layer(rngs), optimizer=optax.sgd(0.1), batch=tokens, loss=loss
-    ).with_gradients()
+    return spanax.trace(build=lambda rngs: Layer(rngs), optimizer=optax.sgd(0.1), batch=tokens, loss=loss).variant(
+        records_gradients=True
+    )
 
 
 def temporary_bytes(length: int, num_devices: int, layout: str) -> int:

@@ -240,7 +240,7 @@ def test_functions_of_all_layers_equal_one_device(stages: int, schedule: str) ->
         loss=lambda model, x: model(x),
         microbatches=4,
         accumulate="mean",
-    ).with_gradients()
+    ).variant(records_gradients=True)
     result = []
     for plan in (
         planned(built, f"pipe={stages}", schedule),

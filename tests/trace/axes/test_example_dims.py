@@ -12,7 +12,6 @@ from flax import nnx
 
 import spanax
 from spanax.errors import IdleAxisError, IndivisibleError, SpanaxError
-from spanax.trace.variant import Variant
 
 pytestmark = pytest.mark.usefixtures("devices")  # they run functions of `spanax.jit`
 
@@ -266,7 +265,7 @@ def test_a_time_major_workload_trains_and_evaluates_like_one_device(axes: Any) -
     fewer = {"x": np.stack([row["x"] for row in rows[:6]], 1), "y": np.array([row["y"] for row in rows[:6]])}
     results = []
     for devices, microbatches in ((1, 1), (4, 2)):
-        program = workload.trace(learning_rate=0.1, num_steps=2).variant(Variant(microbatches=microbatches))
+        program = workload.trace(learning_rate=0.1, num_steps=2).variant(microbatches=microbatches)
         plan = spanax.plan(program, spanax.cluster(f"cpu:{devices}"), mesh=f"data={devices}")
         run = spanax.start(program, plan)
         data = spanax.batches(rows, plan, epochs=1, drop_remainder=False)

@@ -23,7 +23,6 @@ from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
-from spanax.trace.variant import Variant
 
 SIZE, LENGTH, HEADS, WIDTH, VOCAB = 16, 8, 4, 8, 256
 
@@ -120,14 +119,14 @@ def test_a_model_with_the_new_primitive_trains_sharded_as_on_one_device(program:
 
 @pytest.mark.usefixtures("devices")
 def test_a_loss_is_chunked_through_it(program: Program) -> None:
-    chunked = program.variant(Variant(loss_chunks=4))
+    chunked = program.variant(loss_chunks=4)
     assert largest(chunked) == SIZE * LENGTH * VOCAB // 4
     np.testing.assert_allclose(losses(chunked), losses(program), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("devices")
 def test_attention_with_it_before_the_softmax_is_fused(program: Program) -> None:
-    fused = program.variant(Variant(context="ring"))
+    fused = program.variant(context="ring")
     assert any(op.name in RING for op in fused.step.graph.ops())
     sharded = losses(fused, "cpu:8", "ring", mesh="data=2,context=4")
     np.testing.assert_allclose(sharded, losses(program), rtol=1e-5)
@@ -139,6 +138,6 @@ def test_without_its_rule_the_primitive_is_unknown() -> None:
     program = traced()
     assert program.step.axes.unknown and not any(op.is_elementwise for op in caps(program))
     with suppress(SpanaxError):  # raised if no other product can be chunked instead of the logits
-        assert largest(program.variant(Variant(loss_chunks=4))) == SIZE * LENGTH * VOCAB
+        assert largest(program.variant(loss_chunks=4)) == SIZE * LENGTH * VOCAB
     with pytest.raises(SpanaxError, match="no softmax attention"):
-        program.variant(Variant(context="ring"))
+        program.variant(context="ring")

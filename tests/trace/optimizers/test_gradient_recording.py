@@ -28,7 +28,7 @@ def by_own_step() -> Program:
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "tied"])
 def test_every_parameter_has_its_gradient(name: str) -> None:
     program = zoo_program(name)
-    recorded = program.with_gradients()
+    recorded = program.variant(records_gradients=True)
     retained = {leaf.path.removeprefix(PREFIX): leaf for leaf in recorded.leaves if leaf.path.startswith(PREFIX)}
     assert retained.keys() == {leaf.path for leaf in program.leaves if leaf.kind == "param"}
     axes = {leaf.path: leaf.axes for leaf in program.leaves}
@@ -37,7 +37,7 @@ def test_every_parameter_has_its_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("built", [lambda: zoo_program("mlp"), by_own_step], ids=["loss", "train_step"])
 def test_recorded_gradients_equal_the_gradients(built, devices: list[jax.Device]) -> None:
-    recorded = built().with_gradients()
+    recorded = built().variant(records_gradients=True)
     run = spanax.start(recorded, spanax.plan(recorded, spanax.cluster("cpu:1"), layout="data"))
     model, batch = run.model(), zoo.ZOO["mlp"].batch(16)
     run.step(batch)
@@ -53,7 +53,7 @@ def test_policy_parts_and_names_are_preserved() -> None:
     program = spanax.trace(
         build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, remat="full", microbatches=2
     ).rename({"vocab": "words"})
-    recorded = program.with_gradients()
+    recorded = program.variant(records_gradients=True)
     assert (recorded.remat, recorded.microbatches) == ("full", 2)
     assert next(leaf for leaf in recorded.leaves if leaf.path == PREFIX + "embed").axes == ("words", "embed")
 
@@ -70,4 +70,4 @@ def test_an_optimizer_of_another_kind_raises() -> None:
         loss=case.loss,
     )
     with pytest.raises(SpanaxError, match="gradients that a Mine receives"):
-        program.with_gradients()
+        program.variant(records_gradients=True)

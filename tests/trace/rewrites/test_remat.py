@@ -23,7 +23,6 @@ from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
 from spanax.trace.jaxpr.remat_policies import POLICIES
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
-from spanax.trace.variant import Variant
 
 L, T, D = zoo.GPT_SCAN.num_layers, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim
 B, F = 16, 4 * D
@@ -80,7 +79,7 @@ def kept_bytes(program: Program) -> int:
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_policy_selects_the_residuals_of_a_scanned_layer(remat: bool) -> None:
     """Also where the model has a remat of its own, which each policy takes the place of."""
-    full, dots, none = (scanned(remat).with_remat(policy) for policy in ("full", "dots", "none"))
+    full, dots, none = (scanned(remat).variant(remat=policy) for policy in ("full", "dots", "none"))
     carried = (L, B, T, D)
     assert stored_shapes(full) == [carried]
     qkv, up = (L, B, T, 3, zoo.GPT_SCAN.num_heads, D // zoo.GPT_SCAN.num_heads), (L, B, T, F)
@@ -93,7 +92,7 @@ def test_a_policy_selects_the_residuals_of_a_scanned_layer(remat: bool) -> None:
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_exactly_the_values_that_are_not_stored_are_recomputed(remat: bool) -> None:
-    result = {name: count(scanned(remat).with_remat(name).step.graph, "dot_general") for name in POLICIES}
+    result = {name: count(scanned(remat).variant(remat=name).step.graph, "dot_general") for name in POLICIES}
     once = 3 * (L * FORWARD + HEAD)  # a matmul forward has two on the way back
     # The last of a block, `down`, is only added to what enters the next one: no gradient asks for it.
     assert result == {
@@ -111,7 +110,7 @@ PARTIAL = {"dots:1": 2, "full:1,dots": FORWARD - 1 + 2 * (L - 1)}
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("policy", PARTIAL)
 def test_a_partial_policy_recomputes_the_first_layers(policy: str, remat: bool) -> None:
-    partial = scanned(remat).with_remat(policy)
+    partial = scanned(remat).variant(remat=policy)
     assert count(partial.step.graph, "dot_general") == 3 * (L * FORWARD + HEAD) + PARTIAL[policy]
     assert partial.remat == policy and partial.step.layer_carry[1] == scanned().step.layer_carry[1] == L
     loops = [op for op in partial.step.graph.body.ops if op.name == "scan"]
@@ -123,18 +122,18 @@ def test_a_partial_policy_recomputes_the_first_layers(policy: str, remat: bool) 
 
 def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
     program = scanned(False)
-    same = program.with_remat("none")
-    assert same.remat == "none" and same.step is program.step and same.with_remat(None) is program
+    same = program.variant(remat="none")
+    assert same.remat == "none" and same.step is program.step and same.variant(remat=None) is program
     assert (
-        same.variant(Variant(remat="none", microbatches=2)).remat == "none"
-        and scanned(True).with_remat("none").step is not scanned(True).step
+        same.variant(remat="none", microbatches=2).remat == "none"
+        and scanned(True).variant(remat="none").step is not scanned(True).step
     )
 
 
 def test_a_remat_outside_of_loops_takes_the_policy() -> None:
     """A partial policy counts remats as layers."""
     policies = ("none", "dots", "full", "full:1,dots")
-    graphs = [unrolled().with_remat(policy).step.graph for policy in policies]
+    graphs = [unrolled().variant(remat=policy).step.graph for policy in policies]
     matmuls = [count(graph, "dot_general") for graph in graphs]
     once = 3 * (2 * FORWARD + HEAD)
     assert matmuls == [once, once + 2 * 2, once + 2 * (FORWARD - 1), once + FORWARD - 1 + 2]
@@ -144,7 +143,7 @@ def test_a_remat_outside_of_loops_takes_the_policy() -> None:
 
 def test_a_model_without_layers_is_one_layer_for_dots() -> None:
     program = traced(zoo.MLP)
-    dots = program.with_remat("dots").step.graph
+    dots = program.variant(remat="dots").step.graph
     assert remats(program.step.graph) == 0 and remats(dots) == 1
     assert count(dots, "dot_general") == count(program.step.graph, "dot_general")
     assert count(dots, "logistic") == count(program.step.graph, "logistic") + 1  # silu, once more
@@ -154,7 +153,7 @@ def test_a_model_without_layers_is_one_layer_for_dots() -> None:
 def test_dots_stores_convolutions() -> None:
     case = zoo.ZOO["cnn"]
     program = traced(case.build, case.loss, case.batch(B))
-    graphs = [each.step.graph for each in (program, program.with_remat("dots"))]
+    graphs = [each.step.graph for each in (program, program.variant(remat="dots"))]
     assert count(graphs[0], "rsqrt") < count(graphs[1], "rsqrt")
     assert len({count(graph, "conv_general_dilated") for graph in graphs}) == 1
 
@@ -271,7 +270,7 @@ def test_a_custom_derivative_is_preserved() -> None:
 @pytest.mark.parametrize("policy", ["offload", "full:1,dots"])
 def test_axes_are_the_same(policy: str) -> None:
     for program in (scanned(), unrolled()):
-        other = program.with_remat(policy)
+        other = program.variant(remat=policy)
         assert [leaf.axes for leaf in other.leaves] == [leaf.axes for leaf in program.leaves]
         assert other.step.axes.unknown == {} and other.step.axes.coverage == 1.0
         assert other.fingerprint == program.fingerprint and other.num_params == program.num_params
@@ -285,14 +284,14 @@ def test_every_model_takes_dots(name: str) -> None:
     case = zoo.ZOO[name]
     optimizer: Any = lambda model: nnx.Optimizer(model, case.optimizer, wrt=case.wrt)  # noqa: E731
     program = spanax.trace(build=case.build, optimizer=optimizer, batch=case.batch(B), loss=case.loss)
-    dots = program.with_remat("dots")
+    dots = program.variant(remat="dots")
     assert remats(dots.step.graph) > 0
     assert [leaf.axes for leaf in dots.leaves] == [leaf.axes for leaf in program.leaves]
     assert [leaf.axes for leaf in dots.batch] == [leaf.axes for leaf in program.batch]
 
 
 def test_offloaded_activations_have_the_axes_of_their_source() -> None:
-    step = scanned().with_remat("offload").step
+    step = scanned().variant(remat="offload").step
     moves = [op for op in step.graph.ops() if op.name == "device_put"]
     on_host = [step.graph.avals[op.outputs[0]].memory_space == jax.memory.Space.Host for op in moves]
     assert Counter(on_host) == {True: 3, False: 3}  # qkv, out and up go there, and come back
@@ -305,7 +304,7 @@ def test_offloaded_activations_have_the_axes_of_their_source() -> None:
 
 
 def test_an_evaluation_has_no_remat() -> None:
-    program = scanned().with_remat("full")
+    program = scanned().variant(remat="full")
     assert program.evaluation is not None and remats(program.evaluation.graph) == 0
     names = program.evaluation.axes.of(program.evaluation.graph.body.inputs[0])
     assert names == program.step.axes.of(program.step.graph.body.inputs[0])
@@ -338,7 +337,7 @@ def test_an_invalid_value_raises(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("policy", [f"full:{L}", "full:99", "full:99,dots"])
 def test_more_layers_than_there_are_are_refused(policy: str) -> None:
     with pytest.raises(RangeError) as caught:
-        scanned().with_remat(policy)
+        scanned().variant(remat=policy)
     near = policy.replace(policy[5:7].rstrip(","), str(L - 1))
     assert str(caught.value).endswith(f"fix: 'full' for all layers, or '{near}'")
     with pytest.raises(RangeError) as caught:
@@ -364,7 +363,7 @@ def test_the_coming_remat_is_the_same(name: str) -> None:
         jax.config.update("jax_remat3", is_new)
         try:
             written = scanned.__wrapped__(True) if name == "scanned" else unrolled.__wrapped__()
-            return [written, *(written.with_remat(policy) for policy in ("none", "dots", "full"))]
+            return [written, *(written.variant(remat=policy) for policy in ("none", "dots", "full"))]
         finally:
             jax.config.update("jax_remat3", False)
 
@@ -402,7 +401,7 @@ def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
 @pytest.mark.parametrize("policy", ["none", "full:1,dots"])
 def test_loss_chunks_are_not_layers(policy: str) -> None:
     program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
-    once, chunked = (program.variant(Variant(loss_chunks=chunks)).step for chunks in (1, 4))
+    once, chunked = (program.variant(loss_chunks=chunks).step for chunks in (1, 4))
     assert chunked.layer_carry[1] == L and remats(chunked.graph) == remats(once.graph) + 1  # of its own
     with pytest.raises(RangeError, match=f"the loss has {L}"):
-        program.variant(Variant(loss_chunks=4, remat=f"full:{L}"))
+        program.variant(loss_chunks=4, remat=f"full:{L}")

@@ -47,7 +47,7 @@ def test_all_forms_of_a_loss_read_one_trace() -> None:
     assert not calls
     alone = [str(traced([]).variant(form).step.graph.body.ops) for form in forms]
     assert [text.count("=") for text in graphs] == [text.count("=") for text in alone]
-    program.variant(Variant(remat="dots", compute_dtype="bfloat16"))
+    program.variant(remat="dots", compute_dtype="bfloat16")
     assert len(calls) == 1
 
 
@@ -62,8 +62,8 @@ def test_the_evaluation_is_traced_when_it_is_read() -> None:
 
 def test_a_program_without_remat_is_that_without_a_policy() -> None:
     program = traced([])
-    written = program.with_compute_dtype("bfloat16")
-    assert program.variant(Variant("none", compute_dtype="bfloat16")).step is written.step
+    written = program.variant(compute_dtype="bfloat16")
+    assert program.variant(remat="none", compute_dtype="bfloat16").step is written.step
 
 
 def test_a_function_that_reads_a_traced_array_is_traced_again() -> None:

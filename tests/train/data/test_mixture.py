@@ -13,7 +13,7 @@ from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError
 from spanax.train.data.batches import batches
 from spanax.train.data.mixture import Mixture, mixture, named, picked, places_until
-from spanax.train.data.order import Order
+from spanax.train.data.order import shuffled
 
 PLAN = plan_of(leaf("x", (B,), spec=(("data",),)))
 TEXT = plan_of(leaf("inputs", (B, 4)), leaf("targets", (B, 4)))
@@ -73,7 +73,7 @@ def test_each_part_has_an_order_and_a_share() -> None:
     assert Counter(x // 1000 for x in actual) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
         part_indices = [x % 1000 for x in actual if x // 1000 == part]
-        assert part_indices == Order(len(items), 4 + part).examples_at(np.arange(len(part_indices))).tolist()
+        assert part_indices == shuffled(np.arange(len(part_indices)), len(items), 4 + part).tolist()
 
 
 def test_the_first_part_that_ends_ends_all() -> None:

@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
+from pyarrow import feather, parquet
 
 from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError, WriteError
@@ -24,7 +26,8 @@ from spanax.train.data.formats import records as parsed
 from spanax.train.data.formats import table as tables
 from spanax.train.data.formats.records import _example_type
 from spanax.train.data.formats.table import Table, is_table, open_table
-from spanax.train.data.open_source import WINDOWS, Reading, vocab_size
+from spanax.train.data.open_source import WINDOWS, vocab_size
+from spanax.train.data.source import Options
 from spanax.train.data.text.tokenizer import load_tokenizer
 from spanax.train.data.text.tokens import Column
 
@@ -34,14 +37,9 @@ IMAGES = plan_of(leaf("image", (B, 2, 2), "float32"), leaf("label", (B,)))
 LABELS = plan_of(leaf("label", (3,)))
 TEXT = plan_of(leaf("inputs", (B, 4)), leaf("targets", (B, 4)))
 
-NEEDS_ARROW = 'pip install "spanax[parquet]"'
-
 
 def arrow(path: Path, kind: str) -> None:
     """The rows as a file that pyarrow writes."""
-    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
-    from pyarrow import feather, parquet
-
     table = pyarrow.Table.from_pylist(ROWS)
     if kind == "parquet":
         parquet.write_table(table, path, row_group_size=70)
@@ -93,19 +91,6 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "example.array_record": lambda path: records(path, [as_example(row) for row in ROWS]),
     "a.csv": as_csv,
 }
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., Batches]]:
-    readers: list[Batches] = []
-
-    def open_(*args: Any, **options: Any) -> Batches:
-        readers.append(batches(*args, prefetch=0, **options))
-        return readers[-1]
-
-    yield open_
-    for each in readers:
-        each.close()
 
 
 @pytest.fixture(autouse=True)
@@ -208,8 +193,8 @@ def test_a_bpe_is_trained_only_on_the_training_split(tmp_path: Path, cache: Path
     rows = [{"text": "zebra " * 50 if number % 20 == 1 else "the cat sat on the mat "} for number in range(100)]
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     column = Column(open_table(tmp_path / "a.jsonl"), "text")
-    engine = load_tokenizer("bpe:300", [column])
-    assert len(engine.encode(" zebra")) > 2 > len(engine.encode(" cat")) > 0
+    engine = load_tokenizer("bpe:300", [column.training_text])
+    assert len(engine.encode(b" zebra")) > 2 > len(engine.encode(b" cat")) > 0
     tokens = column.tokens(engine)
     (cached,) = cache.glob("tokenizer-*.json")
     text = tokenizers.Tokenizer.from_file(str(cached)).decode(tokens.ids.tolist())
@@ -217,10 +202,10 @@ def test_a_bpe_is_trained_only_on_the_training_split(tmp_path: Path, cache: Path
 
 
 def test_the_encoding_does_not_depend_on_the_number_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spanax.train.data.text import tokenizer, tokens
+    from spanax.train.data.text import tokenizer
 
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 100)
-    monkeypatch.setattr(tokens, "GROUP_BYTES", 1000)
+    monkeypatch.setattr(tokenizer, "GROUP_CHARS", 1000)
     texts = ["word " * (number % 50) for number in range(200)]
     (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
     encoder = load_tokenizer(ended(tmp_path))
@@ -234,7 +219,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path, opened: Callable[..., B
     path.write_bytes(lines([{"input_ids": [70_000 + i, 1, 2]} for i in range(100)]))
     reader = opened(path, TEXT, shuffle=False)
     assert reader.tokens.ids[:6].tolist() == [70_000, 1, 2, 70_002, 1, 2]
-    assert vocab_size(path, WINDOWS, Reading()) == reader.vocab_size == 70_100
+    assert vocab_size(path, WINDOWS, Options()) == reader.vocab_size == 70_100
 
 
 def test_a_second_start_reads_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -283,9 +268,6 @@ def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: 
         elif kind == "csv":
             (tmp_path / f"{name}.csv").write_text("\n".join(["text", *rows]))
         else:
-            pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
-            from pyarrow import parquet
-
             parquet.write_table(pyarrow.table({"text": rows}), tmp_path / f"{name}.parquet")
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), kind], capture_output=True, text=True, timeout=240
@@ -321,11 +303,12 @@ def test_tables_are_recognized(tmp_path: Path) -> None:
     }.items():
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / name).write_text('{"text": "x"}\n')
+            (tmp_path / folder / name).write_text(json.dumps({"text": name}) + "\n")
     assert [is_table(tmp_path / name) for name in ("tables", "text", "documents")] == [True, False, False]
-    assert [part.path.name for part in open_table(tmp_path / "tables").parts] == ["1.jsonl", "2.jsonl"]
+    texts = list(open_table(tmp_path / "tables").read("text"))
+    assert texts == ["a/1.jsonl", "b/2.jsonl"]
     assert of_split(open_table(str(tmp_path / "*" / "?" / "[12].jsonl")), "text") == [
-        "x"
+        "a/1.jsonl"
     ]  # one of two rows is held out
 
 
@@ -372,7 +355,11 @@ def test_a_dataset_and_a_dict_of_them(tmp_path: Path, opened: Callable[..., Batc
     dataset = datasets.Dataset.from_list(ROWS).remove_columns("ids")
     plan = plan_of(leaf("image", (B, 2, 2), "float32"), leaf("label", (B,)))
     turned = dataset.with_transform(lambda rows: rows | {"label": [N - 1 - label for label in rows["label"]]})
-    rows = [row for batch in take(opened(turned, plan), 38) for row in zip(batch["label"], batch["image"], strict=True)]
+    rows = [
+        row
+        for batch in take(opened(turned, plan, drop_remainder=False), 38)
+        for row in zip(batch["label"], batch["image"], strict=True)
+    ]
     assert all(image[0][0] == N - 1 - label for label, image in rows)
     labels = [label for label, _ in rows]
     assert sorted(labels[:N]) == list(range(N))  # all of it: nothing is held out of a dataset in memory
@@ -461,9 +448,6 @@ def test_a_bad_row_is_named(name: str, content: str, message: str, tmp_path: Pat
 
 
 def test_a_bad_row_of_arrow_or_csv_is_named(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
-    from pyarrow import parquet
-
     path, plan = tmp_path / "a.parquet", plan_of(leaf("label", (2,)))
     for label in ([1, 2, None, 4], [[1], [2], [[]] and None, [4]]):
         parquet.write_table(pyarrow.table({"label": label}), path)
@@ -483,7 +467,6 @@ def test_a_bad_row_of_arrow_or_csv_is_named(tmp_path: Path) -> None:
 def test_a_float_that_a_text_file_writes_as_an_integer_is_read(
     name: str, text: str, read: list[float], tmp_path: Path
 ) -> None:
-    pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     (tmp_path / name).write_text(text)
     plan = plan_of(leaf("label", (2,), "float32"))
     assert take(batches(tmp_path / name, plan, prefetch=0, shuffle=False), 1) == [{"label": read}]
@@ -506,9 +489,6 @@ def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monke
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(lines(rows) + (b" " * 1023 + b"\n") * 4096))
     else:
-        pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
     text = message_of(DataError, tmp_path / name)
     assert f"{name}' decompresses to more than" in text and "over 200 times its size" in text
@@ -574,7 +554,6 @@ def test_a_truncated_file_or_one_of_another_kind_raises(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
 def test_invalid_offsets_raise(kind: str, tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     rows = ["aaaaa", "bbbbbbb"] if kind == "text" else [[1] * 5, [2] * 7]
     batch = pyarrow.RecordBatch.from_arrays([pyarrow.array(rows)], ["text"])
     with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), batch.schema) as sink:
@@ -631,9 +610,6 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch:
 
 
 def test_a_damaged_row_is_not_a_write_error(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
-    from pyarrow import parquet
-
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"label": list(range(9999))}), path, use_dictionary=False)
     content = bytearray(path.read_bytes())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spanax.entries import folder_lock
-from spanax.entries.names import LEADER_LOCK, LOCK
-from spanax.errors import EntryError, WriteError
+from spanax.entries.names import LOCK
+from spanax.errors import WriteError
 from spanax.train.record.events import Events
 from spanax.train.record.heartbeat import Pulse
 from spanax.train.record.run_lock import claimed, supervised
@@ -77,17 +77,6 @@ def test_a_recreated_lock_is_not_held_twice(tmp_path: Path, monkeypatch: pytest.
         assert (folder / LOCK).read_text().startswith(f"process {os.getpid()} ")
         with pytest.raises(WriteError, match="is in use"):
             claimed(folder, resume=True).__enter__()
-
-
-@pytest.mark.parametrize("name", [LOCK, LEADER_LOCK, "LOCK.rank3", "log", "profile", "job.sh", "model.json"])
-def test_a_link_is_refused_before_a_lock_is_created(name: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "outside").write_text("precious")
-    (tmp_path / "run" / name).symlink_to(tmp_path / "outside")
-    for claim_of in CLAIMS.values():
-        with pytest.raises(EntryError, match=f"'{name}' is a symbolic link"):
-            claim_of(tmp_path / "run").__enter__()
-    assert os.listdir(tmp_path / "run") == [name] and (tmp_path / "outside").read_text() == "precious"
 
 
 def test_files_of_a_killed_save_are_removed(tmp_path: Path) -> None:

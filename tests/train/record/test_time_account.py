@@ -153,22 +153,6 @@ def test_a_manual_restart_after_a_kill_counts_as_a_restart(tmp_path: Path) -> No
     assert times.wall_seconds == 1095 - 1000
 
 
-def test_incomplete_lines_and_invalid_values_are_tolerated(tmp_path: Path) -> None:
-    write(tmp_path, FAULTY[:6])
-    with open(tmp_path / "events.jsonl", "a") as file:
-        for seconds in ('{"step": NaN}', '{"step": "9"}', '{"step": 1e300}', "{}", "[]", "7", "null"):
-            file.write('{"event": "ledger", "attempt": 1, "time": 1060, "step": 7, "wall_seconds": 9, ')
-            file.write(f'"seconds": {seconds}}}\n')
-        file.write(
-            '{"event": "ledger", "attempt": 1, "time": "soon"}\n{"event": "begin", "time": null}\n[1]\n'
-            '{"event": [], "time": 1060}\n{"event": "died", "time": 1e999}\n'
-        )
-        file.write('{"event": "ledger", "attempt": 1, "time": 1061.0, "st')
-    times = account(tmp_path)
-    assert len(times.attempts) == 2 and times.attempts[1].last_step == 6
-    assert times.wall_seconds == (1030 - 1000) + (1055 - 1030)
-
-
 def test_the_last_heartbeat_counts_where_events_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FAULTY[:2])
     monkeypatch.setattr(time, "time", lambda: 1032.5)

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import re
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.train.config import TrainConfig, check
 from spanax.train.record.tensorboard import TensorBoard
 from spanax.train.record.trackers import RunInfo, Trackers, check_trackers
+from spanax.train.record.wandb import WeightsAndBiases
 from spanax.train.tracking import create_trackers, track
 
 STEPS = [{"event": "step", "step": step, "loss": 1.0 / step, "counts": [1, 2]} for step in range(1, 7)]
@@ -273,71 +272,41 @@ def test_a_full_disk_disables_the_tracker_but_not_the_run(board: Path, small_dis
 # ---- Weights & Biases
 
 
-def stored(path: Path) -> Iterator[bytes]:
-    """The records of an offline file: LevelDB's log format after a header of seven bytes."""
-    content, start, parts = path.read_bytes(), 7, b""
-    while start + 7 <= len(content):
-        if (left := -start % (1 << 15)) < 7:
-            start += left  # a head is never cut by a block's end
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, start)
-        parts += content[start + 7 : start + 7 + size]
-        start += 7 + size
-        if kind in (1, 4):  # complete, or its last part
-            yield parts
-            parts = b""
+class FakeRun(list):  # type: ignore[type-arg]
+    """The rows of a W&B run; `finish` ends it."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.append((step, values["loss"]))
+
+    def finish(self) -> None:
+        self.append("finished")
 
 
-def history(folder: Path) -> list[tuple[int, float]]:
-    """Steps and losses in the offline files, in the order in which they would be sent."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    result = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
-        for data in stored(path):
-            record = Record.FromString(data)
-            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
-            if "loss" in items:
-                result.append((record.history.step.num, float(items["loss"])))
-    return result
-
-
-TRACK = """
-import sys
-from pathlib import Path
-from spanax.train.record.trackers import About, Trackers
-from spanax.train.record.wandb import WeightsAndBiases
-folder, step, reached, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
-about = About(folder, {"lr": 0.1}, {"layout": "fsdp"}, step, reached)
-trackers = Trackers({"wandb": WeightsAndBiases()}, about, lambda line: print("WARNED", line))
-trackers.take({"event": "start"})
-for number in range(step + 1, last + 1):
-    trackers.take({"event": "step", "step": number, "loss": 1.0 / number})
-trackers.end()
-print("ENDED")
-"""
+def test_a_resumed_run_is_one_run_without_steps_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: dict[str, FakeRun] = {}
+    fake = SimpleNamespace(
+        Settings=lambda **settings: settings,
+        init=lambda id, resume, **options: runs.setdefault(id, FakeRun()),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for first, reached, last in ((0, 0, 4), (2, 4, 6)):
+        trackers = Trackers({"wandb": WeightsAndBiases()}, about(tmp_path, step=first, reached=reached), pytest.fail)
+        for event in [{"event": "start"}, *STEPS[first:last]]:
+            trackers.take(event)
+        trackers.end()
+    ((name, rows),) = runs.items()
+    assert (tmp_path / "wandb" / "id").read_text() == name and re.fullmatch(r"[0-9a-f]{16}", name)
+    assert rows == [*((step, 1 / step) for step in range(1, 5)), "finished", (5, 1 / 5), (6, 1 / 6), "finished"]
 
 
-def tracked(folder: Path, *args: int, **environment: str) -> str:
-    """What a process says that tracks some steps; W&B's settings are those of its first run in a process."""
-    pytest.importorskip("wandb", reason='pip install "spanax[wandb]"')
-    command = [sys.executable, "-c", TRACK, str(folder), *map(str, args)]
-    env = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.endswith("ENDED\n"), done.stderr
-    return done.stdout
+def test_no_network_ends_the_tracker_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise OSError("no network")
 
-
-def test_an_offline_run_is_one_run_without_steps_twice(tmp_path: Path) -> None:
-    for args in ((0, 0, 4), (2, 4, 6)):
-        assert "WARNED" not in tracked(tmp_path, *args, WANDB_MODE="offline")
-    runs = list(tmp_path.glob("wandb/offline-run-*"))
-    assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
-    assert re.fullmatch(r"[0-9a-f]{16}", (tmp_path / "wandb" / "id").read_text())
-    assert history(tmp_path) == [(step, 1.0 / step) for step in range(1, 7)]
-
-
-def test_no_network_and_no_key_end_the_tracker_and_not_the_run(tmp_path: Path) -> None:
-    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_MODE": "online"}
-    reported = tracked(tmp_path, 0, 0, 3, WANDB_API_KEY="", **nowhere)
-    assert reported.count("WARNED tracker 'wandb' failed and is disabled: ") == 1
+    warnings: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **settings: settings, init=init))
+    trackers = Trackers({"wandb": WeightsAndBiases()}, about(tmp_path), warnings.append)
+    for event in [{"event": "start"}, *STEPS[:3]]:
+        trackers.take(event)
+    trackers.end()
+    assert warnings == ["tracker 'wandb' failed and is disabled: no network"]

@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -139,13 +138,6 @@ def test_no_key_names_a_file(from_4x2: Path) -> None:
     assert not [name for name in stored if re.search(r"^\.|[^\w.%-]", name, re.ASCII)]
 
 
-def test_describe_lists_the_checkpoint_on_disk(from_4x2: Path) -> None:
-    (record,) = checkpoint.describe(from_4x2)
-    assert (record.step, record.state, record.num_leaves, record.problems) == (30, "good", len(SPECS), ())
-    assert record.meta["loss"] == 2.5 and record.bytes > 1000 and re.match(r"20\d\d-.*\+00:00$", record.when)
-    assert checkpoint.verify(from_4x2) == []
-
-
 def test_donating_right_after_save_changes_nothing(tmp_path: Path) -> None:
     sharding = NamedSharding(mesh(4, 2), PartitionSpec("a", "b"))
     fresh = jax.jit(lambda key: jax.random.normal(key, (1024, 1024)), out_shardings=sharding)
@@ -253,9 +245,9 @@ def test_another_model_is_reported_by_its_paths(from_4x2: Path) -> None:
         checkpoint.restore(from_4x2, expected)
     for part in (
         "arrays: 1 missing, 1 unexpected, 2 of another shape or dtype",
-        "missing: head.bias (wanted bool[2])",
-        "unexpected: mask (saved bool[2])",
-        "none (saved float32[0,4], wanted float32[4,0]), step (saved int32[], wanted int16[])",
+        "missing: head.bias;",
+        "unexpected: mask;",
+        "none: model float32[4,0], checkpoint float32[0,4], step: model int16[], checkpoint int32[]",
     ):
         assert part in str(error.value)
     assert len(str(error.value).splitlines()) <= 4
@@ -455,15 +447,6 @@ def test_writes_that_outlive_a_failed_save_leave_no_folder(tmp_path: Path, monke
     assert names(tmp_path) == []
 
 
-def test_a_read_only_folder_is_a_write_error(small_disk: Path) -> None:
-    first = saved(small_disk, 1)
-    checkpoint.release(small_disk)  # an open file would keep the disk writable
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(WriteError, match="step 2 was not saved: .*Read-only file system"):
-        saved(small_disk, 2)
-    assert_same(checkpoint.restore(small_disk, targets()).arrays, first)
-
-
 def test_a_folder_that_cannot_be_created_is_a_write_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for root in (tmp_path / "file", tmp_path / "file" / "inside"):
@@ -501,13 +484,11 @@ patch = {{
     "before the manifest": (os, "rename", before("manifest.json")),
     "while the old step goes": (shutil, "rmtree", die),
     "before the new step has its number": (os, "rename", before("1")),
-}}.get(where)
-if patch:
-    setattr(*patch)
+}}[where]
+setattr(*patch)
 step = 1 if "step" in where else 2
 checkpoint.save(root, step, t.values(2), plan_json="{{}}", meta={{"step": 2}})
-if patch:
-    signal.pause()
+signal.pause()
 """
 # where the child dies, whether the second save counts
 DEATHS = {
@@ -525,11 +506,11 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = CHILD.format(here=str(Path(__file__).parent))
     children = {
         where: subprocess.Popen([sys.executable, "-c", code, where, str(root / where)], stderr=subprocess.PIPE)
-        for where in [*DEATHS, "not waited for"]
+        for where in DEATHS
     }
     for where, child in children.items():
         _, stderr = child.communicate(timeout=240)
-        assert child.returncode == (-signal.SIGKILL if where in DEATHS else 0), (where, stderr.decode())
+        assert child.returncode == -signal.SIGKILL, (where, stderr.decode())
     return root
 
 
@@ -543,81 +524,3 @@ def test_a_kill_at_any_moment_leaves_an_intact_step(graves: Path, where: str) ->
     saved(root, 3)
     assert names(root) == ["1", "3"] and checkpoint.verify(root) == []
     assert_same(checkpoint.restore(root, targets(), step=1).arrays, left)
-
-
-@pytest.mark.slow
-def test_a_program_that_exits_during_a_save_keeps_older_steps(graves: Path) -> None:
-    root = graves / "not waited for"
-    restored = checkpoint.restore(root, targets(), warn=no_warning)
-    assert_same(restored.arrays, values(restored.step))
-    saved(root, 3)
-    assert names(root) in (["1", "3"], ["1", "2", "3"]) and checkpoint.verify(root) == []
-
-
-# ---- several processes
-
-MEMBER = """
-import sys, jax
-sys.path.insert(0, {here!r})
-rank, address, root = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-bind = {{"coordinator_bind_address": address}} if rank == 0 else {{}}
-jax.distributed.initialize(address, 2, rank, **bind)
-import numpy as np
-import test_checkpoint as t
-from spanax.errors import DataError, WriteError
-from spanax.train.store import checkpoint, manifest
-
-full = np.arange(128, dtype=np.float32).reshape(16, 8)
-sharding = t.NamedSharding(t.mesh(4, 2), t.PartitionSpec("a", "b"))
-array = jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
-busy = jax.jit(lambda array: (array * 2).sum())
-
-def save(step, **options):
-    pending = checkpoint.save(root, step, {{"w": array}}, plan_json="{{}}", meta={{}}, **options)
-    for _ in range(9):
-        busy(array).block_until_ready()
-    pending.wait()
-
-for step in (1, 2, 3, 3):
-    save(step, keep=2)
-found = checkpoint.restore(root, {{"w": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)}})
-for shard in found.arrays["w"].addressable_shards:
-    assert np.array_equal(shard.data, full[shard.index])
-write, manifest.write = manifest.write, t.raises(OSError(28, "No space left on device"))
-for expected, act in [
-    (WriteError, lambda: save(4)),
-    (DataError, lambda: checkpoint.restore(root, {{}}, step=77)),
-]:
-    try:
-        act()
-    except expected:
-        continue
-    raise SystemExit(f"rank {{rank}}: no {{expected}}")
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_save_one_checkpoint_and_fail_together(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    code = MEMBER.format(here=str(Path(__file__).parent))
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    members = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), address, str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    try:
-        for member in members:
-            _, stderr = member.communicate(timeout=240)
-            assert member.returncode == 0, stderr.decode()
-    finally:
-        for member in members:
-            member.kill()
-            member.communicate()
-    assert names(tmp_path) == ["2", "3"] and checkpoint.verify(tmp_path) == []
-    target = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=SingleDeviceSharding(jax.devices()[0]))}
-    assert np.array_equal(checkpoint.restore(tmp_path, target).arrays["w"].ravel(), np.arange(128))

@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 from spanax.check.report import Report
-from spanax.displays import display
 from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
@@ -26,9 +25,6 @@ class LintSubject:
     plan: Plan
     cluster: Cluster
     report: Report | None = None
-
-    def _repr_html_(self) -> str:
-        return display(self)
 
     @cached_property
     def flaws(self) -> list[Problem]:

@@ -3,9 +3,9 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.parity.example_batches import example_batch
 from spanax.check.parity.shrink import free_bytes
+from spanax.displays import doing
 from spanax.errors import CapacityError, ConflictError, NoLayoutError, RangeError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -42,25 +43,6 @@ PRUNED = Reason(Code.NOT_COMPARED)
 
 WARM_UP = 1
 """The number of untimed steps before the timed steps."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a comparison.
-
-    Attributes:
-      phase: `compiled` after a layout was compiled and ran its first step, `step` after every layout ran a step.
-      done: the number of completed layouts or steps.
-      total: the total number of layouts or steps.
-      layout: the layout that was compiled last.
-      seconds_left: estimate of the remaining seconds, from the mean time per layout and step so far.
-    """
-
-    phase: Literal["compiled", "step"]
-    done: int
-    total: int
-    layout: str
-    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -210,7 +192,6 @@ def compare(
     steps: int = 10,
     devices: Sequence[Any] | None = None,
     seed: int = 0,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Compared, ...]:
     """Runs all candidates of a search in rounds of one step each, and returns them fastest first.
 
@@ -222,7 +203,6 @@ def compare(
       steps: the number of timed steps per layout.
       devices: the devices; by default, all devices of this process.
       seed: the seed of the parameters, the batch and the order.
-      on_progress: called after each compilation and after each round of steps.
 
     Raises:
       SpanaxError: `steps` is less than 1, or the layouts do not fit in memory at the same time.
@@ -246,18 +226,16 @@ def compare(
     plans = [plan_of(search_result, candidate) for candidate in search_result.candidates]
     _check_memory(plans)
     batch = example_batch(program, seed)
-    runs, compiled = _started_runs(program, plans, devices, seed, batch, steps, on_progress)
+    runs, compiled = _started_runs(program, plans, devices, seed, batch)
     seconds, core_seconds = ([list[float]() for _ in runs] for _ in range(2))
     order = list(range(len(runs)))
-    started = time.monotonic()
     for step in range(1, steps + 1):
+        doing(f"step {step} of {steps}")
         random.Random(seed + step).shuffle(order)
         for index in order:
             start = time.process_time()
             seconds[index].append(_step_seconds(runs[index], batch))
             core_seconds[index].append(time.process_time() - start)
-        seconds_left = (time.monotonic() - started) / step * (steps - step)
-        on_progress(Progress("step", step, steps, plans[-1].layout.name, seconds_left))
     best = min(range(len(runs)), key=lambda index: statistics.median(seconds[index]))
     rows = []
     for index, candidate in enumerate(search_result.candidates):
@@ -291,16 +269,13 @@ def _started_runs(
     devices: Sequence[Any] | None,
     seed: int,
     batch: Any,
-    steps: int,
-    on_progress: Callable[[Progress], None],
 ) -> tuple[list[Run], list[Any]]:
     """Returns the runs of all plans, with the same initial parameters and after `WARM_UP` steps, and their programs."""
     runs: list[Run] = []
     compiled = []
     initial: list[Any] = []
-    started = time.monotonic()
-    step_seconds = 0.0
     for count, plan in enumerate(plans, 1):
+        doing(f"compiling {count} of {len(plans)}: {plan.title}")
         if not runs:
             run = start(program, plan, seed=seed, devices=devices)
             initial = [array.copy() for array in run.state]
@@ -311,11 +286,9 @@ def _started_runs(
             run = Run(program, plan, mesh, [jax.device_put(a, leaf.sharding(mesh)).copy() for a, leaf in pairs])
             assert_placed(plan, run.state, mesh)
         compiled.append(run.compile())
-        step_seconds += sum(_step_seconds(run, batch) for _ in range(WARM_UP))
+        for _ in range(WARM_UP):
+            _step_seconds(run, batch)
         runs.append(run)
-        mean = (time.monotonic() - started) / count
-        seconds_left = mean * (len(plans) - count) + step_seconds / count / WARM_UP * len(plans) * steps
-        on_progress(Progress("compiled", count, len(plans), plan.title, seconds_left))
     return runs, compiled
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from spanax.schema import Count, parsed
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.train.record.folder import read_environment, recorded
-from spanax.train.record.metric_curves import steady_steps
+from spanax.train.record.metric_curves import metric_curves
 
 EXPECTED = "a run folder, or a file with the output of spanax compare --json"
 
@@ -106,10 +106,10 @@ def _of_run(folder: Path, requested: Requested) -> MeasuredStep:
         transfers.append("another program")
     if machine.size != requested.cluster.size:
         transfers.append(f"{machine.size} devices")
-    steps = steady_steps(folder)
-    seconds = StepSeconds(steps.seconds)
-    if steps.seconds:
-        seconds = StepSeconds(steps.seconds, min(1.0, steps.wait_seconds / seconds.median))
+    metrics = metric_curves(folder)
+    seconds = StepSeconds(tuple(step.seconds for step in metrics.steady))
+    if seconds.seconds:
+        seconds = replace(seconds, wait_share=min(1.0, metrics.wait_seconds / seconds.median))
     return MeasuredStep.of(evaluate(program, plan, machine), seconds, source=str(folder), transfers=transfers)
 
 

@@ -14,7 +14,6 @@ from spanax.entries.names import PROFILE, PROGRAM
 from spanax.errors import DataError, EntryError, first_line
 from spanax.plan.plan import Plan
 from spanax.train.record.folder import recorded
-from spanax.train.record.metric_curves import MetricCurves, metric_curves
 from spanax.train.record.report import RunReport
 
 Read = TypeVar("Read")
@@ -25,7 +24,6 @@ class RunRecord:
     """A run as recorded in its folder; `findings` are those of its profile, `notes` lists what could not be read."""
 
     report: RunReport
-    metrics: MetricCurves
     plan: Plan | None
     profile: StepProfile | None
     findings: tuple[Finding, ...]
@@ -43,12 +41,11 @@ def run_record(report: RunReport) -> RunRecord:
     plan = _read_or_note(Plan.of_run, folder, notes)
     has_profile = Folder.of(folder).kind(PROFILE) is not None
     profile = _read_or_note(read_profile, folder, notes) if has_profile else None
-    curves = metric_curves(folder)
-    for name, points in (("loss", curves.loss), ("held-out loss", curves.held_out)):
+    for name, points in (("loss", report.metrics.loss), ("held-out loss", report.metrics.held_out)):
         if points.num_nonfinite:
             notes.append(f"{points.num_nonfinite:,} of {points.num_added:,} values of the {name} are not finite")
     findings = () if profile is None else tuple(lint_profile(profile))
-    return RunRecord(report, curves, plan, profile, findings, tuple(notes))
+    return RunRecord(report, plan, profile, findings, tuple(notes))
 
 
 def _read_or_note(read: Callable[[Path], Read], folder: Path, notes: list[str]) -> Read | None:

@@ -186,7 +186,7 @@ def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Program, Pla
     Raises:
       SpanaxError: the shardings of an array differ between both plans.
     """
-    recorded = program.with_gradients()
+    recorded = program.variant(records_gradients=True)
     recorded_plan = same_layout(recorded, plan)
     by_path = {leaf.path: leaf for leaf in recorded_plan.leaves}
     for leaf in plan.leaves:

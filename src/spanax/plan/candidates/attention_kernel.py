@@ -61,7 +61,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None, fo
     elif kernel is not None:
         attention = program.attentions(replace(form, context=kernel))
         if any(each.kernel == kernel for each in attention):
-            return program.variant(replace(form, context=kernel))
+            return program.variant(form, context=kernel)
     if requested == "flash":
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"

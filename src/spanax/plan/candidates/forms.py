@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -32,7 +31,7 @@ def programs_of(program: Program, remat: Sequence[str] | None, rejected: Rejecti
     for name in REMAT if remat is None else remat:
         try:
             policy = program.form.remat if name == program.remat else name
-            programs[name] = program.variant(replace(program.form, remat=policy, microbatches=1))
+            programs[name] = program.variant(remat=policy, microbatches=1)
         except SpanaxError as error:
             rejected[Reason(Code.NO_REMAT, name, detail=first_line(error))] += 1
             errors.append(error)
@@ -90,7 +89,7 @@ class Forms:
 
     def _in_ring(self, program: Program) -> Program | None:
         try:
-            return program.variant(replace(program.form, context=RING))
+            return program.variant(context=RING)
         except SpanaxError as error:
             self._rejected[Reason(Code.NO_RING, detail=first_line(error))] += 1
             return None

@@ -38,7 +38,7 @@ def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan
     if evaluate(program, unchunked, cluster).fits:
         return replace(unchunked, why=f"{unchunked.why}; {Reason(Code.LOGITS_NO_FASTER)}")
     count, reason = suiting_chunks(program, unchunked, cluster)
-    plan = unchunked if count == 1 else make(program.variant(replace(program.form, loss_chunks=count)))
+    plan = unchunked if count == 1 else make(program.variant(loss_chunks=count))
     return replace(plan, why=f"{plan.why}; {reason}")
 
 
@@ -51,7 +51,7 @@ def search_in_chunks(find: Callable[[Program], Search], program: Program, cluste
     count, reason = suiting_chunks(program, plan_of(result, candidate), cluster)
     if count == 1:
         return replace(result, logits=reason)
-    chunked = find(program.variant(replace(program.form, loss_chunks=count)))
+    chunked = find(program.variant(loss_chunks=count))
     if result.best is None or (chunked.best and chunked.best.step_seconds < result.best.step_seconds):
         return replace(chunked, logits=reason)
     return replace(result, logits=Reason(Code.LOGITS_NO_FASTER))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from spanax.errors import VariantError
 from spanax.hardware.cluster import Cluster
@@ -48,7 +47,7 @@ def search_in_padding(
         return find(program)
     results = []
     for padded in forms:
-        result = find(program.variant(replace(program.form, padded=padded)))
+        result = find(program.variant(padded=padded))
         if result.best is None or is_used(result, padded):
             results.append(result)
     if not results:

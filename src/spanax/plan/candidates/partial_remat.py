@@ -128,7 +128,7 @@ def _traced(result: Search, estimate: _Estimate, limit: int, rejected: Rejection
     excess = lighter.upper_bytes - limit
     for _ in range(MOST_TRACED):
         try:
-            program = lighter.program.variant(replace(lighter.program.form, remat=str(policy)))
+            program = lighter.program.variant(remat=str(policy))
             point = _priced(result, lighter.candidate, program)
         except SpanaxError as error:
             rejected[Reason(Code.NO_REMAT, str(policy), detail=first_line(error))] += 1

@@ -347,24 +347,37 @@ def _working_sizes(program: Program, names: Sequence[str]) -> list[int]:
 
 
 def _working_mesh(program: Program, axis: str, names: Sequence[str], sizes: Sequence[int], mesh: MeshShape) -> str:
-    """Returns a mesh on which an idle axis is smaller: with more `data` where that divides the batch, or fewer devices.
+    """Returns a mesh on which an idle axis is smaller: with another axis that much larger, or with fewer devices.
 
     `sizes` are those of the classes that the axis may divide.
     """
     size = mesh.ways([axis])
     used = _largest_divisor(sizes, [number for number in range(1, size) if size % number == 0])
-    resized = {"data": 1, **dict(mesh.axes), axis: used}
-    resized["data"] *= size // used
-    other = MeshShape(tuple((name, resized[name]) for name in MEANING if resized.get(name, 1) > 1))
-    num_shards = other.ways([name for name in other.names if "batch" in MEANING[name]])
-    batch = _working_sizes(program, ["batch"])
-    is_standard = MEANING.keys() >= {*mesh.names, axis} and {*names} <= {*MEANING.get(axis, ())}
-    if is_standard and names and names[0] != "batch" and batch and all(number % num_shards == 0 for number in batch):
-        return f"mesh {other}, layout '{layout_for(other).name}'"
+    is_standard = MEANING.keys() >= {*mesh.names, axis} and names and {*names} <= {*MEANING.get(axis, ())}
+    for wider in dict.fromkeys(("data", *mesh.names)) if is_standard else ():
+        resized = {"data": 1, **dict(mesh.axes), axis: used}
+        resized[wider] *= size // used
+        other = MeshShape(tuple((name, resized[name]) for name in MEANING if resized.get(name, 1) > 1))
+        if wider != axis and _works(program, other):
+            return f"mesh {other}, layout '{layout_for(other).name}'"
     used = _largest_divisor(sizes, range(1, size))
     num_devices = mesh.size // size * used
     devices = f"{num_devices} devices" if num_devices > 1 else "one device"
     return f"{axis}={used} on {devices}, or a layout without '{axis}'"
+
+
+def _works(program: Program, mesh: MeshShape) -> bool:
+    """Returns whether every axis of a mesh divides the batch or something else of a program."""
+    of_batch = [name for name in mesh.names if "batch" in MEANING[name]]
+    batch = _working_sizes(program, ["batch"])
+    if of_batch and (not batch or any(number % mesh.ways(of_batch) for number in batch)):
+        return False
+    layout = layout_for(mesh)
+    return all(
+        any(number % mesh.ways([name]) == 0 for number in _working_sizes(program, layout.splits(name)))
+        for name in mesh.names
+        if name not in of_batch
+    )
 
 
 def _largest_divisor(sizes: Sequence[int], divisors: Iterable[int]) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spanax.displays import display
 from spanax.plan.sharding.resolve import Spec
 from spanax.trace.variables import Leaf
 
@@ -43,9 +42,6 @@ class Placement:
     local_bytes: int
     reason: str
     memory_kind: str = DEVICE
-
-    def _repr_html_(self) -> str:
-        return display(self)
 
     @property
     def is_key(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from spanax.check.finding import Finding, Severity
@@ -227,7 +227,13 @@ def _print_line(event: Event, stream: TextIO, resume: str) -> None:
 
 @contextmanager
 def _bar(console: Terminal, resume: str) -> Iterator[Emit]:
-    columns = MofNCompleteColumn(table_column=Column(no_wrap=True)), Numbers()
+    columns = (
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=8),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        Numbers(Column(ratio=1)),
+    )
     # Rich would print a standard error that is redirected to a file on the terminal.
     with Progress(*columns, console=console, expand=True, redirect_stderr=sys.stderr.isatty()) as progress:
         # A task has no total until the `start` event: each column must render one without.

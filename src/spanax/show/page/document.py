@@ -26,16 +26,6 @@ Cell = str | tuple[str, float | None]
 
 
 @dataclass(frozen=True)
-class Fact:
-    """A number at the top of a page: its name, the value, and a detail below it."""
-
-    name: str
-    value: str
-    detail: str = ""
-    is_bad: bool = False
-
-
-@dataclass(frozen=True)
 class Block:
     """A section of a page: its title, its content, and a line below the title."""
 
@@ -51,18 +41,12 @@ class Page:
     Attributes:
       kind: its subject: a run, a plan, a check.
       title: the title.
-      lead: a sentence below the title.
-      facts: numbers at the top.
       blocks: sections.
-      next: the command to run next.
     """
 
     kind: str
     title: str
-    lead: str = ""
-    facts: Sequence[Fact] = ()
-    blocks: Sequence[Block] = ()
-    next: str = ""
+    blocks: Sequence[Block]
 
 
 def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Part:
@@ -111,7 +95,7 @@ def document(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     return Template(_file("page.html")).substitute(
-        {name: escape(shown[name]) for name in ("kind", "title", "lead")},
+        {name: escape(shown[name]) for name in ("kind", "title")},
         policy=policy,
         style=_file("page.css"),
         script=script,

@@ -1,4 +1,4 @@
-// Draws the value of the page: numbers, tables, bars, lines and texts. A text is never read as HTML: names in it are untrusted.
+// Draws the value of the page: tables, bars, lines and texts. A text is never read as HTML: names in it are untrusted.
 "use strict";
 
 const SVG = new Set(["svg", "path"]);
@@ -147,18 +147,12 @@ function drawText(part) {
 const DRAW = { table: drawTable, bars: drawBars, lines: drawLines, text: drawText };
 
 function draw(page) {
-  const facts = page.facts.map((fact) => {
-    const value = el("dd", { class: fact.is_bad ? "value bad" : "value" }, fact.value);
-    return el("div", {}, el("dt", {}, fact.name), value, fact.detail ? el("dd", { class: "note" }, fact.detail) : null);
-  });
   const links = page.blocks.map((block, index) => el("a", { href: `#section-${index + 1}` }, block.title));
   const sections = page.blocks.map((block, index) => {
     const note = block.note ? el("p", { class: "note" }, block.note) : null;
     return el("section", { id: `section-${index + 1}` }, el("h2", {}, block.title), note, ...block.parts.map((part) => DRAW[part.kind](part)));
   });
   return [
-    page.next ? el("p", {}, el("code", {}, page.next)) : null,
-    facts.length ? el("dl", { class: "facts" }, ...facts) : null,
     links.length > 1 ? el("nav", { "aria-label": "On this page" }, ...links) : null,
     ...sections,
   ].filter(Boolean);

@@ -1,20 +1,20 @@
 """The pages of a plan, and of the layouts of a search."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spanax.check.array_placement import copies
 from spanax.plan.advice.quotes import Quotes
 from spanax.plan.advice.summary import Summary
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.plan import Moved, Plan, shared_path
+from spanax.plan.plan import Plan, shared_path
 from spanax.plan.sharding.placement import DEVICE, Placement
-from spanax.show.page.document import Block, Cell, Fact, Page, Part, bars, table, text
+from spanax.show.page.document import Block, Cell, Page, Part, bars, table, text
 from spanax.show.placement import dims_text, repeated_arrays, spec_text
-from spanax.show.quotes import cells, heads, notes
+from spanax.show.quotes import quotes_text
 from spanax.show.schedules import ticks_text
-from spanax.show.search import LAYOUT_HEADS, layout_cells, mfu_text
+from spanax.show.search import LAYOUT_HEADS, layout_cells, search_text
 from spanax.units import bytes_text, count_text, quantity_text
 
 KINDS = {"param": "parameters", "batch": "batch", "optimizer": "optimizer", "other": "other state"}
@@ -32,66 +32,33 @@ def plan_page(plan: Plan) -> Page:
     num_params = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.kind == "param")
     batch = f", batch size {plan.setting.batch_size:,}" if plan.batch else ""
     title = f"{plan.title}: {count_text(num_params)} parameters{batch}"
-    return Page("plan", title, sentence(plan.why), _facts(plan), [*price_blocks(plan), *array_blocks(plan)])
+    return Page("plan", title, plan_blocks(plan))
 
 
-def sentence(words: str) -> str:
-    """Returns words with a capital letter and a period."""
-    return f"{words[:1].upper()}{words[1:]}."
+def plan_blocks(plan: Plan) -> list[Block]:
+    """Returns the sections of a plan: its text, predicted cost, arrays and schedule."""
+    return [Block("Plan", [text("the plan", str(plan))]), *_price_blocks(plan), *_array_blocks(plan)]
 
 
-def _facts(plan: Plan) -> list[Fact]:
-    price = plan.price
-    schedule = plan.schedule
-    facts = [Fact("devices", f"{plan.mesh.size:,}", f"{plan.mesh}" if price is None else price.cluster)]
-    if price is not None:
-        limit = price.limit_bytes
-        mfu = "predicted" if price.mfu is None else f"{100 * price.mfu:.1f} % MFU"
-        room = f"of {bytes_text(limit)} per device" if limit else "per device"
-        is_over = limit is not None and price.peak_bytes > limit
-        facts.append(Fact("step time", seconds_text(price.step_seconds), mfu))
-        facts.append(Fact("peak memory", bytes_text(price.peak_bytes), room, is_over))
-    facts.append(Fact("state per device", bytes_text(plan.state_bytes()), "parameters, optimizer, other"))
-    details = [f"remat {schedule.remat or 'as written'}"]
-    details += [f"in {schedule.compute_dtype}"] if schedule.compute_dtype else []
-    details += [f"{schedule.num_stages} stages"] if schedule.num_stages > 1 else []
-    count = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
-    return [*facts, Fact("schedule", count, ", ".join(details))]
-
-
-def price_blocks(plan: Plan) -> list[Block]:
-    """Returns the predicted step time, memory and traffic of a plan; its state alone if it has no predicted cost."""
+def _price_blocks(plan: Plan) -> list[Block]:
+    """Returns the predicted step time, memory and traffic of a plan that has a predicted cost."""
     price = plan.price
     if price is None:
-        state = {name: plan.state_bytes(kind) for kind, name in KINDS.items() if kind != "batch"}
-        state["batch"] = sum(leaf.local_bytes for leaf in plan.batch)
-        memory = bars("state per device", {"state": state}, bytes_text)
-        return [Block("Memory per device", [memory], "State only: the plan has no predicted cost.")]
-    blocks = cost_blocks(price.seconds, price.memory, price.limit_bytes)
-    return [*blocks, traffic_block({"predicted": price.moved})]
-
-
-def cost_blocks(seconds: Mapping[str, float], memory: Mapping[str, int], limit_bytes: int | None = None) -> list[Block]:
-    """Returns the predicted seconds per step by category, and the bytes per device by group."""
-    time_part = bars("predicted seconds per step", {"predicted": seconds}, seconds_text)
-    memory_part = bars("predicted bytes per device", {"predicted": memory}, bytes_text, limit_bytes)
-    return [Block("Step time", [time_part]), Block("Memory per device", [memory_part], "Predicted peak.")]
-
-
-def traffic_block(sides: Mapping[str, Moved]) -> Block:
-    """Returns the bytes that a device receives per step, by mesh axes; `sides` are `predicted`, `compiled` or both."""
-    sizes_by_label = {
-        f"{axes}, {side}": kinds
-        for side, moved in sides.items()
-        for axes, kinds in moved.items()
-        if any(kinds.values())
-    }
+        return []
+    mfu = "" if price.mfu is None else f", {100 * price.mfu:.1f} % MFU"
+    seconds = bars("predicted seconds per step", {"predicted": price.seconds}, seconds_text)
+    memory = bars("predicted bytes per device", {"predicted": price.memory}, bytes_text, price.limit_bytes)
+    moved = {axes: kinds for axes, kinds in price.moved.items() if any(kinds.values())}
     caption = "bytes received per device and step, by mesh axes"
-    part = bars(caption, sizes_by_label, bytes_text) if sizes_by_label else text(caption, "No communication.")
-    return Block("Communication by mesh axis", [part], "Bytes that a device receives from collectives per step.")
+    traffic = bars(caption, moved, bytes_text) if moved else text(caption, "No communication.")
+    return [
+        Block("Step time", [seconds], f"Predicted for {price.cluster}{mfu}."),
+        Block("Memory per device", [memory], "Predicted peak."),
+        Block("Communication by mesh axis", [traffic], "Bytes that a device receives from collectives per step."),
+    ]
 
 
-def array_blocks(plan: Plan) -> list[Block]:
+def _array_blocks(plan: Plan) -> list[Block]:
     """Returns the placement of every array, and the schedule of a pipeline."""
     order = list(KINDS)
     repeated = repeated_arrays((*plan.leaves, *plan.batch))
@@ -159,37 +126,22 @@ def seconds_text(seconds: float) -> str:
 def search_page(summary: Summary, plan: Plan | None, workload: str) -> Page:
     """Returns the page of a search; `plan` is its best layout with its predicted cost."""
     search = summary.search
-    lead = f"Nothing fits: {summary.shortfall}."
-    if plan is not None:
-        lead = f"Best: {plan.title}. {sentence(plan.why)}"
     layouts = layouts_part(search)
     count = len(layouts["rows"])
     note = f"{count:,} of {search.layouts_priced:,} layouts priced: the fastest, and the best of every kind."
-    blocks = [Block("Layouts", [layouts], note)]
-    if search.rejected:
-        rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
-        rows = [(str(reason), (f"{count:,}", count)) for reason, count in rejected]
-        blocks.append(Block("Excluded", [table("excluded layouts", ("reason", "layouts"), rows)]))
+    blocks = [
+        Block("Best layout", [text("best layout", search_text(summary, top=0))]),
+        Block("Layouts", [layouts], note),
+    ]
     if plan is not None:
-        blocks += [*price_blocks(plan), *array_blocks(plan)]
-    return Page("layouts", f"{workload} on {search.cluster}", lead, _search_facts(summary), blocks)
+        blocks += plan_blocks(plan)
+    return Page("layouts", f"{workload} on {search.cluster}", blocks)
 
 
 def quotes_page(quotes: Quotes, workload: str) -> Page:
     """Returns the page of several clusters."""
-    columns = heads(quotes)
-    rows = []
-    for quote in quotes:
-        row: list[Cell] = [cell if cell[1] is not None else cell[0] for cell in cells(quotes, quote)]
-        rows.append(row if quote.plan else [*row, quote.problem] + [""] * (len(columns) - 2))
     title = f"{workload} on {len(quotes)} clusters"
-    return Page(
-        "clusters",
-        title,
-        " ".join(map(sentence, notes(quotes))),
-        (),
-        [Block("Clusters", [table(title, columns, rows)])],
-    )
+    return Page("clusters", title, [Block("Clusters", [text(title, quotes_text(quotes))])])
 
 
 def layouts_part(search: Search, most: int | None = None) -> Part:
@@ -217,25 +169,4 @@ def _row(search: Search, candidate: Candidate, fits: str) -> list[Cell]:
         (mfu, search.rates(candidate).mfu),
         (memory, candidate.peak_bytes),
         fits,
-    ]
-
-
-def _search_facts(summary: Summary) -> list[Fact]:
-    search = summary.search
-    best = summary.search.best
-    devices = Fact("devices", f"{search.cluster.num_devices:,}", str(search.cluster))
-    priced = Fact("priced", f"{search.layouts_priced:,}", f"layouts in {search.search_seconds:.2f} s")
-    if best is None:
-        return [devices, priced, Fact("fits", "none", summary.shortfall, is_bad=True)]
-    rates = search.rates(best)
-    limit = search.cluster.memory_bytes
-    mfu = "" if rates.mfu is None else f"{mfu_text(rates)} % MFU"
-    kind = "tokens/s" if rates.tokens_per_second else "examples/s"
-    room = f"of {bytes_text(limit)}" if limit else "per device"
-    return [
-        devices,
-        priced,
-        Fact("best step", seconds_text(best.step_seconds), mfu),
-        Fact("speed", count_text(rates.tokens_per_second or rates.examples_per_second), kind),
-        Fact("peak memory", bytes_text(best.peak_bytes), room),
     ]

@@ -1,16 +1,15 @@
-"""The page of a run: curves, the account of its time, faults, and predicted next to measured times."""
+"""The page of a run: its report, curves, and predicted next to measured times."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from spanax.check.measure.run_record import RunRecord
 from spanax.plan.cost.step_time import IDLE
 from spanax.plan.plan import Prediction
 from spanax.printable import printable
-from spanax.show.page.check import findings_part
-from spanax.show.page.document import Block, Fact, Page, Part, bars, lines, table, text
-from spanax.show.page.plan import array_blocks, price_blocks, seconds_text
-from spanax.show.report import MEANING, Section, attempts_section, duration_text, faults_section
-from spanax.train.record.time_ledger import BUCKETS
+from spanax.show.page.document import Block, Page, Part, bars, lines, table, text
+from spanax.show.page.plan import plan_blocks, seconds_text
+from spanax.show.report import report_text
 from spanax.units import count_text
 
 COMMUNICATION = ("activations between devices", "weights between devices", "gradient sync")
@@ -19,51 +18,24 @@ COMMUNICATION = ("activations between devices", "weights between devices", "grad
 
 def run_page(run: RunRecord) -> Page:
     """Returns the page of a run."""
-    plan = run.plan
-    lead = f"{plan.title}: {plan.why}." if plan is not None else "No plan."
-    title = printable(run.report.workload) or "a run"
-    return Page("run", title, lead, _facts(run), [*_blocks(run), *_plan_blocks(run)], run.report.how_to_go_on)
+    report = report_text(replace(run.report, notes=run.notes))
+    blocks = [Block("Report", [text("the report", report)]), *_curve_blocks(run), *_plan_blocks(run)]
+    return Page("run", printable(run.report.workload) or "a run", blocks)
 
 
-def _facts(run: RunRecord) -> list[Fact]:
-    times = run.report.account
-    loss = run.metrics.loss.retained
-    held_out = run.metrics.held_out.retained
-    facts = [
-        Fact("goodput", f"{100 * times.goodput:.1f} %", f"of {duration_text(times.wall_seconds)}"),
-        Fact("steps", f"{times.reached:,}", f"{len(times.attempts)} attempt{'s' * (len(times.attempts) > 1)}"),
-    ]
-    if loss:
-        detail = f"held out {held_out[-1][1]:.4g}" if held_out else f"at first {loss[0][1]:.4g}"
-        facts.append(Fact("loss", f"{loss[-1][1]:.4g}", detail))
-    step_seconds = run.metrics.median_step_seconds
-    speed = run.metrics.median_speed
-    if step_seconds is not None:
-        rate = "median" if speed is None else f"{count_text(speed)} {run.metrics.counted}/s, medians"
-        facts.append(Fact("step time", seconds_text(step_seconds), rate))
-    if times.faults:
-        facts.append(Fact("faults", f"{len(times.faults)}", f"ended: {times.attempts[-1].outcome}", is_bad=True))
-    return facts
-
-
-def _blocks(run: RunRecord) -> Iterator[Block]:
+def _curve_blocks(run: RunRecord) -> Iterator[Block]:
     if curves := list(_curves(run)):
-        yield Block("Curves", curves)
-    times = run.report.account
-    seconds = {f"{name}: {MEANING[name]}": times.seconds[name] for name in BUCKETS if times.seconds[name] >= 0.05}
-    spent = bars("time of the run", {"all attempts": seconds}, duration_text)
-    note = "Wall time of the run by category, from its first start."
-    yield Block("Goodput", [spent, _section_part(attempts_section(times))], note)
-    if (faults := faults_section(times)) is not None:
-        yield Block("Faults and recovery", [_section_part(faults)])
+        seconds = run.report.metrics.median_step_seconds
+        speed = run.report.metrics.median_speed
+        medians = [] if seconds is None else [seconds_text(seconds)]
+        medians += [] if speed is None else [f"{count_text(speed)} {run.report.metrics.counted}/s"]
+        yield Block("Curves", curves, f"Median step: {', '.join(medians)}." if medians else "")
     if run.findings:
-        yield Block("Findings", [findings_part(run.findings)])
-    if run.notes:
-        yield Block("Files that could not be read", [text("files that could not be read", "\n".join(run.notes))])
+        yield Block("Findings", [text("findings", "\n".join(map(str, run.findings)))])
 
 
 def _curves(run: RunRecord) -> Iterator[Part]:
-    metrics = run.metrics
+    metrics = run.report.metrics
     if metrics.loss.retained:
         yield lines("Loss", {"loss": metrics.loss.retained, "held-out loss": metrics.held_out.retained})
     for name, points in metrics.evaluated.items():
@@ -71,10 +43,6 @@ def _curves(run: RunRecord) -> Iterator[Part]:
             yield lines(f"Held-out {printable(name)}", {printable(name): points.retained})
     if metrics.speed.retained:
         yield lines("Speed", {f"{metrics.counted} per second": metrics.speed.retained}, from_zero=True)
-
-
-def _section_part(section: Section) -> Part:
-    return table(section.title, [name or "details" for name in section.columns], section.rows)
 
 
 def _plan_blocks(run: RunRecord) -> Iterator[Block]:
@@ -90,12 +58,11 @@ def _plan_blocks(run: RunRecord) -> Iterator[Block]:
         measured = bars("measured seconds per step", {"measured": run.profile.seconds}, seconds_text)
         note = f"Measured: {run.profile.steps} steps, mean over all devices."
         yield Block("Measured step time", [measured], note)
-    yield from price_blocks(run.plan)
-    yield from array_blocks(run.plan)
+    yield from plan_blocks(run.plan)
 
 
 def _compared(price: Prediction, run: RunRecord) -> list[tuple[str, str, str, str]]:
-    measured: dict[str, float | None] = {"step": run.metrics.median_step_seconds}
+    measured: dict[str, float | None] = {"step": run.report.metrics.median_step_seconds}
     communication = sum(price.seconds.get(name, 0) for name in COMMUNICATION)
     computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, *IDLE))
     predicted = {"step": price.step_seconds, "computation": computation, "communication": communication}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from spanax.displays import display
 from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
@@ -58,9 +57,6 @@ class StepAnalysis:
     """A traced function with its analyses."""
 
     traced: Traced
-
-    def _repr_html_(self) -> str:
-        return display(self)
 
     @cached_property
     def graph(self) -> Graph:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, final
 from spanax.errors import ArgumentError, DataError, MissingError, RangeError
 from spanax.processes.processes import join_group
 from spanax.train.data.destination import Destination, Leaves, nested
-from spanax.train.data.open_source import Reading, open_source
-from spanax.train.data.source import Passes, Remainder, Source
+from spanax.train.data.open_source import open_source
+from spanax.train.data.source import Options, Source
 
 if TYPE_CHECKING:
     import jax
@@ -97,8 +97,8 @@ def batches(  # noqa: PLR0913
     if epochs is None and not drop_remainder:
         raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
     destination = Destination.of(plan, mesh)
-    passes = Passes(seed, shuffle, epochs, drop_remainder)
-    opened = open_source(source, destination, Reading(tokenizer, split, field, cache_dir), passes)
+    options = Options(tokenizer, split, field, cache_dir, seed, shuffle, epochs, drop_remainder)
+    opened = open_source(source, destination, options)
     order = f"seed {seed}, shuffle {shuffle}, {destination.planned}"
     return Batches(opened, order, destination.place, position, prefetch)
 
@@ -323,6 +323,4 @@ def _close(feed: _Feed, source: Source) -> None:
 
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:
     leaves = source.read(index)
-    if isinstance(leaves, Remainder):
-        return nested(source.like, leaves.leaves), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())

@@ -48,12 +48,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None, environ: Mappi
 
 
 def untrusted(folder: Path) -> str:
-    """Returns why other users could write to a folder, which may not exist yet; empty if they cannot.
-
-    Example:
-      >>> untrusted(Path("caches"))
-      'it is not an absolute path'
-    """
+    """Returns why other users could write to a folder, which may not exist yet; empty if they cannot."""
     if not folder.is_absolute():
         return "it is not an absolute path"
     path = Path(os.path.realpath(folder))
@@ -117,15 +112,7 @@ def reserve(folder: Path, num_bytes: int) -> None:
 
 
 def check_expansion(path: Path, num_bytes: int) -> None:
-    """Raises FileError if a compressed file has become `num_bytes`, more than any text compresses.
-
-    Example:
-      >>> check_expansion(Path(os.devnull), ALWAYS_BYTES)
-      >>> check_expansion(Path(os.devnull), ALWAYS_BYTES + 1)
-      Traceback (most recent call last):
-      spanax.errors.FileError: '/dev/null' decompresses to more than 256 MiB, over 200 times its size. [SPX504]
-        fix: decompress it yourself, if you trust it
-    """
+    """Raises FileError if a compressed file has become `num_bytes`, more than any text compresses."""
     limit = max(ALWAYS_BYTES, MAX_RATIO * path.stat().st_size)
     if num_bytes > limit:
         raise FileError(

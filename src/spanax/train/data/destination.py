@@ -4,44 +4,35 @@ Shape suffix: R rows of the global batch that this process reads.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spanax.batch_dims import ExampleDims, dims_by_name, num_examples
+from spanax.batch_dims import ExampleDims, dims_by_name, num_examples, num_if_fewer, with_rows
 from spanax.errors import ArgumentError, BatchError, DataError, PlanMismatchError
 
 if TYPE_CHECKING:
     import jax
+
+    from spanax.plan.sharding.placement import Placement
 
 
 Leaves = dict[str, np.ndarray]
 """The arrays of one batch, or of one example, by path."""
 
 
-class BatchLeaf(Protocol):
-    """An array of a global batch: a placement of a plan, or an array of an example batch."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
+class Remainder(dict[str, np.ndarray]):
+    """The leaves of the examples after the last full batch, all of them in every process."""
 
 
-@dataclass(frozen=True)
-class ExampleLeaf:
-    """An array of an example batch, or of a smaller batch than the planned one, which has names of its dims."""
+class ExampleLeaf(NamedTuple):
+    """An array of an example batch."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,21 +45,13 @@ class Destination:
       rows_R: the rows of the global batch that this process reads.
     """
 
-    leaves: Sequence[BatchLeaf]
+    leaves: "Sequence[Placement | ExampleLeaf]"
     shardings: "Mapping[str, jax.sharding.NamedSharding] | None"
     rows_R: np.ndarray
 
     @staticmethod
     def of(plan: Any, mesh: "jax.sharding.Mesh | None") -> "Destination":
-        """Returns where the batches of a plan, or batches like an example batch, go.
-
-        Raises:
-          SpanaxError: `mesh` is not None for an example batch, or only some of its arrays are sharded.
-
-        Example:
-          >>> Destination.of({"x": np.zeros((4, 2), "float32")}, None).leaves
-          [ExampleLeaf(path='x', shape=(4, 2), dtype='float32', axes=())]
-        """
+        """Returns where the batches of a plan, or batches like an example batch, go."""
         if not hasattr(plan, "batch"):
             return _of_example(plan, mesh)
         mesh = plan.mesh.build() if mesh is None else mesh
@@ -95,35 +78,16 @@ class Destination:
         values = flat(item)
         return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in self.leaves if leaf.path in values)
 
-    def resized(self, count: int) -> "Destination":
-        """Returns the same for batches with another number of examples."""
-        leaves = [
-            ExampleLeaf(leaf.path, with_rows(leaf.shape, dim, count), leaf.dtype, getattr(leaf, "axes", ()))
-            for leaf, dim in zip(self.leaves, self.dims, strict=True)
-        ]
-        return replace(self, leaves=leaves)
-
-    def num_fewer(self, item: Any) -> int:
-        """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
-        values = flat(item)
-        shapes = [np.shape(values.get(leaf.path, ())) for leaf in self.leaves]
-        counts = {
-            0 if dim is None or len(shape) <= dim else shape[dim] for shape, dim in zip(shapes, self.dims, strict=True)
-        }
-        is_complete = len(self.rows_R) == self.batch_size and len(counts) == 1
-        return min(counts) if is_complete and 0 < min(counts) < self.batch_size else 0
-
     def check_examples(self, name: str) -> None:
         """Raises DataError if an array of the batch has no examples, so that no source of examples can fill it."""
         if None in self.dims:
             message = f"{name} has examples, and {self.planned} differ in their number."
             raise DataError(message, fix="a source of batches")
 
-    def conform(self, item: Any, name: str) -> Leaves:
+    def conform(self, item: Any, name: str, *, is_last: bool = False) -> Leaves | Remainder:
         """Returns copies of the leaves of an example or a batch in the dtypes of the plan; loaders may reuse buffers.
 
-        Raises:
-          DataError: it does not match the plan.
+        If `is_last`, a single process may also pass a smaller batch. Raises DataError if the item does not match.
         """
         if item is None:  # a filtered MapDataset has None for an excluded example
             raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
@@ -138,26 +102,37 @@ class Destination:
                 where = f"{name} has {actual}"
                 raise DataError(f"{message} '{min(differing)}'.", where=where, fix=f"the plan expects {self.planned}")
         in_batches = self.holds(item)
-        leaves = {}
+        count = 0
+        if in_batches and is_last and len(self.rows_R) == self.batch_size:
+            shapes = [np.shape(values[leaf.path]) for leaf in self.leaves]
+            count = num_if_fewer(shapes, [leaf.shape for leaf in self.leaves], self.dims)
+        leaves = Remainder() if count else {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             shapes = [leaf.shape, with_rows(leaf.shape, dim, len(self.rows_R))]
-            shapes = shapes if in_batches else [example_shape(leaf, dim)]
+            if count:
+                shapes = [with_rows(leaf.shape, dim, count)]
+            if not in_batches:
+                shapes = [example_shape(leaf, dim)]
             leaves[leaf.path] = conform_array(leaf, shapes, values[leaf.path], name)
         return leaves
 
     def stacked(self, items: Sequence[Any], name: str) -> Leaves:
-        """Returns the leaves of examples as those of a batch; raises DataError as `conform` does."""
+        """Returns arrays whose first dim has the examples; raises DataError as `conform` does."""
         examples = [self.conform(item, name) for item in items]
-        leaves = {}
+        arrays = {}
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
             rows = np.array([example[leaf.path] for example in examples], leaf.dtype)
-            rows = rows.reshape(-1, *example_shape(leaf, dim))
-            leaves[leaf.path] = np.ascontiguousarray(np.moveaxis(rows, 0, dim or 0))
-        return leaves
+            arrays[leaf.path] = rows.reshape(-1, *example_shape(leaf, dim))
+        return arrays
+
+    def from_rows(self, arrays: Leaves) -> Leaves:
+        """Returns the leaves of a batch from arrays whose first dim has the examples."""
+        dims = zip(self.leaves, self.dims, strict=True)
+        return {leaf.path: np.ascontiguousarray(np.moveaxis(arrays[leaf.path], 0, dim or 0)) for leaf, dim in dims}
 
     def place(self, leaves: Leaves) -> Mapping[str, Any]:
-        """Returns the global arrays, by path, from the rows of this process."""
-        if self.shardings is None:
+        """Returns the global arrays, by path, from the rows of this process; a remainder as it is."""
+        if self.shardings is None or isinstance(leaves, Remainder):
             return leaves
         import jax
 
@@ -167,27 +142,23 @@ class Destination:
             leaf.path: make(
                 leaf.shape,
                 self.shardings[leaf.path],
-                partial(self._part, leaf, dim, leaves[leaf.path]),
+                partial(self._part, leaf.shape, dim, leaves[leaf.path]),
                 dtype=np.dtype(leaf.dtype),
             )
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         }
 
-    def _part(self, leaf: BatchLeaf, dim: int | None, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    def _part(self, shape: tuple[int, ...], dim: int | None, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Returns the part of a global array, with examples along a dim, at an index."""
-        if array.shape == leaf.shape or dim is None:
+        if array.shape == shape or dim is None:
             return array[index]
-        start, stop, _ = index[dim].indices(leaf.shape[dim])
+        start, stop, _ = index[dim].indices(shape[dim])
         first = int(np.searchsorted(self.rows_R, start))
         return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
 
 
-def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any, name: str) -> np.ndarray:
-    """Returns a copy of a value of the source `name` in the dtype of the plan.
-
-    Raises:
-      DataError: it has none of the shapes, another dtype, or values that do not fit the dtype.
-    """
+def conform_array(leaf: Any, shapes: Sequence[tuple[int, ...]], value: Any, name: str) -> np.ndarray:
+    """Returns a copy of a value of the source `name` in the dtype of the plan; raises DataError if it does not fit."""
     array = np.asarray(value)
     dtype = np.dtype(leaf.dtype)
     # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly. A text file writes the
@@ -207,12 +178,11 @@ def conform_array(leaf: BatchLeaf, shapes: Sequence[tuple[int, ...]], value: Any
     elif is_narrowed and array.dtype.kind in "iu" and not np.array_equal(result, array):
         message = f"'{leaf.path}' has values that do not fit {dtype}."
     if message:
-        where = f"{name} has {described({leaf.path: array})}"
-        raise DataError(message, where=where, fix=fix)
+        raise DataError(message, where=f"{name} has {described({leaf.path: array})}", fix=fix)
     return result
 
 
-def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
+def local_rows(leaves: Sequence[Any], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
     """Returns the sorted rows of the global batch on the given devices, of shape [R].
 
     Processes read the same rows if the batch has fewer shards than there are processes (a model sharded over several
@@ -227,14 +197,10 @@ def local_rows(leaves: Sequence[BatchLeaf], shardings: Mapping[str, Any], device
     return np.array(sorted(rows), np.int64)
 
 
-def with_rows(shape: tuple[int, ...], dim: int | None, count: int) -> tuple[int, ...]:
-    """Returns the shape of an array of a batch with another number of examples along a dim."""
-    return shape if dim is None else (*shape[:dim], count, *shape[dim + 1 :])
-
-
-def example_shape(leaf: BatchLeaf, dim: int | None) -> tuple[int, ...]:
+def example_shape(leaf: Any, dim: int | None) -> tuple[int, ...]:
     """Returns the shape of one example of an array of a batch."""
-    return leaf.shape if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+    shape: tuple[int, ...] = leaf.shape
+    return shape if dim is None else (*shape[:dim], *shape[dim + 1 :])
 
 
 def _of_example(batch: Any, mesh: Any) -> Destination:
@@ -246,31 +212,29 @@ def _of_example(batch: Any, mesh: Any) -> Destination:
             f"batches need a plan, or an example batch, not a {type(batch).__name__}.",
             fix="spanax.plan(...), or a dict of arrays or jax.ShapeDtypeStructs",
         )
-    by_path = {jax.tree_util.keystr(path, simple=True, separator=".") or "batch": leaf for path, leaf in pairs}
-    dtypes = {path: str(jax.dtypes.canonicalize_dtype(leaf.dtype)) for path, leaf in by_path.items()}  # as in a plan
-    leaves = [ExampleLeaf(path, tuple(leaf.shape), dtypes[path]) for path, leaf in by_path.items()]
     if mesh is not None:
         raise PlanMismatchError(
             "`mesh` needs a plan; an example batch carries its own shardings.",
             fix="jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, jax.P('data')))",
         )
-    shardings = {path: getattr(leaf, "sharding", None) for path, leaf in by_path.items()}
-    named = {path: sharding for path, sharding in shardings.items() if isinstance(sharding, jax.NamedSharding)}
-    if not named:
+    leaves = []
+    shardings = {}
+    for keys, leaf in pairs:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".") or "batch"
+        dtype = str(jax.dtypes.canonicalize_dtype(leaf.dtype))  # as in a plan
+        leaves.append(ExampleLeaf(path, tuple(leaf.shape), dtype))
+        if isinstance(getattr(leaf, "sharding", None), jax.NamedSharding):
+            shardings[path] = leaf.sharding
+    if not shardings:
         return Destination(leaves, None, np.arange(num_examples([leaf.shape for leaf in leaves], dims_by_name(leaves))))
-    if missing := sorted(shardings.keys() - named.keys()):
+    if missing := sorted({leaf.path for leaf in leaves} - shardings.keys()):
         raise BatchError(f"'{missing[0]}' of the example batch has no sharding.", fix="a NamedSharding for each array")
-    devices = next(iter(named.values())).mesh.local_devices
-    return Destination(leaves, named, local_rows(leaves, named, devices))
+    devices = next(iter(shardings.values())).mesh.local_devices
+    return Destination(leaves, shardings, local_rows(leaves, shardings, devices))
 
 
 def described(leaves: Mapping[str, Any]) -> str:
-    """Returns the paths, dtypes and shapes of arrays or placements as text.
-
-    Example:
-      >>> described({"x": np.zeros((2, 3), np.int32)})
-      'x int32[2,3]'
-    """
+    """Returns the paths, dtypes and shapes of arrays or placements as text."""
     sizes = {path: ",".join(map(str, leaf.shape)) for path, leaf in leaves.items()}
     return ", ".join(f"{path} {leaf.dtype}[{sizes[path]}]" for path, leaf in leaves.items()) or "nothing"
 

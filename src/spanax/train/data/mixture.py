@@ -79,10 +79,6 @@ def named(source: Any) -> Any:
     """Returns the mixture that a text such as `a.jsonl=0.7,b.parquet=0.3` specifies; other sources are unchanged.
 
     A text that is an existing path is a path.
-
-    Example:
-      >>> named("a.jsonl=0.7,b.parquet=0.3").weights, named("a.jsonl")
-      ((7, 3), 'a.jsonl')
     """
     if not isinstance(source, str) or os.path.lexists(source):
         return source
@@ -122,24 +118,17 @@ def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np
 def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
     """Returns the number of positions before any part runs out of examples.
 
+    It inverts `picked` from the last part to the first: of all positions of a part and the following ones, example j of
+    the part is at floor(j W / w), and position k of the following parts at ceil((k + 1) W / (W - w)) - 1.
+
     Example:
       >>> places_until([6, 9], (3, 1))
       8
     """
-    low = 0
-    high = sum(weights) * (max(num_examples) + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(middle, num_examples, weights) else (low, middle)
-    return low
-
-
-def _fits(num_places: int, num_examples: Sequence[int], weights: Sequence[int]) -> bool:
-    total = sum(weights)
-    places = num_places
-    for weight, limit in zip(weights, num_examples, strict=True):
-        later = places * (total - weight) // total
-        if places - later > limit:
-            return False
-        places, total = later, total - weight
-    return True
+    total = weights[-1]
+    places = num_examples[-1]
+    for size, weight in reversed(list(zip(num_examples[:-1], weights[:-1], strict=True))):
+        later = total
+        total += weight
+        places = min(size * total // weight, -(-(places + 1) * total // later) - 1)
+    return places

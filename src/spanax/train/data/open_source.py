@@ -2,24 +2,23 @@
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spanax.entries.local_path import local_path
 from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
 from spanax.sealed import digest
-from spanax.train.data.destination import BatchLeaf, Destination, Leaves, conform_array, example_shape
+from spanax.train.data.destination import Destination, Leaves, conform_array, example_shape
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
-from spanax.train.data.order import check_split
+from spanax.train.data.order import SPLITS
 from spanax.train.data.source import (
     Examples,
-    Passes,
+    Options,
     Source,
     check_enough,
     check_mixable,
@@ -28,7 +27,7 @@ from spanax.train.data.source import (
     sequence_examples,
 )
 from spanax.train.data.text.corpus import Corpus, load_corpus
-from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
+from spanax.train.data.text.tokenizer import TrainingText, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
 
 WINDOWS = {"inputs", "targets"}
@@ -38,40 +37,14 @@ OWN_MODEL = "for a model of the columns see A CSV file, docs/data.md"
 """What to do with a table of other data than the workload's."""
 
 NUM_ROWS_HASHED = 16
+DATASET_ROWS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Options for reading named data.
-
-    Attributes:
-      tokenizer: the tokenizer for text.
-      split: `"train"` or `"validation"`.
-      field: the field of a table with the text or the tokens, or several, of which the first that a table has is read;
-        or `leaf=field,leaf=field`, or such a mapping.
-      cache_dir: the directory of the cache.
-    """
-
-    tokenizer: str | TrainedTokenizer = "bytes"
-    split: str = "train"
-    field: str | Mapping[str, str] | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a table whose fields are the leaves of a batch.
-
-    Attributes:
-      table: the table.
-      fields: the field of each leaf.
-      cache_dir: the directory of the cache.
-      dataset: the `datasets.Dataset` that the table is of; its rows are read from it.
-    """
+class Rows(NamedTuple):
+    """The rows of a table whose fields are the leaves of a batch, by leaf; those of a dataset are read from it."""
 
     table: Table
     fields: Mapping[str, str]
-    cache_dir: str | os.PathLike[str] | None
     dataset: Any = None
 
 
@@ -83,81 +56,86 @@ def is_named(source: Any) -> bool:
     )
 
 
-def open_source(source: Any, destination: Destination, reading: Reading, passes: Passes) -> Source:
-    """Returns a source of the rows of each batch that this process reads.
-
-    Args:
-      source: a path, a pattern, `"python"`, a Hugging Face dataset, a sequence, an iterable, or a mixture.
-      destination: where the batches go.
-      reading: the options for named data.
-      passes: the order, and how often the source is read.
-    """
-    parts = opened(source, [leaf.path for leaf in destination.leaves], reading)
+def open_source(source: Any, destination: Destination, options: Options) -> Source:
+    """Returns a source of the rows of each batch that this process reads; see `batches`."""
+    parts = opened(source, [leaf.path for leaf in destination.leaves], options)
     if len(parts) == 1 and parts[0][0] is source:
-        return element_source(source, destination, passes)
-    least = destination.batch_size if passes.drop_remainder else 1
-    return in_order([(_examples(part, destination, least), weight) for part, weight in parts], destination, passes)
+        return element_source(source, destination, options)
+    examples = [(_examples(part, destination, options), weight) for part, weight in parts]
+    return in_order(examples, destination, options)
 
 
-def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple[Any, int]]:
+def opened(source: Any, leaves: Collection[str], options: Options) -> list[tuple[Any, int]]:
     """Returns the parts of a source with their weights: Tokens, Rows, or a sequence unchanged."""
     source = named(source)
-    check_split(reading.split)
+    if options.split not in SPLITS:
+        raise UnknownNameError(f"unknown split '{options.split}'.", fix=nearest(options.split, SPLITS))
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
-    data = [_loaded(part, leaves, reading) for part, _ in pairs]
-    texts = [part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text)]
-    tokenizer = load_tokenizer(reading.tokenizer, texts, reading.cache_dir) if texts else None
-    return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(data, pairs, strict=True)]
+    parts = [_loaded(part, leaves, options) for part, _ in pairs]
+    texts = [text for part in parts if (text := _training_text(part)) is not None]
+    tokenizer = load_tokenizer(options.tokenizer, texts, options.cache_dir) if texts else None
+    for number, part in enumerate(parts):
+        if isinstance(part, Corpus) and tokenizer is not None:
+            parts[number] = corpus_tokens(part, tokenizer, options.split, options.cache_dir)
+        elif isinstance(part, Column):
+            parts[number] = part.tokens(tokenizer if part.holds_text else None, options.cache_dir)
+    return [(part, weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
 
 
-def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | None:
-    """Returns the size of the smallest vocabulary with every token of a source, or None without tokens.
+def _training_text(part: Any) -> TrainingText | None:
+    """Returns the text of a part that a tokenizer is trained on."""
+    if isinstance(part, Corpus):
+        return TrainingText((part.train,), len(part.train), [part.train])
+    return part.training_text if isinstance(part, Column) and part.holds_text else None
 
-    Example:
-      >>> vocab_size("python", WINDOWS, Reading())
-      256
-    """
-    parts = [part for part, _ in opened(source, leaves, reading)]
+
+def vocab_size(source: Any, leaves: Collection[str], options: Options) -> int | None:
+    """Returns the size of the smallest vocabulary with every token of a source, or None without tokens."""
+    parts = [part for part, _ in opened(source, leaves, options)]
     return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
 
 
-def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+def _loaded(source: Any, leaves: Collection[str], options: Options) -> Any:
     """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
+    split = options.split
     if isinstance(source, str | os.PathLike):
         if source != "python" and local_path(source).suffix == ".bin":
-            return bin_tokens(Path(source), reading.split)
+            return bin_tokens(Path(source), split)
         if source == "python" or not is_table(source):
             return load_corpus(source)
-        return _of_table(open_table(source, split=reading.split), leaves, reading)
+        return _of_table(open_table(source, split=split), leaves, options.field)
     datasets = sys.modules.get("datasets")  # without an import, the source is not one of its datasets
     if datasets and isinstance(source, datasets.DatasetDict):
-        if reading.split not in source:
-            message = f"the DatasetDict has no split '{reading.split}'."
-            raise UnknownNameError(message, fix=nearest(reading.split, source))
-        source = source[reading.split]
-    elif reading.split != "train":
-        message = f"a {type(source).__name__} has no split '{reading.split}'."
+        if split not in source:
+            raise UnknownNameError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
+        source = source[split]
+    elif split != "train":
+        message = f"a {type(source).__name__} has no split '{split}'."
         raise UnknownNameError(message, fix="a DatasetDict, or another source for it")
     if datasets and isinstance(source, datasets.Dataset):
-        part = _of_table(_dataset_table(source, reading.split), leaves, reading)
-        return replace(part, dataset=source) if isinstance(part, Rows) else part
+        part = _of_table(_dataset_table(source, split), leaves, options.field)
+        return part._replace(dataset=source) if isinstance(part, Rows) else part
     return source
 
 
 def _dataset_table(dataset: Any, split: str) -> Table:
     """Returns a table of all rows of a dataset."""
-    from spanax.train.data.formats.arrow import DatasetRows
-
     places = np.linspace(0, len(dataset), NUM_ROWS_HASHED, endpoint=False, dtype=np.int64).tolist()
     stored = dataset.with_format("arrow")
     rows = (repr(stored[place].to_pydict()) for place in places if len(dataset))
     key = digest(f"{len(dataset)} {dataset.column_names}", *rows)
-    return Table("Dataset", (DatasetRows(dataset),), key, key, dataset.data.nbytes, split, holds_out=False)
+    read = partial(_dataset_values, dataset)
+    fields = tuple(dataset.column_names)
+    return Table("Dataset", fields, read, key, key, dataset.data.nbytes, split, holds_out=False)
 
 
-def _of_table(table: Table, leaves: Collection[str], reading: Reading) -> Column | Rows:
+def _dataset_values(dataset: Any, field: str) -> Iterator[Any]:
+    for batch in dataset.select_columns([field]).with_format(None).iter(DATASET_ROWS_AT_ONCE):
+        yield from batch[field]
+
+
+def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
     """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens."""
-    field = reading.field
     if isinstance(field, str) and "=" in field:
         pairs = [pair.partition("=") for pair in field.split(",")]
         field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
@@ -169,7 +147,7 @@ def _of_table(table: Table, leaves: Collection[str], reading: Reading) -> Column
         raise UnknownNameError(message, where=f"--field {unknown}=...", fix=nearest(unknown, leaves))
     if field or all(leaf in table.fields for leaf in leaves):
         fields = {leaf: leaf for leaf in leaves} | dict(field or {})
-        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()}, reading.cache_dir)
+        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
     if set(leaves) != WINDOWS:
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
@@ -191,35 +169,23 @@ def _known(table: Table, field: str) -> str:
     return field
 
 
-def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
-    if isinstance(part, Corpus) and tokenizer is not None:
-        return corpus_tokens(part, tokenizer, reading.split, reading.cache_dir)
-    if isinstance(part, Column):
-        return part.tokens(tokenizer if part.holds_text else None, cache_dir=reading.cache_dir)
-    return part
-
-
-def _examples(part: Any, destination: Destination, least: int) -> Examples:
-    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are fewer than `least`."""
+def _examples(part: Any, destination: Destination, options: Options) -> Examples:
+    """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are too few."""
     if isinstance(part, Tokens):
-        return windows(part, destination, least)
+        return windows(part, destination, options)
     if isinstance(part, Rows):
-        return _row_examples(part, destination, least)
+        return _row_examples(part, destination, options)
     check_mixable(part, destination)
-    return sequence_examples(part, destination, least)
+    return sequence_examples(part, destination, options)
 
 
-def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
+def windows(tokens: Tokens, destination: Destination, options: Options) -> Examples:
     """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
 
     Consecutive windows overlap by one token.
-
-    Raises:
-      DataError: the plan has other leaves, or there are too few tokens for one batch.
     """
     leaves = destination.leaves
     batch_size = destination.batch_size
-    dim = destination.dims[0] or 0
     shapes = {leaf.shape for leaf in leaves}
     kinds = {np.dtype(leaf.dtype).kind for leaf in leaves}
     fits = {leaf.path for leaf in leaves} == WINDOWS and len(shapes) == 1 and kinds <= {"i", "u"}
@@ -230,9 +196,9 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
             fix="an iterable of batches with the leaves of the plan",
         )
     ids = tokens.ids
-    length = leaves[0].shape[1 - dim]
+    length = leaves[0].shape[1 - (destination.dims[0] or 0)]
     num_windows = max(0, len(ids) - 1) // length
-    if num_windows < least:
+    if num_windows < options.least(destination):
         raise TooFewExamplesError(
             f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
@@ -245,49 +211,38 @@ def windows(tokens: Tokens, destination: Destination, least: int) -> Examples:
         if windows_RT.max(initial=0) > highest:
             raise DataError(f"token {windows_RT.max()} does not fit the plan's {leaves[0].dtype}.", where=tokens.name)
         parts = {"inputs": windows_RT[:, :-1], "targets": windows_RT[:, 1:]}
-        return {leaf.path: np.moveaxis(parts[leaf.path], 0, dim).astype(leaf.dtype) for leaf in leaves}
+        return {leaf.path: parts[leaf.path].astype(leaf.dtype) for leaf in leaves}
 
     return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
 
 
-def _row_examples(rows: Rows, destination: Destination, least: int) -> Examples:
+def _row_examples(rows: Rows, destination: Destination, options: Options) -> Examples:
+    """Returns the rows of a table as examples: those of files from the cache, those of a dataset from itself."""
     table = rows.table
     name = f"{table.name} {table.split} {table.digest}"
     destination.check_examples(name)
     like = _nested_like([leaf.path for leaf in destination.leaves])
     if rows.dataset is not None:
-        check_enough(name, len(rows.dataset), least, destination.batch_size)
-        read_dataset = partial(_read_dataset, rows, destination, name)
+        dataset = rows.dataset if rows.dataset.format["type"] else rows.dataset.with_format("numpy")
+
+        def read_dataset(indices_R: np.ndarray) -> Leaves:
+            columns = dataset[indices_R.tolist()]
+            items = [{leaf: columns[field][i] for leaf, field in rows.fields.items()} for i in range(len(indices_R))]
+            return destination.stacked(items, name)
+
+        check_enough(name, len(dataset), destination, options)
         read_dataset(np.zeros(1, np.int64))  # raises before the first step if an example does not match
-        return Examples(name, like, len(rows.dataset), read_dataset)
-    dims = {leaf.path: dim or 0 for leaf, dim in zip(destination.leaves, destination.dims, strict=True)}
-    arrays = {leaf.path: _leaf_array(rows, leaf, dims[leaf.path], name) for leaf in destination.leaves}
+        return Examples(name, like, len(dataset), read_dataset)
+    arrays: Leaves = {}
+    for leaf, dim in zip(destination.leaves, destination.dims, strict=True):
+        field = rows.fields[leaf.path]
+        shape = example_shape(leaf, dim)
+        values = table.values(field)
+        items = ((is_held_out, conform_array(leaf, [shape], value, name)[None]) for is_held_out, value in values)
+        arrays[leaf.path] = table.stored(f"{field} {leaf.path} {shape}", np.dtype(leaf.dtype), items, options.cache_dir)
     num_rows = min(map(len, arrays.values()))
-    check_enough(name, num_rows, least, destination.batch_size)
-
-    def read(indices_R: np.ndarray) -> Leaves:
-        return {
-            path: np.ascontiguousarray(np.moveaxis(array[indices_R], 0, dims[path])) for path, array in arrays.items()
-        }
-
-    return Examples(name, like, num_rows, read)
-
-
-def _leaf_array(rows: Rows, leaf: BatchLeaf, dim: int, name: str) -> np.ndarray:
-    """Returns a leaf of all rows of the split, of which the first dim has the rows."""
-    shape = example_shape(leaf, dim)
-    field = rows.fields[leaf.path]
-    values = rows.table.values(field)
-    items = ((is_held_out, conform_array(leaf, [shape], value, name)[None]) for is_held_out, value in values)
-    return rows.table.stored(f"{field} {leaf.path} {shape}", np.dtype(leaf.dtype), items, rows.cache_dir)
-
-
-def _read_dataset(rows: Rows, destination: Destination, name: str, indices_R: np.ndarray) -> Leaves:
-    """Reads rows of a `datasets.Dataset`, in NumPy types unless it has a format."""
-    dataset = rows.dataset if rows.dataset.format["type"] else rows.dataset.with_format("numpy")
-    columns = dataset[indices_R.tolist()]
-    examples = [{leaf: columns[field][i] for leaf, field in rows.fields.items()} for i in range(len(indices_R))]
-    return destination.stacked(examples, name)
+    check_enough(name, num_rows, destination, options)
+    return Examples(name, like, num_rows, lambda indices_R: {path: rows[indices_R] for path, rows in arrays.items()})
 
 
 def _nested_like(paths: Sequence[str]) -> Any:

@@ -6,14 +6,7 @@ million places in 7.7 s, here 0.4 s: `benchmarks/data_formats.py`) and at most 3
 Shape suffix: R rows of one batch.
 """
 
-import os
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
-
-from spanax.errors import FileError, UnknownNameError, nearest
 
 SPLITS = ("train", "validation")
 
@@ -23,31 +16,13 @@ HELD_OUT = 20
 FEISTEL_ROUNDS = 8
 
 
-@dataclass(frozen=True)
-class Order:
-    """The order of examples in an infinite sequence of epochs, computed without a table.
+def shuffled(places_R: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Returns the examples, out of `size`, at positions of an infinite sequence of epochs, of shape [R].
 
-    Example:
-      >>> order = Order(num_examples=6, seed=0)
-      >>> np.sort(order.examples_at(np.arange(6))).tolist()
-      [0, 1, 2, 3, 4, 5]
-    """
-
-    num_examples: int
-    seed: int = 0
-    shuffle: bool = True
-
-    def examples_at(self, places_R: np.ndarray) -> np.ndarray:
-        """Returns the examples at positions of the sequence, of shape [R]; each occurs once per epoch."""
-        epochs_R, places_R = np.divmod(places_R, self.num_examples)
-        return _permuted(places_R, epochs_R, self.num_examples, self.seed) if self.shuffle else places_R
-
-
-def _permuted(places_R: np.ndarray, epochs_R: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Applies a permutation of range(size) for each seed and epoch, equal in every version of NumPy.
-
+    Each example occurs once per epoch. No table is needed, and the order is the same in every version of NumPy.
     A Feistel network permutes the next power of four; values out of range are permuted again until they are in range.
     """
+    epochs_R, places_R = np.divmod(places_R, size)
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys_R = _mixed(_mixed(np.array([seed % 2**64], np.uint64)) + epochs_R.astype(np.uint64))
@@ -69,23 +44,3 @@ def _mixed(values: np.ndarray) -> np.ndarray:
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
-
-
-def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Checks that no file is a link out of the folder, which could expose any file of this machine."""
-    root = Path(os.path.realpath(folder))
-    for path in paths:
-        target = Path(os.path.realpath(path))
-        if not target.is_relative_to(root):
-            raise FileError(
-                f"'{path}' is a link out of the data folder.",
-                where=f"to {target}",
-                fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
-            )
-
-
-def check_split(split: str) -> str:
-    """Returns `split`; raises SpanaxError if it is not in `SPLITS`."""
-    if split not in SPLITS:
-        raise UnknownNameError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
-    return split

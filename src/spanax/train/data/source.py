@@ -4,6 +4,7 @@ Shape suffix: R rows of the global batch that this process reads.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,10 @@ import numpy as np
 
 from spanax.errors import ArgumentError, BatchError, ConflictError, DataError, TooFewExamplesError
 from spanax.sealed import digest
-from spanax.train.data.destination import Destination, Leaves, flat, nested
+from spanax.train.data.destination import Destination, Leaves, Remainder, flat, nested
 from spanax.train.data.mixture import picked, places_until
-from spanax.train.data.order import Order
+from spanax.train.data.order import shuffled
+from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.data.text.tokens import Tokens
 
 NUM_READERS = 16
@@ -27,44 +29,28 @@ END = object()
 
 
 @dataclass(frozen=True)
-class Passes:
-    """In which order, and how often, a source is read.
+class Options:
+    """Options of `batches`: what is read of named data, in which order, and how often."""
 
-    Attributes:
-      seed: the seed of the order.
-      shuffle: whether examples are shuffled.
-      epochs: the number of passes over the source; None repeats it forever.
-      drop_remainder: whether the examples that do not fill the last batch are dropped.
-    """
-
+    tokenizer: str | TrainedTokenizer = "bytes"
+    split: str = "train"
+    field: str | Mapping[str, str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
     seed: int = 0
     shuffle: bool = True
     epochs: int | None = 1
     drop_remainder: bool = True
 
-
-@dataclass(frozen=True)
-class Remainder:
-    """The leaves of the examples after the last full batch, all of them in every process."""
-
-    leaves: Leaves
+    def least(self, destination: Destination) -> int:
+        """Returns the number of examples that a source needs."""
+        return destination.batch_size if self.drop_remainder else 1
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples with random access by index.
+    """Examples with random access: `read` maps indices of shape [R] to arrays whose first dim has these examples.
 
-    Attributes:
-      name: the name of the source, with a hash of its content.
-      like: a pytree with the structure of an example.
-      num_examples: the number of examples.
-      read: maps indices of shape [R] to the leaves of a batch of these examples.
-      tokens: the tokens, if the examples are windows of tokens.
-
-    Example:
-      >>> squares = Examples("squares", {"x": None}, 9, lambda indices_R: {"x": indices_R**2})
-      >>> squares.read(np.array([2, 3]))["x"].tolist()
-      [4, 9]
+    The name has a hash of the content, and `like` is a pytree with the structure of an example.
     """
 
     name: str
@@ -76,18 +62,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Share:
-    """A source of a mixture, or the single source.
-
-    Attributes:
-      source: the name of the source.
-      share: the fraction of all examples that come from the source.
-      num_examples: the number of examples in the source.
-      batch_size: the number of examples in a global batch.
-
-    Example:
-      >>> Share("a.jsonl", 0.7, num_examples=1400, batch_size=8).epochs(num_batches=500)
-      2.0
-    """
+    """A source of a mixture, or the single source, and the fraction of all examples that come from it."""
 
     source: str
     share: float
@@ -109,7 +84,7 @@ class Source:
 
     name: str
     like: Any
-    read: Callable[[int], Leaves | Remainder | None]
+    read: Callable[[int], Leaves | None]
     num_batches: int | None = None
     tokens: Tokens | None = None
     mark: Callable[[], Any] = lambda: None
@@ -118,50 +93,44 @@ class Source:
     shares: tuple[Share, ...] = ()
 
 
-def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
-    """Raises TooFewExamplesError if a source has fewer than `least` examples."""
-    if num_examples < least:
-        message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
+def check_enough(name: str, num_examples: int, destination: Destination, options: Options) -> None:
+    """Raises TooFewExamplesError if a source has too few examples."""
+    if num_examples < options.least(destination):
+        message = f"{name} has {num_examples:,} examples, and one batch needs {destination.batch_size:,}."
         raise TooFewExamplesError(message, fix="more data, or a smaller batch (--global-batch-size)")
 
 
-def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, passes: Passes) -> Source:
-    """Returns a source that reads examples in the order of the seed, and several parts in proportion to their weights.
-
-    Example:
-      >>> parts = [(Examples(str(k), None, 6, lambda indices_R, k=k: {"x": indices_R + 10 * k}), 3 - k) for k in (1, 2)]
-      >>> destination = Destination.of({"x": np.zeros(3, "int32")}, None)
-      >>> source = in_order(parts, destination, Passes(shuffle=False, epochs=None))
-      >>> [source.read(index)["x"].tolist() for index in (0, 1, 2)]
-      [[10, 11, 20], [12, 13, 21], [14, 15, 22]]
-    """
+def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, options: Options) -> Source:
+    """Returns a source of examples in the order of the seed, of several parts in proportion to their weights."""
     weights = [weight for _, weight in parts]
     sizes = [part.num_examples for part, _ in parts]
     batch_size = destination.batch_size
-    # Each part has its own seed: with a common seed, parts of equal size would have the same order.
-    orders = [Order(size, passes.seed + number, passes.shuffle) for number, size in enumerate(sizes)]
     num_full = 0
     num_rest = 0
     num_batches = None
-    if passes.epochs is not None:
-        num_full, num_rest = divmod(places_until([size * passes.epochs for size in sizes], weights), batch_size)
-        num_batches = num_full + (num_rest > 0 and not passes.drop_remainder)
+    if options.epochs is not None:
+        num_full, num_rest = divmod(places_until([size * options.epochs for size in sizes], weights), batch_size)
+        num_batches = num_full + (num_rest > 0 and not options.drop_remainder)
 
-    def read(index: int) -> Leaves | Remainder | None:
+    def read(index: int) -> Leaves | None:
         if num_batches is None or index < num_full:
             return read_rows(index, destination.rows_R)
         return Remainder(read_rows(index, np.arange(num_rest))) if index < num_batches else None
 
     def read_rows(index: int, rows_R: np.ndarray) -> Leaves:
         part_R, inner_R = picked(index * batch_size + rows_R.astype(np.int64), weights)
-        dims = {leaf.path: dim or 0 for leaf, dim in zip(destination.leaves, destination.dims, strict=True)}
         mixed: Leaves = {}
         for number in np.unique(part_R):
             mask_R = part_R == number
-            for path, array in parts[number][0].read(orders[number].examples_at(inner_R[mask_R])).items():
-                rows = np.moveaxis(array, dims[path], 0)
+            part = parts[number][0]
+            places_R = inner_R[mask_R]
+            # Each part has its own seed: with a common seed, parts of equal size would have the same order.
+            seed = options.seed + int(number)
+            size = part.num_examples
+            examples_R = shuffled(places_R, size, seed) if options.shuffle else places_R % size
+            for path, rows in part.read(examples_R).items():
                 mixed.setdefault(path, np.empty((len(rows_R), *rows.shape[1:]), rows.dtype))[mask_R] = rows
-        return {path: np.ascontiguousarray(np.moveaxis(rows, 0, dims[path])) for path, rows in mixed.items()}
+        return destination.from_rows(mixed)
 
     shares = tuple(Share(part.name, weight / sum(weights), part.num_examples, batch_size) for part, weight in parts)
     first = parts[0][0]
@@ -178,53 +147,48 @@ def in_order(parts: Sequence[tuple[Examples, int]], destination: Destination, pa
     return Source(f"mixture {digest(named)} of {named}", first.like, read, num_batches, shares=shares)
 
 
-def element_source(source: Any, destination: Destination, passes: Passes) -> Source:
+def element_source(source: Any, destination: Destination, options: Options) -> Source:
     """Returns the source of a dataset, a sequence, an iterable or a function that returns one."""
     name = type(source).__name__
     if isinstance(source, Mapping) or not (_is_sequence(source) or callable(source) or isinstance(source, Iterable)):
         raise ArgumentError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
-    empty = DataError(f"{name} is empty.", fix="a source with at least one batch in it")
-    if not _is_sequence(source):
-        loader = Loader(source, passes)
-        if loader.peeked is END:
-            raise empty
-        return _loaded(loader, destination, passes, name)
-    if not len(source):
-        raise empty
+    loader = None if _is_sequence(source) else Loader(source, options)
+    if loader.peeked is END if loader else not len(source):
+        raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
+    if loader:
+        return _loaded(loader, destination, options, name)
     if destination.holds(source[0]):
-        return _batch_sequence(source, destination, passes)
-    least = destination.batch_size if passes.drop_remainder else 1
-    examples = sequence_examples(source, destination, least)
+        return _batch_sequence(source, destination, options)
+    examples = sequence_examples(source, destination, options)
     if _is_grain(source):
-        return _grain_source(source, examples, destination, passes)
-    return in_order([(examples, 1)], destination, passes)
+        return _grain_source(source, examples, destination, options)
+    return in_order([(examples, 1)], destination, options)
 
 
-def _grain_source(dataset: Any, examples: Examples, destination: Destination, passes: Passes) -> Source:
+def _grain_source(dataset: Any, examples: Examples, destination: Destination, options: Options) -> Source:
     """Returns the source of a MapDataset: Grain shuffles and repeats it, and reseeds random transformations."""
     name = type(dataset).__name__
     shares: tuple[Share, ...] = ()
     if (size := len(dataset)) < sys.maxsize:
         shares = (Share(examples.name, 1.0, size, destination.batch_size),)
-        dataset = dataset.shuffle(seed=passes.seed % 2**32) if passes.shuffle else dataset
-        dataset = dataset if passes.epochs == 1 else dataset.repeat(passes.epochs)
+        dataset = dataset.shuffle(seed=options.seed % 2**32) if options.shuffle else dataset
+        dataset = dataset if options.epochs == 1 else dataset.repeat(options.epochs)
     read_all = ThreadPoolExecutor(NUM_READERS, "spanax-read").map
 
     def read(indices_R: np.ndarray) -> Leaves:
         return destination.stacked(list(read_all(dataset.__getitem__, indices_R.tolist())), name)
 
     examples = replace(examples, num_examples=len(dataset), read=read)
-    once = replace(passes, shuffle=False, epochs=None if len(dataset) >= sys.maxsize else 1)
+    once = replace(options, shuffle=False, epochs=None if len(dataset) >= sys.maxsize else 1)
     return replace(in_order([(examples, 1)], destination, once), shares=shares)
 
 
-def sequence_examples(source: Any, destination: Destination, least: int) -> Examples:
-    """Returns the examples of a sequence; raises TooFewExamplesError if there are fewer than `least`."""
+def sequence_examples(source: Any, destination: Destination, options: Options) -> Examples:
+    """Returns the examples of a sequence; raises TooFewExamplesError if there are too few."""
     name = type(source).__name__
-    check_enough(name, len(source), least, destination.batch_size)
+    check_enough(name, len(source), destination, options)
     first = source[0]
-    destination.check_examples(name)
-    named = _with_digest(name, len(source), destination.conform(first, name))
+    named = _named(name, len(source), first, destination, options)
 
     def read(indices_R: np.ndarray) -> Leaves:
         return destination.stacked([source[index] for index in indices_R.tolist()], name)
@@ -256,61 +220,52 @@ def _structure(item: Any) -> Any:
     return nested(item, dict.fromkeys(flat(item)))
 
 
-def _with_digest(name: str, size: int, leaves: Leaves) -> str:
+def _named(name: str, size: int, first: Any, destination: Destination, options: Options) -> str:
+    """Returns the name of a source with a hash of its first element, which is conformed to the plan."""
+    in_batches = destination.holds(first)
+    if not in_batches:
+        destination.check_examples(name)
+    leaves = destination.conform(first, name, is_last=not options.drop_remainder)
+    leaf = destination.leaves[0]
+    if in_batches and leaves[leaf.path].shape != leaf.shape:
+        return name  # the rows of one process, whose hash would differ between processes
     return f"{name} {digest(str(size), *(part for path, array in leaves.items() for part in (path, array)))}"
 
 
-def _batch(item: Any, destination: Destination, passes: Passes, name: str) -> Leaves | Remainder:
-    """Returns the leaves of a batch of the user; the last one may be smaller, as the remainder of examples."""
-    count = 0 if passes.drop_remainder else destination.num_fewer(item)
-    return Remainder(destination.resized(count).conform(item, name)) if count else destination.conform(item, name)
-
-
-def _batches_named(name: str, size: int, batch: Leaves | Remainder, destination: Destination) -> str:
-    """Returns the name with a hash of the first batch; a hash of one process's rows would differ between processes."""
-    first = destination.leaves[0]
-    is_global = isinstance(batch, dict) and batch[first.path].shape == first.shape
-    return _with_digest(name, size, batch) if isinstance(batch, dict) and is_global else name
-
-
-def _batch_sequence(source: Any, destination: Destination, passes: Passes) -> Source:
+def _batch_sequence(source: Any, destination: Destination, options: Options) -> Source:
     """Returns the source of a sequence of batches, which are not shuffled."""
     name = type(source).__name__
     size = len(source)
-    epochs = passes.epochs
+    epochs = options.epochs
     num_batches = None if epochs is None or size >= sys.maxsize else epochs * size
-    named = _batches_named(name, size, _batch(source[0], destination, passes, name), destination)
+    named = _named(name, size, source[0], destination, options)
     repeated = source.repeat(epochs) if _is_grain(source) and epochs != 1 and size < sys.maxsize else source
     size_B = destination.batch_size
     shares = () if size >= sys.maxsize else (Share(named, 1.0, size * size_B, size_B),)
 
-    def read(index: int) -> Leaves | Remainder | None:
+    def read(index: int) -> Leaves | None:
         if num_batches is not None and index >= num_batches:
             return None
-        return _batch(repeated[index % len(repeated)], destination, passes, name)
+        return destination.conform(repeated[index % len(repeated)], name, is_last=not options.drop_remainder)
 
     return Source(named, _structure(source[0]), read, num_batches, shares=shares)
 
 
-def _loaded(loader: "Loader", destination: Destination, passes: Passes, name: str) -> Source:
+def _loaded(loader: "Loader", destination: Destination, options: Options, name: str) -> Source:
     """Returns the source of an iterable of examples or batches."""
     first = loader.peeked
     in_batches = destination.holds(first)
-    if in_batches:
-        named = _batches_named(name, 0, _batch(first, destination, passes, name), destination)
-    else:
-        destination.check_examples(name)
-        named = _with_digest(name, 0, destination.conform(first, name))
+    named = _named(name, 0, first, destination, options)
 
-    def read(index: int) -> Leaves | Remainder | None:
+    def read(index: int) -> Leaves | None:
         items = loader.read(1 if in_batches else destination.batch_size, index)
         if not items:
             return None
         if in_batches:
-            return _batch(items[0], destination, passes, name)
+            return destination.conform(items[0], name, is_last=not options.drop_remainder)
         if len(items) < destination.batch_size:
-            return Remainder(destination.stacked(items, name))
-        return destination.stacked([items[row] for row in destination.rows_R], name)
+            return Remainder(destination.from_rows(destination.stacked(items, name)))
+        return destination.from_rows(destination.stacked([items[row] for row in destination.rows_R], name))
 
     return Source(named, _structure(first), read, mark=loader.mark, seek=loader.seek, close=loader.close)
 
@@ -322,17 +277,17 @@ class Loader:
       peeked: an element that was read ahead, first to inspect its structure; `END` if there is none.
     """
 
-    def __init__(self, source: Any, passes: Passes):
+    def __init__(self, source: Any, options: Options):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
         self._items: Any = iter(self._open())
-        self._is_closed = False
         self._once = self._items is source
-        self._passes = passes
+        self._epochs = options.epochs
+        self._drop_remainder = options.drop_remainder
         self._epoch = 0
         self._index = 0
-        if self._once and passes.epochs is not None and passes.epochs > 1:
+        if self._once and self._epochs is not None and self._epochs > 1:
             raise ConflictError(
-                f"an iterator is read only once; epochs={passes.epochs} reads it again.",
+                f"an iterator is read only once; epochs={self._epochs} reads it again.",
                 where=type(source).__name__,
                 fix="a function that returns a new iterator",
             )
@@ -344,7 +299,7 @@ class Loader:
         while self._index <= index:
             elements = [self._element() for _ in range(num_elements)]
             if elements[-1] is END:
-                is_rest = not self._passes.drop_remainder and self._index == index
+                is_rest = not self._drop_remainder and self._index == index
                 return [element for element in elements if element is not END] if is_rest else []
             self._index += 1
         return elements
@@ -362,7 +317,7 @@ class Loader:
         Raises:
           DataError: the batch has been read already, and the iterator cannot be restarted.
         """
-        if self._is_closed:
+        if self._items is None:
             self._start(0)
         if mark is not None and hasattr(self._items, "set_state"):
             self._items.set_state(mark["iterator"])
@@ -378,26 +333,24 @@ class Loader:
             self._start(0)
 
     def close(self) -> None:
-        """Closes the iterator with its threads and processes; an iterator passed by the user stays open.
-
-        A generator runs its `finally`. An iterator without `close` ends when it is garbage collected.
-        """
-        if not self._once and hasattr(self._items, "close"):
-            self._items.close()
-            self._is_closed = True
+        """Ends the iterator with its threads and processes, a generator in its `finally`; not one of the user."""
+        if not self._once:
+            if hasattr(self._items, "close"):
+                self._items.close()
+            self._items = None
 
     def _start(self, epoch: int) -> None:
         """Restarts the iterator."""
         self.close()
         self._items = iter(self._open())
-        self._is_closed = False
         self.peeked = END
-        self._epoch, self._index = epoch, self._index if epoch else 0
+        self._epoch = epoch
+        self._index = self._index if epoch else 0
 
     def _element(self) -> Any:
         element, self.peeked = self.peeked, END
         element = next(self._items, END) if element is END else element
-        is_last = self._passes.epochs is not None and self._epoch + 1 >= self._passes.epochs
+        is_last = self._epochs is not None and self._epoch + 1 >= self._epochs
         if element is END and not self._once and not is_last:
             self._start(self._epoch + 1)
             element = next(self._items, END)

@@ -67,7 +67,7 @@ def in_recorded_dtype(program: Program, folder: Path, devices: Sequence[Any]) ->
     dtype = Plan.of_run(folder).schedule.compute_dtype
     if dtype == default_dtype(program, local(devices)):
         return program
-    return program.with_compute_dtype(dtype or "float32")
+    return program.variant(compute_dtype=dtype or "float32")
 
 
 def _replanned(place: Callable[..., Plan], devices: Sequence[Any]) -> Plan:

@@ -63,6 +63,17 @@ class Environment:
     packages: Mapping[str, str] = field(default_factory=dict)
 
 
+RECORDS: Mapping[Name, tuple[str, Callable[[str], Any]]] = {
+    CONFIG: ("configuration", parse_toml),
+    PLAN: ("plan", parse_json),
+    ENVIRONMENT: (
+        "environment",
+        lambda text: parsed(Environment, parse_json(text), is_open=True, is_strict=False),
+    ),
+}
+"""The title of each record, and what parses it."""
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Returns the settings in a TOML file, which may be the config.toml of a run.
 
@@ -80,9 +91,7 @@ def recorded(folder: Path) -> dict[str, Any]:
       DataError: the settings of a run are missing, truncated or changed; also its subclass EntryError.
     """
     place = Folder.of(folder)
-    if not _is_recorded(place, CONFIG):
-        return {}
-    return _read_record(place, CONFIG, "configuration", parse_toml)
+    return _read_record(place, CONFIG) if _is_recorded(place, CONFIG) else {}
 
 
 def check_records(folder: Path) -> None:
@@ -92,15 +101,10 @@ def check_records(folder: Path) -> None:
       DataError: a record is missing, or does not match its checksum.
     """
     place = Folder.of(folder)
-    parts = (
-        (CONFIG, "configuration", parse_toml),
-        (PLAN, "plan", parse_json),
-        (ENVIRONMENT, "environment", parse_json),
-    )
-    records = [part for part in parts if _is_recorded(place, part[0])]
+    records = [name for name in RECORDS if _is_recorded(place, name)]
     saved_tokenizer(folder)
-    for name, title, parse in records:
-        _read_record(place, name, title, parse)
+    for name in records:
+        _read_record(place, name)
 
 
 def _is_recorded(place: Folder, name: Name) -> bool:
@@ -116,8 +120,9 @@ def _restored(folder: Folder | Path, name: str) -> str:
     return f"restore '{name}' from a copy, or start another run from these weights: --init {folder} --output-dir ..."
 
 
-def _read_record(place: Folder, name: Name, title: str, parse: Callable[[str], Any]) -> Any:
+def _read_record(place: Folder, name: Name) -> Any:
     """Returns the parsed content of a record."""
+    title, parse = RECORDS[name]
     return _parsed(lambda: opened(place.read(name).decode("utf-8"), is_record=True), place.path / name, title, parse)
 
 
@@ -212,11 +217,7 @@ def read_environment(folder: Place) -> Environment:
     Raises:
       DataError: the record is missing, or does not match its checksum; also its subclass EntryError.
     """
-    return _read_record(Folder.of(folder), ENVIRONMENT, "environment", _parsed_environment)
-
-
-def _parsed_environment(text: str) -> Environment:
-    return parsed(Environment, parse_json(text), is_open=True, is_strict=False)
+    return _read_record(Folder.of(folder), ENVIRONMENT)
 
 
 def write_records(

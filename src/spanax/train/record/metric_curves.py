@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ NUM_LAST_STEPS = 4096
 
 FIRST_STEPS = 2
 """The number of steps of an attempt that are not steady: that of compilation, and the next."""
+
+RATES = ("step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds")
+"""Metrics of a step that a report does not repeat."""
 
 Point = tuple[float, float]
 
@@ -67,13 +70,29 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return [*selected, points[-1]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
+class SteadyStep:
+    """A logged step after the first ones of an attempt; `wait_seconds` is the time of waiting for data until it."""
+
+    step: int
+    seconds: float
+    wait_seconds: float
+    rate: float | None
+
+
+@dataclass(eq=False)
 class MetricCurves:
     """Logged metrics over steps.
 
-    `seconds` and `rates` are the time and the speed of the last steps, without the first step of each attempt.
-    `held_out` is the held-out loss, `evaluated` are the other held-out metrics by name. `counted` is the unit of
-    `speed`: tokens or examples per second.
+    Attributes:
+      loss: the training loss.
+      held_out: the held-out loss.
+      evaluated: the other held-out metrics by name.
+      speed: tokens or examples per second.
+      counted: the unit of `speed`: `tokens` or `examples`.
+      steady: the last steps of the last attempt, without its first ones.
+      last: the metrics of the last `step` and of the last `eval`.
+      num_damaged: the number of lines that could not be read, such as the last one of a killed run.
     """
 
     loss: Points = field(default_factory=Points)
@@ -81,88 +100,71 @@ class MetricCurves:
     evaluated: dict[str, Points] = field(default_factory=dict)
     speed: Points = field(default_factory=Points)
     counted: str = "tokens"
-    seconds: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
-
-    rates: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
+    steady: deque[SteadyStep] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_damaged: int = 0
 
     @property
     def median_speed(self) -> float | None:
-        """Median tokens or examples per second of the steps of `median_step_seconds`; None without a speed."""
-        return statistics.median(self.rates) if self.rates else None
+        """Median tokens or examples per second of the steady steps; None without a speed."""
+        rates = [step.rate for step in self.steady if step.rate is not None]
+        return statistics.median(rates) if rates else None
 
     @property
     def median_step_seconds(self) -> float | None:
-        """Median time of the last steps; None without steps."""
-        return statistics.median(self.seconds) if self.seconds else None
+        """Median time of the steady steps; None without steps."""
+        return statistics.median(step.seconds for step in self.steady) if self.steady else None
+
+    @property
+    def wait_seconds(self) -> float:
+        """The time per steady step in which the loop waited for data."""
+        if not self.steady:
+            return 0.0
+        first = self.steady[0]
+        last = self.steady[-1]
+        return max(0.0, (last.wait_seconds - first.wait_seconds) / max(1, last.step - first.step))
 
 
 def metric_curves(folder: Path) -> MetricCurves:
-    """Returns the curves in the metrics file of a run folder; damaged lines are skipped."""
-    curves = MetricCurves()
-    is_first = False
-    is_tokens = True
-    for event in Folder.of(folder).lines(METRICS):
-        if event is None:
-            continue  # counted in `RunReport.notes`
-        step = _number(event, "step")
-        kind = event.get("event")
-        if kind == "start":
-            is_first = True  # the first step of an attempt includes compilation
-        elif kind == "eval" and step is not None:
-            _add(curves.held_out, step, event, "val_loss")
-            for key in event:
-                name = key.removeprefix("val_")
-                is_shown = name in curves.evaluated or len(curves.evaluated) < MAX_EVALUATED
-                if key not in (name, "val_loss") and is_shown and _number(event, key) is not None:
-                    _add(curves.evaluated.setdefault(name, Points()), step, event, key)
-        elif kind == "step" and step is not None:
-            _add(curves.loss, step, event, "loss")
-            _add(curves.speed, step, event, "tokens_per_second")
-            is_tokens = event.get("tokens_per_second") != event.get("examples_per_second")
-            seconds = _number(event, "step_seconds")
-            if seconds is not None and not is_first:
-                curves.seconds.append(seconds)
-                if (speed := _number(event, "tokens_per_second")) is not None:
-                    curves.rates.append(speed)
-            is_first = False
-    return curves if is_tokens else replace(curves, counted="examples")
-
-
-@dataclass(frozen=True)
-class SteadySteps:
-    """Steady steps of the last attempt at a run, in order.
-
-    Attributes:
-      seconds: of each logged step.
-      wait_seconds: the time per step in which the loop waited for data.
-    """
-
-    seconds: tuple[float, ...]
-    wait_seconds: float = 0.0
-
-
-def steady_steps(folder: Path) -> SteadySteps:
-    """Returns the steady steps in the metrics of a run folder; damaged lines are skipped, and so are earlier attempts.
+    """Returns the curves in the metrics file of a run folder; damaged lines are counted.
 
     Raises:
       EntryError: the file of metrics is not a regular file.
     """
+    curves = MetricCurves()
     first = FIRST_STEPS
-    steps = list[tuple[int, float, float]]()
     for event in Folder.of(folder).lines(METRICS):
         if event is None:
-            continue  # a damaged line, such as the last one of a killed run
-        if event.get("event") == "start":  # another attempt, maybe on other devices
-            first = int(_number(event, "step") or 0) + FIRST_STEPS
-            steps = []
-        elif event.get("event") == "step":
-            step = _number(event, "step")
+            curves.num_damaged += 1
+            continue
+        kind = event.get("event")
+        step = _number(event, "step")
+        if isinstance(kind, str) and kind in ("step", "eval"):
+            curves.last[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
+        if kind == "start":  # another attempt, maybe on other devices
+            first = int(step or 0) + FIRST_STEPS
+            curves.steady.clear()
+        elif kind == "eval" and step is not None:
+            _add_evaluation(curves, step, event)
+        elif kind == "step" and step is not None:
+            rate = _number(event, "tokens_per_second")
+            _add(curves.loss, step, event, "loss")
+            _add(curves.speed, step, event, "tokens_per_second")
+            curves.counted = "tokens" if rate != _number(event, "examples_per_second") else "examples"
             seconds = _number(event, "step_seconds")
-            if step is not None and step > first and seconds is not None and seconds > 0:
-                steps.append((int(step), seconds, _number(event, "data_wait_seconds") or 0.0))
-    steps = steps[-NUM_LAST_STEPS:]
-    waits = (steps[-1][2] - steps[0][2]) / max(1, steps[-1][0] - steps[0][0]) if steps else 0.0
-    return SteadySteps(tuple(seconds for _, seconds, _ in steps), max(0.0, waits))
+            if seconds is not None and seconds > 0 and step > first:
+                wait_seconds = _number(event, "data_wait_seconds") or 0.0
+                curves.steady.append(SteadyStep(int(step), seconds, wait_seconds, rate))
+    return curves
+
+
+def _add_evaluation(curves: MetricCurves, step: float, event: Mapping[str, Any]) -> None:
+    _add(curves.held_out, step, event, "val_loss")
+    for key in event:
+        name = key.removeprefix("val_")
+        is_shown = name in curves.evaluated or len(curves.evaluated) < MAX_EVALUATED
+        if key not in (name, "val_loss") and is_shown and _number(event, key) is not None:
+            _add(curves.evaluated.setdefault(name, Points()), step, event, key)
 
 
 def _add(points: Points, step: float, event: Mapping[str, Any], key: str) -> None:

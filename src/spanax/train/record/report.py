@@ -1,6 +1,6 @@
 """Reads a run folder into a `RunReport`: its time account, last checkpoint, last metrics, and the command to resume."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,13 @@ from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
 from spanax.errors import DataError, EntryError, MissingFileError
 from spanax.train.record import heartbeat
 from spanax.train.record.folder import recorded
+from spanax.train.record.metric_curves import MetricCurves, metric_curves
 from spanax.train.record.time_account import TimeAccount, account
 from spanax.train.store import view
 from spanax.usage import resume_command
 
 MAX_NOTES = 8
 """Number of unknown event kinds and of damaged heartbeats in a report."""
-
-RATES = ("step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds")
-METRIC_EVENTS = ("step", "eval")
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class RunReport:
       workload: name of the workload; empty if the folder does not record one.
       account: wall time by category.
       checkpoint: the newest intact checkpoint, or None.
-      metrics: metrics of the last logged step (`step`) and of the last evaluation (`eval`).
+      metrics: its metrics over steps.
       notes: files and lines that could not be read, one line per problem.
       saving: the step of a checkpoint that is being written, or None.
     """
@@ -39,7 +37,7 @@ class RunReport:
     workload: str
     account: TimeAccount
     checkpoint: view.SavedStep | None
-    metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metrics: MetricCurves = field(default_factory=MetricCurves)
     notes: Sequence[str] = ()
     saving: int | None = None
 
@@ -60,7 +58,7 @@ class RunReport:
             **self.account.to_json(),
             "checkpoint": checkpoint,
             "saving": self.saving,
-            "metrics": self.metrics,
+            "metrics": self.metrics.last,
             "notes": list(self.notes),
             "how_to_go_on": self.how_to_go_on,
         }
@@ -89,10 +87,10 @@ def run_report(folder: Path) -> RunReport:
     steps = view.describe(Folder.of(folder).inner(CHECKPOINTS))
     intact = [saved for saved in steps if saved.state == "good"]
     saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
-    metrics, num_damaged = _last_metrics(folder)
+    metrics = metric_curves(folder)
     notes += [
         f"{name}: {_num_lines(count)} damaged"
-        for name, count in ((EVENTS, times.num_damaged), (METRICS, num_damaged))
+        for name, count in ((EVENTS, times.num_damaged), (METRICS, metrics.num_damaged))
         if count
     ]
     notes += [
@@ -107,15 +105,3 @@ def run_report(folder: Path) -> RunReport:
 
 def _num_lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"
-
-
-def _last_metrics(folder: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Returns the metrics of the last `step` and `eval` events of a run, and the number of damaged lines."""
-    metrics: dict[str, dict[str, Any]] = {}
-    num_damaged = 0
-    for event in Folder.of(folder).lines(METRICS):
-        if event is None:
-            num_damaged += 1
-        elif isinstance(kind := event.get("event"), str) and kind in METRIC_EVENTS:
-            metrics[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
-    return metrics, num_damaged

@@ -24,6 +24,9 @@ STATES = "states"
 RUN_STATES = {"data": "position", "guard": "history"}
 """Objects whose states have their own key in meta.json, which is that of a run."""
 
+PART = "restore some of the objects, or restore(objects, partial=True), which restores what matches"
+"""The advice for objects that differ from those that were saved."""
+
 METHODS = (("state", "restore"), ("get_state", "set_state"))
 """The methods by which an object without arrays returns its state as JSON, and restores it."""
 
@@ -136,14 +139,8 @@ class Checkpoints:
                 _check_names([*named.names, *others], [*saved, *_states(record.meta)], self.folder)
             return {path: text for path, text in record.leaves.items() if _owner(path, saved) in named.names}
 
-        def fix(loaded: Loaded) -> str:
-            differing = (*loaded.missing, *loaded.mismatched, *loaded.unexpected)
-            equal = {_owner(path, list(named.names)) for path in loaded.loaded}
-            equal -= {_owner(path, list(named.names)) for path in differing}
-            return _advice([name for name in objects if name in equal], bool(loaded.loaded))
-
         saved = checkpoint.restore(
-            self.folder, targets, step=step, warn=self._warn, select=select, fix=fix, partial=partial
+            self.folder, targets, step=step, warn=self._warn, select=select, fix=lambda loaded: PART, partial=partial
         )
         arrays = {path: like(named.arrays[path], array) for path, array in saved.arrays.items()}
         states = _states(saved.meta)
@@ -281,16 +278,7 @@ def _check_names(names: list[str], saved: list[str], folder: os.PathLike[str]) -
     for name in names:
         if name not in saved:
             message = f"the checkpoint has no object '{name}'."
-            common = [other for other in names if other in saved]
-            raise CheckpointError(message, where=f"{folder}: {', '.join(saved)}", fix=_advice(common, bool(common)))
-
-
-def _advice(equal: list[str], has_any: bool) -> str:
-    """Returns how to restore a part of a checkpoint: some of the objects, or what matches."""
-    alone = ", ".join(f'"{name}": {name}' for name in equal)
-    options = [f"restore({{{alone}}})"] if equal else []
-    options += ["restore(objects, partial=True), which restores what matches"] if has_any else []
-    return ", or ".join(options) or "objects like those that were saved"
+            raise CheckpointError(message, where=f"{folder}: {', '.join(saved)}", fix=PART)
 
 
 def _with_states(loaded: Loaded, others: Mapping[str, Any], states: Mapping[str, Any]) -> Loaded:

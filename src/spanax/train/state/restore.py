@@ -94,7 +94,7 @@ def restore(
     if differences and is_first():
         message = f"step {saved.step} was saved by another program: {'; '.join(differences)}"
         (warn or to_stderr)(f"WARNING: {message}")
-    program = program.with_seed(meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
+    program = program.variant(seed=meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
     state = [saved.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.to_rows(state)
     assert_placed(plan, state, mesh)

@@ -61,7 +61,7 @@ def start(
     """
     if partial and init is None:
         raise MissingError("`partial` requires `init`, the weights to load.", fix="init='runs/base', partial=True")
-    program = as_planned(program, plan).with_seed(seed)
+    program = as_planned(program, plan).variant(seed=seed)
     mesh = build_mesh(plan, devices)
     rows = layer_order(program, plan)
     places = plan.leaves if rows is None else rows.layer_placements

@@ -142,11 +142,10 @@ def load(
     reads = {path: target for group in groups for path, target in group.reads.items()}
     paths = [path for group in groups for path in group.targets]
     loaded = Loaded.of(str(directory), source.saved, reads, paths, source.step)
-    if not partial:
+    if not partial and not loaded.is_complete:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
-        if not loaded.is_complete:
-            raise difference(loaded, source.saved, reads, fix)
-    elif not loaded.loaded:
+        raise difference(loaded, fix)
+    if partial and not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
         raise WeightsError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
     for group in (group.matching(source.saved) for group in groups):

@@ -176,7 +176,7 @@ def _read(
     if partial:
         regrouped = regrouped.matching(saved)
     elif not loaded.is_complete:
-        raise difference(loaded, saved, regrouped.reads, fix(loaded))
+        raise difference(loaded, fix(loaded))
     _check_shardings(regrouped.reads)
     is_all = select is None and not partial
     arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads, is_all=is_all))

@@ -61,17 +61,15 @@ class Loaded:
         return "; ".join([f"{self.source}: loaded {len(self.loaded)} of {total} arrays", *lists])
 
 
-def difference(loaded: Loaded, saved: Mapping[str, str], reads: Mapping[str, Any], fix: str) -> CheckpointError:
-    """Returns the error for arrays that differ; the arguments are those of `Loaded.of`."""
-    requested = {path: dtype_and_shape(target) for path, target in reads.items()}
-    changed = [path for path in sorted(requested.keys() & saved.keys()) if requested[path] != saved[path]]
+def difference(loaded: Loaded, fix: str) -> CheckpointError:
+    """Returns the error for arrays that differ."""
     kinds = {
-        "missing": [f"{path} (wanted {requested[path]})" for path in loaded.missing],
-        "unexpected": [f"{path} (saved {saved[path]})" for path in loaded.unexpected],
-        "of another shape or dtype": [f"{path} (saved {saved[path]}, wanted {requested[path]})" for path in changed],
+        "missing": loaded.missing,
+        "unexpected": loaded.unexpected,
+        "of another shape or dtype": loaded.mismatched,
     }
-    counts = ", ".join(f"{len(lines)} {kind}" for kind, lines in kinds.items() if lines)
-    where = "; ".join(f"{kind}: {listed(lines, most=3)}" for kind, lines in kinds.items() if lines)
+    counts = ", ".join(f"{len(paths)} {kind}" for kind, paths in kinds.items() if paths)
+    where = "; ".join(f"{kind}: {listed(paths, most=3)}" for kind, paths in kinds.items() if paths)
     message = f"checkpoint step {loaded.step} is of another model or optimizer; arrays: {counts}."
     return CheckpointError(message, where=f"{loaded.source}: {where}", fix=fix)
 

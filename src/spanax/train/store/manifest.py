@@ -157,12 +157,8 @@ def finished(directory: Place) -> list[tuple[int, Folder]]:
 
 
 def unfinished(directory: Place) -> list[Folder]:
-    """Returns entries named like a step or a temporary that are not finished steps: interrupted saves, links, files."""
-    return [
-        folder
-        for folder in entries(directory)
-        if ORBAX_TEMPORARY in folder.name or (step_of(folder) is not None and not has_manifest(folder))
-    ]
+    """Returns entries named like a step that are not finished steps: interrupted saves, links, files."""
+    return [folder for folder in entries(directory) if step_of(folder) is not None and not has_manifest(folder)]
 
 
 def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
@@ -290,11 +286,11 @@ def entries(directory: Place) -> list[Folder]:
 
 
 def _is_ours(folder: Folder) -> bool:
-    """Returns whether an entry is a real folder and a temporary, a finished step, or the remains of one."""
+    """Returns whether an entry is a real folder and a finished step, or the remains of one."""
     if folder.kind() is not Kind.FOLDER:
         return False
     names = {name.split(ORBAX_TEMPORARY)[0] for name in folder.names() if not TEMPORARY.fullmatch(name)}
-    return ORBAX_TEMPORARY in folder.name or MANIFEST in names or names <= {ARRAYS, PLAN, META}
+    return MANIFEST in names or names <= {ARRAYS, PLAN, META}
 
 
 def has_manifest(folder: Folder) -> bool:

@@ -39,28 +39,18 @@ class SavedStep:
     folder: str = ""
 
 
-def describe(directory: Place) -> list[SavedStep]:
-    """Returns all steps on disk, newest last; verifies every byte of each.
+def verify(directory: Place, steps: list[SavedStep] | None = None) -> list[str]:
+    """Returns one line for each difference between steps on disk and their manifests; skips unfinished steps.
 
-    Example:
-      >>> describe("no/such/folder")
-      []
-    """
-    return [saved for saved in list_steps(directory) if manifest.step_of(saved.folder) is not None]
-
-
-def verify(directory: Place) -> list[str]:
-    """Returns one line for each difference between the steps on disk and their manifests; skips unfinished steps.
+    Args:
+      directory: the folder of all steps.
+      steps: what `describe` returned; by default it is called.
 
     Example:
       >>> verify("no/such/folder")
       ['no/such/folder: no checkpoint here']
     """
-    return differences(directory, list_steps(directory))
-
-
-def differences(directory: Place, steps: list[SavedStep]) -> list[str]:
-    """Returns what `verify` returns, for steps that `list_steps` returned."""
+    steps = describe(directory) if steps is None else steps
     lines = [f"step {saved.folder}: {problem}" for saved in steps for problem in saved.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
 
@@ -112,12 +102,19 @@ def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
     return CheckpointError(message, where=str(folder))
 
 
-def list_steps(directory: Place) -> list[SavedStep]:
-    """Returns every entry with the name of a step or of a temporary in its current state, newest last."""
+def describe(directory: Place) -> list[SavedStep]:
+    """Returns every entry with the name of a step in its current state, newest last; verifies every byte of each.
+
+    Example:
+      >>> describe("no/such/folder")
+      []
+    """
     for _ in range(MAX_ROUNDS):
         by_folder: dict[str, SavedStep] = {}
         num_removed = 0
-        for path in _listed(directory):
+        for path in manifest.entries(directory):
+            if manifest.step_of(path) is None:
+                continue
             # A save that finished since the listing has been renamed to its number.
             for folder in dict.fromkeys((path, path.outer.inner(path.path.with_suffix("").name))):
                 if folder.name not in by_folder and (saved := _seen(folder)) is not None:
@@ -130,18 +127,13 @@ def list_steps(directory: Place) -> list[SavedStep]:
     return sorted(by_folder.values(), key=lambda saved: (saved.step, len(saved.folder), saved.folder))
 
 
-def _listed(directory: Place) -> list[Folder]:
-    paths = manifest.entries(directory)
-    return [path for path in paths if manifest.step_of(path) is not None or manifest.ORBAX_TEMPORARY in path.name]
-
-
 def _seen(folder: Folder) -> SavedStep | None:
     """Returns the current state of a step; None if it was removed or renamed before all of it was read."""
     before = _identity(folder)
     if before is None:
         return None
     step = manifest.step_of(folder)
-    is_new = folder.kind() is Kind.FOLDER and step is not None and folder.name != str(step)
+    is_new = folder.kind() is Kind.FOLDER and folder.name != str(step)
     # In this order: a released lock means that the save finished or failed, which the second lookup distinguishes.
     is_claimed = is_new and writer.is_claimed(folder.outer)
     is_finished = manifest.has_manifest(folder)

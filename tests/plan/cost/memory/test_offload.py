@@ -80,9 +80,9 @@ def test_a_chip_without_a_known_host_link_is_refused() -> None:
 
 def test_an_open_search_offloads_where_nothing_fits_otherwise() -> None:
     deep = spanax.trace(
-        build=lambda rngs: nnx.Sequential(*(nnx.Linear(256, 256, rngs=rngs) for _ in range(4))),
+        build=lambda rngs: nnx.Sequential(*(nnx.Linear(4096, 4096, rngs=rngs) for _ in range(4))),
         optimizer=optax.adamw(1e-2),
-        batch=jax.ShapeDtypeStruct((8, 256), "float32"),
+        batch=jax.ShapeDtypeStruct((8, 4096), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )
     machine = spanax.cluster("h100:4")

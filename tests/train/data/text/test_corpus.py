@@ -9,14 +9,6 @@ from spanax.train.data.formats.table import SUFFIXES
 from spanax.train.data.text.corpus import PYTHON_CORPUS_BYTES, TABLES, load_corpus
 
 
-def message_of(source: Path) -> str:
-    """The full message, without the folder of the test."""
-    with pytest.raises(DataError) as error:
-        load_corpus(source)
-    assert error.value.exit_code == 65
-    return error.value.args[0].replace(f"{source.parent}", "...")
-
-
 def test_python_is_a_corpus_of_some_size() -> None:
     corpus = load_corpus("python")
     size = len(corpus.train) + len(corpus.validation)
@@ -71,37 +63,43 @@ def test_hidden_and_binary_files_are_excluded(tmp_path: Path) -> None:
     assert {corpus.train, corpus.validation} == {b"first", b"second"}
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    assert message_of(tmp_path / "no.txt") == (
-        "no file or folder '.../no.txt'.\n"
-        "  where: looked in ...\n"
-        "  fix: a text file or .jsonl, .csv, .parquet, .arrow, .array_record, a folder of them, a .bin of tokens, "
-        "or 'python'"
-    )
+NO_TEXT = "folder '{source}' has no text{skipped}.\n  fix: a folder with text files in it"
+NOT_UTF8 = (
+    "'{source}{file}' is not UTF-8 text.\n  where: byte 1,234 is 0xe9\n"
+    "  fix: convert it (iconv -f latin1 -t utf-8), or remove it from the folder"
+)
+LATIN = b"x" * 1234 + "é".encode("latin1") + b"x"
+
+
+@pytest.mark.parametrize(
+    "name, files, message",
+    [
+        (
+            "no.txt",
+            {},
+            "no file or folder '{source}'.\n  where: looked in {folder}\n"
+            f"  fix: a text file or {TABLES}, a folder of them, a .bin of tokens, or 'python'",
+        ),
+        (
+            "a.txt",
+            {"a.txt": b""},
+            "'{source}' is empty.\n  fix: a file with text in it, or 'python' for the built-in corpus",
+        ),
+        ("inner", {"inner/.hidden": b"x"}, NO_TEXT.replace("{skipped}", "")),
+        ("inner", {"inner/a.png": b"\0"}, NO_TEXT.replace("{skipped}", "; skipped files: 1, such as 'a.png'")),
+        ("a.txt", {"a.txt": LATIN}, NOT_UTF8.replace("{file}", "")),
+        ("inner", {"inner/b.txt": LATIN}, NOT_UTF8.replace("{file}", "/b.txt")),
+    ],
+)
+def test_a_source_without_text_raises(name: str, files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+    for file, content in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError) as error:
+        load_corpus(tmp_path / name)
+    assert error.value.exit_code == 65
+    assert error.value.args[0] == message.format(source=tmp_path / name, folder=tmp_path)
+
+
+def test_the_kinds_of_tables_are_named() -> None:
     assert {f".{kind}" for kind in SUFFIXES.values()} == {*TABLES.split(", ")}
-
-
-def test_files_without_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    assert message_of(tmp_path / "a.txt") == (
-        "'.../a.txt' is empty.\n  fix: a file with text in it, or 'python' for the built-in corpus"
-    )
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    fix = "\n  fix: a folder with text files in it"
-    assert message_of(folder) == "folder '.../folder' has no text." + fix
-    (folder / "a.png").write_bytes(b"\0")
-    assert message_of(folder) == "folder '.../folder' has no text; skipped files: 1, such as 'a.png'." + fix
-
-
-@pytest.mark.parametrize("name", ["a.txt", "folder"])
-def test_text_that_is_not_utf8(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    bad = path if name.endswith(".txt") else path / "b.txt"
-    bad.parent.mkdir(exist_ok=True)
-    bad.write_bytes(b"x" * 1234 + "é".encode("latin1") + b"x")
-    assert message_of(path) == (
-        f"'.../{bad.relative_to(tmp_path)}' is not UTF-8 text.\n"
-        "  where: byte 1,234 is 0xe9\n"
-        "  fix: convert it (iconv -f latin1 -t utf-8), or remove it from the folder"
-    )

@@ -1,15 +1,13 @@
-"""Reads the rows of Arrow, Feather, Parquet and CSV files with pyarrow, and those of Hugging Face datasets in memory.
+"""Reads the fields of Arrow, Feather, Parquet and CSV files with pyarrow.
 
-Each column is streamed, and validated before use, since damaged offsets would crash the process.
+Each field is streamed, and validated before use, since damaged offsets would crash the process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from spanax.errors import DataError, FileError, NotInstalledError, SpanaxError
 from spanax.train.data.cache import check_expansion
@@ -18,8 +16,33 @@ ROWS_AT_ONCE = 256
 """The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
 
 
-def pyarrow() -> Any:
-    """Imports and returns pyarrow; raises SpanaxError if it is not installed."""
+def opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the columns of a file of kind `arrow`, `csv` or `parquet`, and a function that yields the rows of one."""
+    with _arrow_errors(path):
+        names, read = _opened(path, kind)
+        return tuple(names), partial(_rows, path, names, read)
+
+
+def _rows(path: Path, names: Sequence[str], read: Callable[[str], Iterable[Any]], field: str) -> Iterator[Any]:
+    """Yields a column as texts, numbers or arrays."""
+    if field not in names:
+        where = f"it has {', '.join(names)[:120]}"
+        raise DataError(f"'{path}' has no field '{field}'.", where=where, fix="--field NAME")
+    number = 0
+    num_bytes = 0
+    with _arrow_errors(path):
+        for batch in read(field):
+            column = batch.column(field)
+            column.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
+            num_bytes += column.nbytes
+            check_expansion(path, num_bytes)
+            for start in range(0, len(column), ROWS_AT_ONCE):
+                rows = column.slice(start, ROWS_AT_ONCE)
+                yield from _values(path, number, rows)
+                number += len(rows)
+
+
+def _pyarrow() -> Any:
     try:
         import pyarrow
         import pyarrow.compute
@@ -32,71 +55,40 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-@dataclass(frozen=True)
-class ArrowRows:
-    """The rows of a file that pyarrow reads.
-
-    Attributes:
-      path: the file.
-      fields: the names of its columns.
-      batches: streams a column, a few rows at a time.
-    """
-
-    path: Path
-    fields: tuple[str, ...]
-    batches: Callable[[str], Iterator[Any]]
-
-    def values(self, field: str) -> Iterator[Any]:
-        if field not in self.fields:
-            where = f"it has {', '.join(self.fields)[:120]}"
-            raise DataError(f"'{self.path}' has no field '{field}'.", where=where, fix="--field NAME")
-        number = 0
-        num_bytes = 0
-        with _arrow_errors(self.path):
-            for batch in self.batches(field):
-                column = batch.column(field)
-                column.validate(full=True)  # invalid offsets would crash the process, also in `nbytes`
-                num_bytes += column.nbytes
-                check_expansion(self.path, num_bytes)
-                for start in range(0, len(column), ROWS_AT_ONCE):
-                    rows = column.slice(start, ROWS_AT_ONCE)
-                    yield from _values(self.path, number, rows)
-                    number += len(rows)
+def _opened(path: Path, kind: str) -> tuple[Sequence[str], Callable[[str], Iterable[Any]]]:
+    """Returns the columns of a file, and a function that streams batches of rows with one of them."""
+    arrow = _pyarrow()
+    if kind == "parquet":
+        file = arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
+        return file.schema_arrow.names, lambda field: file.iter_batches(ROWS_AT_ONCE, columns=[field])
+    if kind == "csv":
+        schema = _open_csv(path).schema
+        # The first megabyte determines whether a column has numbers or texts.
+        types = arrow.schema([each if _is_numeric(each.type) else each.with_type(arrow.string()) for each in schema])
+        return schema.names, lambda field: _open_csv(path, [field], types)
+    return _open_ipc(path).schema.names, lambda field: _ipc_batches(path)
 
 
-def open_arrow(path: Path) -> ArrowRows:
-    """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
-    with _arrow_errors(path):
-        return ArrowRows(path, tuple(_reader(path).schema.names), lambda column: _batches(path))
+def _open_ipc(path: Path) -> Any:
+    arrow = _pyarrow()
+    mapped = arrow.memory_map(str(path))
+    try:
+        return arrow.ipc.open_file(mapped)
+    except arrow.ArrowInvalid:  # a stream, as `datasets` writes it
+        mapped.seek(0)
+        return arrow.ipc.open_stream(mapped)
 
 
-def open_parquet(path: Path) -> ArrowRows:
-    """Opens a Parquet file."""
-    arrow = pyarrow()
-
-    def open_() -> Any:
-        return arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
-
-    def batches(column: str) -> Iterator[Any]:
-        yield from open_().iter_batches(ROWS_AT_ONCE, columns=[column])
-
-    with _arrow_errors(path):
-        return ArrowRows(path, tuple(open_().schema_arrow.names), batches)
+def _ipc_batches(path: Path) -> Iterable[Any]:
+    reader = _open_ipc(path)
+    return map(reader.get_batch, range(reader.num_record_batches)) if hasattr(reader, "get_batch") else reader
 
 
-def open_csv(path: Path) -> ArrowRows:
-    """Opens a CSV file with a header; the first megabyte determines whether a column has numbers or texts."""
-    arrow = pyarrow()
-
-    def open_(schema: Any = None, columns: Sequence[str] = ()) -> Any:
-        convert = arrow.csv.ConvertOptions(column_types=schema, include_columns=columns, strings_can_be_null=False)
-        read = arrow.csv.ReadOptions(use_threads=False)  # with threads, an error names no row
-        return arrow.csv.open_csv(str(path), read, arrow.csv.ParseOptions(newlines_in_values=True), convert)
-
-    with _arrow_errors(path):
-        inferred = list(open_().schema)
-        schema = arrow.schema([each if _is_numeric(each) else each.with_type(arrow.string()) for each in inferred])
-        return ArrowRows(path, tuple(schema.names), lambda column: open_(schema, [column]))
+def _open_csv(path: Path, columns: Sequence[str] = (), types: Any = None) -> Any:
+    csv = _pyarrow().csv
+    convert = csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False)
+    read = csv.ReadOptions(use_threads=False)  # with threads, an error names no row
+    return csv.open_csv(str(path), read, csv.ParseOptions(newlines_in_values=True), convert)
 
 
 @contextmanager
@@ -111,90 +103,48 @@ def _arrow_errors(path: Path) -> Iterator[None]:
         raise FileError(f"cannot read '{path}'.", where=detail, fix="write the file again, or remove it") from None
 
 
-def _reader(path: Path) -> Any:
-    arrow = pyarrow()
-    mapped = arrow.memory_map(str(path))
+def _values(path: Path, first: int, rows: Any) -> Iterable[Any]:
+    """Returns the values of rows, of which the first has the number `first` in its file."""
     try:
-        return arrow.ipc.open_file(mapped)
-    except arrow.ArrowInvalid:
-        mapped.seek(0)
-        return arrow.ipc.open_stream(mapped)
+        return _array(path, rows)
+    except ValueError as error:
+        if len(rows) == 1:
+            message = f"row {first:,} of '{path}' has {error}."
+            raise DataError(message, fix="a value in each field, and lists of equal length") from None
+    # Rows may differ in length, but not within.
+    return [value for row in range(len(rows)) for value in _values(path, first + row, rows.slice(row, 1))]
 
 
-def _batches(path: Path) -> Iterator[Any]:
-    reader = _reader(path)
-    if hasattr(reader, "get_batch"):
-        yield from map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        yield from reader
-
-
-def _values(path: Path, first: int, column: Any) -> Iterable[Any]:
-    """Returns the values of rows: numbers, texts, or arrays, whose dims are nested lists.
-
-    Args:
-      path: the file that errors name.
-      first: the number of the first row in the file.
-      column: the rows.
-    """
-    arrow = pyarrow()
+def _array(path: Path, rows: Any) -> Iterable[Any]:
+    """Returns texts, or an array whose dims are nested lists; raises ValueError if the rows do not form one."""
+    arrow = _pyarrow()
     types = arrow.types
-    inner = getattr(column, "storage", column)  # of an extension type
+    inner = getattr(rows, "storage", rows)  # of an extension type
     inner = inner.dictionary_decode() if types.is_dictionary(inner.type) else inner
     shape = [len(inner)]
-    problem = None
     while types.is_list(inner.type) or types.is_large_list(inner.type) or types.is_fixed_size_list(inner.type):
+        _check_no_null(inner)
         lengths = arrow.compute.list_value_length(inner).unique().to_pylist()
-        problem = problem or _problem(inner, lengths)
-        shape.append(lengths[0] if lengths else 0)
+        if len(lengths) > 1:
+            raise ValueError("lists of different lengths")
+        shape += lengths or [0]
         inner = inner.flatten()
-    problem = problem or _problem(inner, [])
-    if problem and len(column) > 1:  # rows may differ in length, but not within
-        return [value for row in range(len(column)) for value in _values(path, first + row, column.slice(row, 1))]
-    if problem:
-        message, fix = problem
-        raise DataError(f"row {first:,} of '{path}' has {message}.", fix=fix)
-    if _is_text(inner):
-        texts: list[Any] = inner.to_pylist()
-        return texts if len(shape) == 1 else [np.array(texts, object)]
-    if not _is_numeric(inner):
+    _check_no_null(inner)
+    if len(shape) == 1 and (types.is_string(inner.type) or types.is_large_string(inner.type)):
+        return list(inner.to_pylist())
+    if not _is_numeric(inner.type):
         raise DataError(
-            f"'{path}' has a field of type {str(inner.type)[:80]}, which is neither text nor numbers.",
+            f"'{path}' has a field of type {str(rows.type)[:80]}, which is neither text nor numbers.",
             fix="numbers; for images, pass a datasets.Dataset in Python, which decodes them",
         )
-    array: np.ndarray = inner.to_numpy(zero_copy_only=False)
-    return array.reshape(shape)
+    return inner.to_numpy(zero_copy_only=False).reshape(shape)  # type: ignore[no-any-return]
 
 
-def _problem(column: Any, lengths: Sequence[Any]) -> tuple[str, str] | None:
-    """Returns why values do not form one array, and what to write instead; None if they do."""
+def _check_no_null(column: Any) -> None:
     if column.null_count:
-        return "a null in a field", "rows with a value in each field"
-    if len(lengths) > 1:
-        return "lists of different lengths", "lists of equal length"
-    return None
+        raise ValueError("a null in a field")
 
 
-def _is_numeric(col: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_integer(col.type) or types.is_floating(col.type) or types.is_boolean(col.type))
-
-
-def _is_text(col: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_string(col.type) or types.is_large_string(col.type))
-
-
-@dataclass(frozen=True)
-class DatasetRows:
-    """The rows of a `datasets.Dataset`."""
-
-    dataset: Any
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return tuple(self.dataset.column_names)
-
-    def values(self, field: str) -> Iterator[Any]:
-        for batch in self.dataset.select_columns([field]).with_format(None).iter(ROWS_AT_ONCE):
-            yield from batch[field]
+def _is_numeric(kind: Any) -> bool:
+    types = _pyarrow().types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

@@ -8,8 +8,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ Parser = Callable[[bytes], dict[str, Any]]
 """Returns the fields of a record."""
 
 
-def lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file that are not empty; the file may be compressed by gzip."""
     number = 0
     num_bytes = 0
@@ -48,7 +47,7 @@ def lines(path: Path) -> Iterator[bytes]:
         raise FileError(f"cannot read '{path}': {reason}.", fix="copy it again") from None
 
 
-def array_records(path: Path) -> Iterator[bytes]:
+def _array_records(path: Path) -> Iterator[bytes]:
     """Yields the records of an ArrayRecord file."""
     from grain.sources import ArrayRecordDataSource
 
@@ -64,70 +63,51 @@ def array_records(path: Path) -> Iterator[bytes]:
         raise _bad(path, first, error) from None
 
 
-@dataclass(frozen=True)
-class RecordRows:
-    """The rows of a file of records.
+def opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the fields of the first row of a file of kind `jsonl` or `array_record`, and a function that yields one.
 
-    Attributes:
-      path: the file.
-      records: yields its records.
-      parse: returns the fields of a record.
-
-    Example:
-      >>> import tempfile
-      >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
-      >>> _ = path.write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
-      >>> rows = open_records(path, "jsonl")
-      >>> rows.fields, list(rows.values("text"))
-      (('text',), ['to be', 'or not'])
+    A file without rows has no fields.
     """
+    for record in _records(path, kind):
+        # The first record shows what all are.
+        parse = _parser(kind, record)
+        return tuple(_row(path, 0, record, parse)), partial(_rows, path, kind, parse)
+    return (), lambda field: iter(())
 
-    path: Path
-    records: Callable[[Path], Iterator[bytes]]
-    parse: Parser
 
-    @cached_property
-    def fields(self) -> tuple[str, ...]:
-        return tuple(self._row(0, _first(self.path, self.records)))
-
-    def values(self, field: str) -> Iterator[Any]:
-        for index, record in enumerate(self.records(self.path)):
-            yield self._value(index, self._row(index, record), field)
-
-    def _row(self, index: int, record: bytes) -> dict[str, Any]:
-        try:
-            return self.parse(record)
-        except (ValueError, RecursionError) as error:
-            raise _bad(self.path, index, error) from None
-
-    def _value(self, index: int, row: dict[str, Any], field: str) -> Any:
+def _rows(path: Path, kind: str, parse: Parser, field: str) -> Iterator[Any]:
+    """Yields a field of every row, as texts, numbers or arrays."""
+    for index, record in enumerate(_records(path, kind)):
+        row = _row(path, index, record, parse)
         if field not in row:
-            raise _bad(self.path, index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
+            raise _bad(path, index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
         value = row[field]
         try:
-            return np.asarray(value) if isinstance(value, list) else value
+            value = np.asarray(value) if isinstance(value, list) else value
         except ValueError:
-            raise _bad(self.path, index, f"the lists in '{field}' have different lengths") from None
+            raise _bad(path, index, f"the lists in '{field}' have different lengths") from None
+        yield value
 
 
-def open_records(path: Path, kind: str) -> RecordRows:
-    """Opens a file of kind `jsonl` or `array_record`, whose first record shows what all are."""
-    if kind == "jsonl":
-        return RecordRows(path, lines, _json_row)
-    first = _first(path, array_records)
-    parse = _json_row
-    if not first.lstrip().startswith(b"{"):
-        try:
-            parse = _example_row if _example_row(first) else _text_row
-        except ValueError:
-            parse = _text_row
-    return RecordRows(path, array_records, parse)
+def _records(path: Path, kind: str) -> Iterator[bytes]:
+    return _lines(path) if kind == "jsonl" else _array_records(path)
 
 
-def _first(path: Path, records: Callable[[Path], Iterator[bytes]]) -> bytes:
-    for record in records(path):
-        return record
-    raise DataError(f"'{path}' is empty.", fix="a file with rows in it")
+def _row(path: Path, index: int, record: bytes, parse: Parser) -> dict[str, Any]:
+    try:
+        return parse(record)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, index, error) from None
+
+
+def _parser(kind: str, first: bytes) -> Parser:
+    """Returns the parser of the records of a file."""
+    if kind == "jsonl" or first.lstrip().startswith(b"{"):
+        return _json_row
+    try:
+        return _example_row if _example_row(first) else _text_row
+    except ValueError:
+        return _text_row
 
 
 def _bad(path: Path, index: int, reason: object) -> DataError:

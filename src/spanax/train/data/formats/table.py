@@ -3,19 +3,20 @@
 import glob
 import os
 import re
-import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, FileError, MissingFileError
+from spanax.errors import DataError, MissingFileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, exclusive, reserve, writing
-from spanax.train.data.order import HELD_OUT, SPLITS, check_inside, check_split
+from spanax.train.data.folder_files import check_inside, file_bytes, files_of
+from spanax.train.data.order import HELD_OUT, SPLITS
 
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 1024
@@ -45,58 +46,34 @@ _ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNOR
 _SIDE = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])", re.IGNORECASE)
 
 
-class Part(Protocol):
-    """The rows of one file, or of a dataset in memory, with named fields."""
-
-    @property
-    def fields(self) -> tuple[str, ...]: ...
-
-    def values(self, field: str) -> Iterator[Any]:
-        """Yields a field of every row in order, as texts or arrays, in bounded memory."""
-
-
 @dataclass(frozen=True)
 class Table:
     """The rows of one split.
 
     Attributes:
       name: the name in errors and saved positions.
-      parts: the rows of each file, concatenated in order.
+      fields: the names of the fields.
+      read: yields a field of every row in order, as texts, numbers or arrays, in bounded memory.
       digest: a hash of the content.
       cache_key: the key in the cache, which also changes when files are modified of which the hash covers only samples.
       size_bytes: the size of all files.
       split: `"train"` or `"validation"`.
       holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
-
-    Example:
-      >>> import tempfile
-      >>> path = Path(tempfile.mkdtemp()) / "numbers.jsonl"
-      >>> _ = path.write_text("".join(f'{{"x": {i}}}' + chr(10) for i in range(40)))
-      >>> table = open_table(path, split="validation")
-      >>> [value for is_held_out, value in table.values("x") if is_held_out]
-      [1, 21]
     """
 
     name: str
-    parts: tuple[Part, ...]
+    fields: tuple[str, ...]
+    read: Callable[[str], Iterator[Any]]
     digest: str
     cache_key: str
     size_bytes: int
     split: str = "train"
     holds_out: bool = True
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The field names of the first part."""
-        return self.parts[0].fields
-
     def values(self, field: str) -> Iterator[tuple[bool, Any]]:
         """Yields a field of all rows of both splits, as pairs (whether the row is held out, value)."""
-        number = 0
-        for part in self.parts:
-            for value in part.values(field):
-                yield self.holds_out and number % HELD_OUT == 1, value
-                number += 1
+        for number, value in enumerate(self.read(field)):
+            yield self.holds_out and number % HELD_OUT == 1, value
 
     def stored(
         self,
@@ -105,41 +82,27 @@ class Table:
         items: Iterable[tuple[bool, np.ndarray]],
         cache_dir: str | os.PathLike[str] | None,
     ) -> np.ndarray:
-        """Returns the rows of an array of the split, memory-mapped from the cache.
+        """Returns the rows of an array of the split, memory-mapped from the cache; raises WriteError if that is full.
 
-        Args:
-          key: what the array is computed from, besides the content of the table.
-          dtype: the dtype of the array.
-          items: yields for both splits whether rows are held out, and the rows; read only if they are not in the cache.
-          cache_dir: the directory of the cache.
-
-        Raises:
-          WriteError: the array cannot be written to the cache.
+        `key` is what the array is computed from, besides the content of the table. If the cache has no such array, it
+        is written from `items`, which yields for both splits whether rows are held out, and the rows.
         """
         prefix = f"rows-{digest(self.cache_key, key, str(dtype), str(self.holds_out))}"
-        splits = SPLITS if self.holds_out else (self.split,)
-        paths = [cache_folder(cache_dir) / f"{prefix}-{split}.npy" for split in splits]
-        path = paths[splits.index(self.split)]
-        array = read_array(path, dtype)
-        if array is None:
-            with exclusive(path.with_name(f"{prefix}.lock")):
+        paths = [cache_folder(cache_dir) / f"{prefix}-{split}.npy" for split in SPLITS]
+        path = paths[self.holds_out and self.split == "validation"]
+        with exclusive(path.with_name(f"{prefix}.lock")):
+            array = read_array(path, dtype)
+            if array is None:
+                _write(paths, dtype, items)
                 array = read_array(path, dtype)
-                if array is None:
-                    _write(paths, dtype, items)
-                    array = read_array(path, dtype)
         assert array is not None, path
         return array
 
 
 def is_table(source: str | os.PathLike[str]) -> bool:
-    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables.
-
-    Example:
-      >>> is_table("a.jsonl"), is_table("shards/*.parquet"), is_table("a.txt")
-      (True, True, False)
-    """
+    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables."""
     path = Path(source)
-    return (_is_saved(path) or bool(_table_files(path))) if path.is_dir() else kind_of(path) is not None
+    return _is_saved(path) or bool(_table_files(path)) if path.is_dir() else kind_of(path) is not None
 
 
 def kind_of(path: Path) -> str | None:
@@ -152,27 +115,42 @@ def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table
 
     If a folder has splits (saved by `DatasetDict.save_to_disk`, or files named `train-...` and `validation-...`), they
     are used; otherwise a twentieth of the rows is held out for validation.
-
-    Raises:
-      DataError: no such file exists, or the files are of several kinds.
     """
-    check_split(split)
     paths, name, holds_out = _files(source, split)
     kinds = sorted({str(kind_of(path)) for path in paths})
     if len(kinds) > 1:
         raise DataError(f"'{source}' has several kinds of tables: {', '.join(kinds)}.", fix=f"'{source}/*.jsonl'")
-    key, cache_key = _digests(paths)
-    parts = tuple(_opened(path, kinds[0]) for path in paths)
-    return Table(name, parts, key, cache_key, sum(map(_size_bytes, paths)), split, holds_out)
+    sizes = [file_bytes(path) for path in paths]
+    key, cache_key = _digests(paths, sizes)
+    fields, read = _opened(paths[0], kinds[0])
+    if not fields:
+        raise DataError(f"'{paths[0]}' is empty.", fix="a file with rows in it")
+    read_all = partial(_read, read, paths[1:], kinds[0])
+    return Table(name, fields, read_all, key, cache_key, sum(sizes), split, holds_out)
+
+
+def _opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the fields of a file, and a function that yields one; imports only the library of its kind."""
+    if kind in ("jsonl", "array_record"):
+        from spanax.train.data.formats import records
+
+        return records.opened(path, kind)
+    from spanax.train.data.formats import arrow
+
+    return arrow.opened(path, kind)
+
+
+def _read(first: Callable[[str], Iterator[Any]], others: Sequence[Path], kind: str, field: str) -> Iterator[Any]:
+    yield from first(field)
+    for path in others:
+        yield from _opened(path, kind)[1](field)
 
 
 def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:
     """Returns the files of a split in order, their name, and whether validation rows must be held out."""
     path = Path(source)
     if path.is_dir():
-        files, name, holds_out = _files_of_folder(path, split)
-        check_inside(path, files)
-        return files, name, holds_out
+        return _files_of_folder(path, split)
     if path.is_file() or (kind_of(path) and not glob.has_magic(str(source))):
         return [path], path.name, True
     files = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
@@ -182,22 +160,25 @@ def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str,
     return files, str(source), True
 
 
-def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
-    files = _table_files(path)
-    is_dict = (path / "dataset_dict.json").is_file()
-    names = [file.relative_to(path) for file in files]
+def _files_of_folder(folder: Path, split: str) -> tuple[list[Path], str, bool]:
+    files = _table_files(folder)
+    is_dict = (folder / "dataset_dict.json").is_file()
+    names = [file.relative_to(folder) for file in files]
     sides = [name.parts[0] if is_dict else _side(name) for name in names]
+    name = folder.name
+    holds_out = True
     if is_dict and "train" not in sides:
         where = f"it has {', '.join(sorted({*map(str, sides)})) or 'no rows'}"
-        raise DataError(f"'{path}' has no split 'train'.", where=where, fix="the folder of one of its splits")
+        raise DataError(f"'{folder}' has no split 'train'.", where=where, fix="the folder of one of its splits")
     if not files:
-        raise DataError(f"'{path}' has no rows.", fix="Dataset.save_to_disk again")
-    if not is_dict and ("train" not in sides or None in sides):
-        return files, path.name, True
-    has_validation = "validation" in sides
-    chosen = split if has_validation else "train"
-    listed = [file for file, side in zip(files, sides, strict=True) if side == chosen]
-    return listed, f"{path.name}/{chosen}", not has_validation
+        raise DataError(f"'{folder}' has no rows.", fix="Dataset.save_to_disk again")
+    if is_dict or ("train" in sides and None not in sides):
+        holds_out = "validation" not in sides
+        chosen = "train" if holds_out else split
+        files = [file for file, side in zip(files, sides, strict=True) if side == chosen]
+        name = f"{name}/{chosen}"
+    check_inside(folder, files)
+    return files, name, holds_out
 
 
 def _side(path: Path) -> str | None:
@@ -208,33 +189,17 @@ def _side(path: Path) -> str | None:
 
 
 def _table_files(folder: Path) -> list[Path]:
-    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`.
-
-    Links to folders are not followed.
-    """
-    files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        skipped = (".", "cache-") if "state.json" in names else (".",)  # where `datasets` also caches results
-        files += [Path(parent) / name for name in names if not name.startswith(skipped)]
-    tables = [file for file in files if kind_of(file)]
+    """Returns the tables of a folder that has only tables and files about them, or was saved by `datasets`."""
+    files = files_of(folder)
+    # `datasets` also caches results of computations, next to a dataset that it saved.
+    cached = [file for file in files if file.name.startswith("cache-") and (file.parent / "state.json").is_file()]
+    tables = [file for file in files if kind_of(file) and file not in cached]
     others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
     return sorted(tables) if _is_saved(folder) or not others else []
 
 
 def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-
-
-def _opened(path: Path, kind: str) -> Part:
-    """Opens a file; imports only the library of its kind."""
-    if kind in ("jsonl", "array_record"):
-        from spanax.train.data.formats.records import open_records
-
-        return open_records(path, kind)
-    from spanax.train.data.formats.arrow import open_arrow, open_csv, open_parquet
-
-    return {"arrow": open_arrow, "csv": open_csv, "parquet": open_parquet}[kind](path)
 
 
 def _write(paths: Sequence[Path], dtype: np.dtype, items: Iterable[tuple[bool, np.ndarray]]) -> None:
@@ -267,31 +232,18 @@ def read_array(path: Path, dtype: np.dtype) -> np.ndarray | None:
     return array if array.dtype == dtype else None
 
 
-def _size_bytes(path: Path) -> int:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(None, "it is not a regular file")
-        return status.st_size
-    except OSError as error:
-        raise FileError.of(path, error) from None
-
-
-def _digests(paths: Sequence[Path]) -> tuple[str, str]:
+def _digests(paths: Sequence[Path], sizes: Sequence[int]) -> tuple[str, str]:
     """Returns a hash of the content of files, and a key that also changes when large files are modified."""
-    sizes = [_size_bytes(path) for path in paths]
     is_small = sum(sizes) <= HASH_ALL_BYTES
-    num_samples = max(2, NUM_SAMPLES // len(paths))
+    length = HASH_ALL_BYTES if is_small else SAMPLE_BYTES
+    num_samples = 1 if is_small else max(2, NUM_SAMPLES // len(paths))
     contents: list[str | bytes] = []
     for path, size_bytes in zip(paths, sizes, strict=True):
         contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
-            if is_small:
-                contents.append(file.read(HASH_ALL_BYTES))
-                continue
-            for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
+            for start in np.linspace(0, max(0, size_bytes - length), num_samples, dtype=np.int64).tolist():
                 file.seek(start)
-                contents.append(file.read(SAMPLE_BYTES))
+                contents.append(file.read(length))
     key = digest(*contents)
     changed = " ".join(str(path.stat().st_mtime_ns) for path in paths)
     return key, key if is_small else digest(key, changed)

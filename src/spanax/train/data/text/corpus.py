@@ -4,12 +4,14 @@ import errno
 import os
 import platform
 import sysconfig
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.errors import DataError, FileError, MissingFileError
 from spanax.sealed import digest
-from spanax.train.data.order import HELD_OUT, check_inside
+from spanax.train.data.folder_files import check_inside, files_of
+from spanax.train.data.order import HELD_OUT
 
 TABLES = ".jsonl, .csv, .parquet, .arrow, .array_record"
 """The kinds of tables, which are read by rows; other files are read as text."""
@@ -24,32 +26,11 @@ SKIPPED_LIBRARY_FOLDERS = SKIPPED_FOLDERS | {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text split into train and validation.
-
-    Args:
-      name: the name in errors and saved positions.
-      train: UTF-8 text; documents are joined by a newline.
-      validation: UTF-8 text held out from training.
-
-    Example:
-      >>> Corpus("notes", b"to be or not", b" to be").size_bytes
-      12
-    """
+    """UTF-8 text split into train and validation; documents are joined by a newline."""
 
     name: str
     train: bytes
     validation: bytes
-
-    @property
-    def key(self) -> tuple[bytes, ...]:
-        return (self.train,)
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.train)
-
-    def documents(self) -> list[bytes]:
-        return [self.train]
 
 
 def load_corpus(source: str | os.PathLike[str]) -> Corpus:
@@ -57,13 +38,6 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
 
     Files of a folder are held out by the hash of their path, about one in 20 and at least one; for a single file,
     the last twentieth is held out. Hidden and binary files of a folder are excluded.
-
-    Raises:
-      DataError: the source does not exist, is empty, or is not UTF-8.
-
-    Example:
-      >>> load_corpus("python").train.count(b"import ") > 1000
-      True
     """
     if source == "python":
         return _python_corpus()
@@ -107,7 +81,7 @@ def _python_corpus() -> Corpus:
     """Returns the source of the standard library: text that is available on any machine without a download."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     # Generated tables of build settings depend on the machine; the corpus must depend on the Python version alone.
-    names = [n for n in _walk(folder, SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py") and "_sysconfigdata" not in n]
+    names = [n for n in _names(folder, SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py") and "_sysconfigdata" not in n]
     documents: dict[str, bytes] = {}
     num_bytes = 0
     # Sorted by hash, so that the size limit selects a uniform sample of the library.
@@ -124,7 +98,7 @@ def _python_corpus() -> Corpus:
 
 
 def _folder_corpus(folder: Path) -> Corpus:
-    names = _walk(folder, SKIPPED_FOLDERS)
+    names = _names(folder, SKIPPED_FOLDERS)
     check_inside(folder, (folder / name for name in names))
     texts = {name: _read_text(folder / name, may_be_binary=True) for name in names}
     documents = {name: text for name, text in texts.items() if text}
@@ -150,16 +124,11 @@ def _split(name: str, documents: dict[str, bytes]) -> Corpus:
     held_out = held_out or {min(documents, key=digest)}
     if len(held_out) == len(documents):
         held_out.remove(max(documents, key=digest))
-
     train = b"\n".join(documents[path] for path in sorted(documents) if path not in held_out)
     return Corpus(name, train, b"\n".join(documents[path] for path in sorted(held_out)))
 
 
-def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
-    """Returns the sorted relative POSIX paths of the files in a folder; links to folders are not followed."""
-    paths = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith((".", "config-"))]
-        base = Path(parent).relative_to(folder)
-        paths += [(base / name).as_posix() for name in files if not name.startswith(".")]
-    return sorted(name for name in paths if (folder / name).is_file())
+def _names(folder: Path, skipped: Collection[str]) -> list[str]:
+    """Returns the sorted relative POSIX paths of the files of a folder."""
+    files = files_of(folder, skipped=skipped, hidden=(".", "config-"))
+    return sorted(file.relative_to(folder).as_posix() for file in files if file.is_file())

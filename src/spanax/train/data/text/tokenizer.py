@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 BPE_VOCAB_SIZE = 4096
 PIECE_BYTES = 1 << 16
-"""The size of the pieces in which text is encoded: this bounds memory (100 bytes per token) and uses all cores."""
-PIECES_AT_ONCE = 64
+"""The size of the pieces in which text is encoded, so that all cores encode a long one."""
+GROUP_CHARS = 1 << 22
+"""The size of the pieces encoded at once: this bounds memory, 100 bytes per token."""
 MAX_FILE_BYTES = 1 << 26
 MAX_GAP = 1 << 17
 """Limits for a tokenizer.json; published ones have up to 35 MB, and few gaps in their ids."""
@@ -35,32 +36,20 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 """The end-of-text tokens of published tokenizers, for files without a tokenizer_config.json."""
 
 
-class TrainingText(Protocol):
-    """Text for training a tokenizer: what identifies it, its approximate size, and its parts."""
+class TrainingText(NamedTuple):
+    """Text for training a tokenizer: what identifies it, its approximate size, and its documents."""
 
-    @property
-    def key(self) -> Sequence[str | bytes]: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def documents(self) -> Iterable[bytes]: ...
+    key: tuple[str | bytes, ...]
+    size_bytes: int
+    documents: Iterable[bytes]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Encodes text as token ids.
+    """Encodes text as token ids below `vocab_size`.
 
-    Args:
-      name: the kind, followed by a hash of the training text or the file if it has one.
-      vocab_size: the exclusive upper bound of the ids.
-      engine: the tokenizer of the tokenizers library; None for bytes.
-      json: the text of its tokenizer.json; empty for bytes.
-      end_id: the id of the end-of-text token; None if there is none.
-
-    Example:
-      >>> load_tokenizer("bytes").encode("to be").tolist()
-      [116, 111, 32, 98, 101]
+    The name is followed by a hash of the training text or the file if it has one. `bytes` has neither an engine of the
+    tokenizers library nor its JSON. `end_id` is the end-of-text token.
     """
 
     name: str
@@ -76,54 +65,57 @@ class Tokenizer:
             return np.dtype(np.uint8)
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
-    def encode(self, text: str | bytes) -> np.ndarray:
+    def encode(self, text: bytes) -> np.ndarray:
         """Returns the ids of a UTF-8 text, of shape [N]."""
-        text = text.encode() if isinstance(text, str) else text
         if self.engine is None:
             return np.frombuffer(text, np.uint8)
-        pieces = list(_pieces(text))
-        parts = [np.empty(0, self.dtype)]
-        for first in range(0, len(pieces), PIECES_AT_ONCE):
-            parts += self._encoded(pieces[first : first + PIECES_AT_ONCE])
-        return np.concatenate(parts)
+        return np.concatenate([ids for _, _, ids in self._encoded([(False, text)])])
 
-    def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document followed by the end-of-text token, or by a newline if there is none.
+    def encode_documents(self, documents: Iterable[tuple[bool, bytes]]) -> Iterator[tuple[bool, np.ndarray]]:
+        """Yields the ids of documents, each followed by the end-of-text token, or by a newline if there is none.
 
-        Example:
-          >>> [ids.tolist() for ids in load_tokenizer("bytes").encode_documents([b"to", b"be"])]
-          [[116, 111, 10], [98, 101, 10]]
+        A long document is yielded in parts. The bool of a document, whether it is held out, stays with its ids.
         """
-        ended = [document if self.end_id is not None else document + b"\n" for document in documents]
-        short = [document.decode() for document in ended if len(document) <= PIECE_BYTES and self.engine]
-        encoded = iter(self._encoded(short))
-        for document in ended:
-            ids = next(encoded) if len(document) <= PIECE_BYTES and self.engine else self.encode(document)
-            yield ids if self.end_id is None else np.append(ids, ids.dtype.type(self.end_id))
+        if self.end_id is None:
+            documents = ((is_held_out, text + b"\n") for is_held_out, text in documents)
+        if self.engine is None:
+            yield from ((is_held_out, np.frombuffer(text, np.uint8)) for is_held_out, text in documents)
+            return
+        for is_held_out, is_last, ids in self._encoded(documents):
+            has_end = is_last and self.end_id is not None
+            yield is_held_out, np.append(ids, ids.dtype.type(self.end_id)) if has_end else ids
 
     def to_json(self) -> str:
         """Returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
         return self.json or _bytes_json()
 
-    def _encoded(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns the ids of short texts, on all cores."""
-        if self.engine is None or not texts:
-            return []
+    def _encoded(self, documents: Iterable[tuple[bool, bytes]]) -> Iterator[tuple[bool, bool, np.ndarray]]:
+        """Yields for each piece the bool of its document, whether it is the last of it, and its ids."""
+        group: list[tuple[bool, bool, str]] = []
+        num_chars = 0
+        for is_held_out, text in documents:
+            for is_last, piece in _pieces(text):
+                group.append((is_held_out, is_last, piece))
+                num_chars += len(piece)
+                if num_chars >= GROUP_CHARS:
+                    yield from self._encoded_group(group)
+                    group = []
+                    num_chars = 0
+        yield from self._encoded_group(group)
+
+    def _encoded_group(self, group: list[tuple[bool, bool, str]]) -> Iterator[tuple[bool, bool, np.ndarray]]:
+        assert self.engine is not None
         with _raising(
             f"tokenizer '{self.name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"
         ):
-            encodings = self.engine.encode_batch(texts, add_special_tokens=False)
-            return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+            encodings = self.engine.encode_batch([piece for _, _, piece in group], add_special_tokens=False)
+        for (side, is_last, _), encoding in zip(group, encodings, strict=True):
+            yield side, is_last, np.array(encoding.ids, self.dtype)
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A tokenizer that a run has trained, to resume it with the same ids.
-
-    Args:
-      name: `bpe` or `bpe:8192`; other names are loaded as usual.
-      json: the text of its tokenizer.json.
-    """
+    """The tokenizer.json of a run, to resume it with the same ids; a name other than `bpe` is loaded as usual."""
 
     name: str
     json: str
@@ -136,21 +128,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
-    Args:
-      tokenizer: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size. A TrainedTokenizer
-        is not trained again.
-      texts: the texts that a `bpe` is trained on: Corpus or Column.
-      cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
-
-    Raises:
-      SpanaxError: the name is unknown.
-      DataError: the file is missing or damaged.
-
-    Example:
-      >>> load_tokenizer("bytes").vocab_size
-      256
+    A `bpe` is trained once on the texts and cached; a TrainedTokenizer is not trained again.
     """
-    name = tokenizer.name if isinstance(tokenizer, TrainedTokenizer) else tokenizer
+    name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     kind, colon, size = name.partition(":")
     if name == "bytes":
         return Tokenizer("bytes", 256)
@@ -159,8 +139,20 @@ def load_tokenizer(
             raise RangeError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
         if not texts:
             raise MissingError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
-        trained = tokenizer.json if isinstance(tokenizer, TrainedTokenizer) else None
-        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir, trained)
+        vocab_size = int(size or BPE_VOCAB_SIZE)
+        key = digest(*(part for text in texts for part in text.key), str(vocab_size))
+        name = f"bpe:{vocab_size}@{key}"
+        if isinstance(tokenizer, TrainedTokenizer):
+            engine = _parsed(tokenizer.json, "tokenizer.json of the run", fix="restore it from a copy")
+            return _wrapped(name, engine, tokenizer.json)
+        path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
+        try:
+            content = path.read_text(encoding="utf-8")
+            return _wrapped(name, _parsed(content, path.name, fix=""), content)
+        except (OSError, ValueError, FileError):  # missing or damaged: trained again
+            engine = _train(texts, vocab_size)
+            keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
+            return _wrapped(name, engine, engine.to_str())
     if name.endswith(".json") or os.sep in name:
         return _from_file(local_path(name))
     raise UnknownNameError(
@@ -170,46 +162,29 @@ def load_tokenizer(
 
 def _bytes_json() -> str:
     """Returns the tokenizer `bytes` as a tokenizer.json: byte-level BPE without merges, whose ids are the bytes."""
-    from tokenizers import Tokenizer as Engine
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models, pre_tokenizers
 
     # In byte-level BPE a printable byte stands for itself, and each of the others for the next character above 0xFF.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (char for char in alphabet if ord(char) > 0xFF)
     characters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(0x100)]
-    engine = Engine(models.BPE(vocab={char: byte for byte, char in enumerate(characters)}, merges=[]))
+    return _byte_level(models.BPE(vocab={char: byte for byte, char in enumerate(characters)}, merges=[])).to_str()
+
+
+def _byte_level(model: "tokenizers.models.BPE") -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, pre_tokenizers
+
+    engine = Engine(model)
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
-    return engine.to_str()
-
-
-def _trained(
-    texts: Sequence[TrainingText],
-    vocab_size: int,
-    cache_dir: str | os.PathLike[str] | None,
-    trained: str | None = None,
-) -> Tokenizer:
-    key = digest(*(part for text in texts for part in text.key), str(vocab_size))
-    name = f"bpe:{vocab_size}@{key}"
-    if trained is not None:
-        return _wrapped(name, _parsed(trained, "tokenizer.json of the run", fix="restore it from a copy"), trained)
-    path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
-    try:
-        content = path.read_text(encoding="utf-8")
-        return _wrapped(name, _parsed(content, path.name, fix=""), content)
-    except (OSError, ValueError, FileError):  # missing or damaged: trained again
-        engine = _train(texts, vocab_size)
-        keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
-        return _wrapped(name, engine, engine.to_str())
+    return engine
 
 
 def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer as Engine
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    engine = Engine(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
+    engine = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: every text can be encoded
@@ -217,7 +192,7 @@ def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokeni
         special_tokens=[],
     )
     step = 1 + sum(text.size_bytes for text in texts) // BPE_TRAINING_BYTES
-    pieces = (piece for text in texts for document in text.documents() for piece in _pieces(document))
+    pieces = (piece for text in texts for document in text.documents if document for _, piece in _pieces(document))
     engine.train_from_iterator((piece for i, piece in enumerate(pieces) if i % step == 0), trainer)
     return engine
 
@@ -302,15 +277,20 @@ def _wrapped(name: str, engine: "tokenizers.Tokenizer", content: str, end_id: in
     return Tokenizer(name, vocab_size, engine, content, end_id)
 
 
-def _pieces(text: bytes) -> Iterator[str]:
-    """Yields the text in pieces of about `PIECE_BYTES`, each of which ends before a newline or a space."""
+def _pieces(text: bytes) -> Iterator[tuple[bool, str]]:
+    """Yields a text in pieces of about `PIECE_BYTES`, and whether each is the last.
+
+    The others end before a newline or a space. An empty text is one piece.
+    """
     start = 0
-    while start < len(text):
+    while True:
         stop = min(start + PIECE_BYTES, len(text))
         if stop < len(text):
             breaks = (text.rfind(mark, start + 1, stop) for mark in (b"\n", b" "))
             stop = next((position for position in breaks if position > 0), stop)
             while stop < len(text) and text[stop] & 0xC0 == 0x80:  # never inside a UTF-8 character
                 stop += 1
-        yield text[start:stop].decode("utf-8")
+        yield stop == len(text), text[start:stop].decode("utf-8")
+        if stop == len(text):
+            return
         start = stop

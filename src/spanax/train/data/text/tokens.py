@@ -19,26 +19,22 @@ from spanax.documents import read_json
 from spanax.errors import DataError, FileError
 from spanax.sealed import digest
 from spanax.train.data.cache import cache_folder, keep
+from spanax.train.data.folder_files import file_bytes
 from spanax.train.data.formats.table import Table, read_array
 from spanax.train.data.order import HELD_OUT
 from spanax.train.data.text.corpus import Corpus
-from spanax.train.data.text.tokenizer import Tokenizer
+from spanax.train.data.text.tokenizer import Tokenizer, TrainingText
 
 MAX_VOCAB_SIZE = 1 << 22
 """The limit for a `.bin`: a file that is read with the wrong dtype has arbitrarily large ids."""
 
-GROUP_BYTES = 1 << 22
-"""The size of the texts encoded at once; the tokenizer takes about 100 bytes of memory per token."""
-
 
 @dataclass(frozen=True)
 class Tokens:
-    """The token ids of one split of a source, mapped from disk where they are large.
+    """The token ids of one split of a source, of shape [N], mapped from disk where they are large.
 
-    Args:
-      name: the name in errors and saved positions: source, split, tokenizer and a hash of the content.
-      ids: the token ids, of shape [N].
-      tokenizer: the tokenizer that encoded the text; None for a `.bin`, whose tokenizer is unknown.
+    The name in errors and saved positions has the source, the split, the tokenizer and a hash of the content. A `.bin`
+    has no tokenizer.
     """
 
     name: str
@@ -78,15 +74,9 @@ def bin_tokens(path: Path, split: str) -> Tokens:
     """Memory-maps the tokens of a flat binary file; the validation split is its last twentieth.
 
     The ids are little-endian uint16 unless `<path>.json` specifies another dtype: `{"dtype": "uint32"}`.
-
-    Raises:
-      DataError: the file is missing, empty or truncated, or its sidecar cannot be read.
     """
     dtype = _bin_dtype(path)
-    try:
-        size_bytes = path.stat().st_size
-    except OSError as error:
-        raise FileError.of(path, error) from None
+    size_bytes = file_bytes(path)
     if size_bytes == 0:
         raise DataError(f"'{path}' is empty.", fix="a file of token ids")
     if size_bytes % dtype.itemsize:
@@ -120,18 +110,7 @@ def _bin_dtype(path: Path) -> np.dtype:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of a table, with a text or a list of token ids in each row.
-
-    Example:
-      >>> import tempfile
-      >>> from spanax.train.data.formats.table import open_table
-      >>> from spanax.train.data.text.tokenizer import load_tokenizer
-      >>> folder = Path(tempfile.mkdtemp())
-      >>> _ = (folder / "a.jsonl").write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
-      >>> column = Column(open_table(folder / "a.jsonl"), "text")
-      >>> bytes(column.tokens(load_tokenizer("bytes"), cache_dir=folder).ids)
-      b'to be\\n'
-    """
+    """A field of a table, with a text or a list of token ids in each row."""
 
     table: Table
     field: str
@@ -144,45 +123,23 @@ class Column:
         raise DataError(f"'{self.table.name}' is empty.", fix="a source with rows in it")
 
     @property
-    def key(self) -> tuple[str, ...]:
-        return (self.table.digest, self.field)
+    def training_text(self) -> TrainingText:
+        documents = (text for is_held_out, text in self._texts() if not is_held_out)
+        return TrainingText((self.table.digest, self.field), self.table.size_bytes, documents)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.table.size_bytes
-
-    def documents(self) -> Iterator[bytes]:
-        return (text for is_held_out, text in self._texts() if not is_held_out)
-
-    def tokens(self, tokenizer: Tokenizer | None, *, cache_dir: str | os.PathLike[str] | None = None) -> Tokens:
+    def tokens(self, tokenizer: Tokenizer | None, cache_dir: str | os.PathLike[str] | None = None) -> Tokens:
         """Returns the tokens of the table's split, all documents concatenated.
 
         Each text ends with the tokenizer's end-of-text token, or with a newline if it has none; token ids are
         unchanged.
-
-        Raises:
-          DataError: a row is neither text nor token ids.
-          WriteError: the ids cannot be written to the cache.
         """
         table = self.table
         encoding = tokenizer.name if tokenizer else "ids"
         settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(table.holds_out))
-        items = self._encoded(tokenizer) if tokenizer else self._ids()
+        items = tokenizer.encode_documents(self._texts()) if tokenizer else self._ids()
         ids = table.stored(str(settings), tokenizer.dtype if tokenizer else np.dtype(np.uint32), items, cache_dir)
         name = f"{table.name}[{self.field}] {table.split} {encoding} {digest(table.digest, *settings)}"
         return Tokens(name, ids, tokenizer)
-
-    def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
-        group: list[tuple[bool, bytes]] = []
-        size_bytes = 0
-        for item in self._texts():
-            group.append(item)
-            size_bytes += len(item[1])
-            if size_bytes >= GROUP_BYTES:
-                yield from _encoded(tokenizer, group)
-                group = []
-                size_bytes = 0
-        yield from _encoded(tokenizer, group)
 
     def _texts(self) -> Iterator[tuple[bool, bytes]]:
         for number, (is_held_out, value) in enumerate(self.table.values(self.field)):
@@ -205,8 +162,3 @@ class Column:
             where=f"{type(value).__name__}: {repr(value)[:60]}",
             fix="--field NAME, a field of texts or of lists of token ids",
         )
-
-
-def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[tuple[bool, np.ndarray]]:
-    encoded = tokenizer.encode_documents([text for _, text in group])
-    yield from zip((is_held_out for is_held_out, _ in group), encoded, strict=True)
