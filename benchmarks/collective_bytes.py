@@ -29,6 +29,7 @@ from flax import nnx  # noqa: E402
 import expert  # noqa: E402
 from expert_rules import PRESETS, Preset  # noqa: E402
 from hlo_bytes import collectives as by_kind  # noqa: E402
+from sent_bytes import sent_bytes  # noqa: E402
 from spanax.check.hlo.collectives import collectives  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.train.run import Run  # noqa: E402
@@ -73,7 +74,7 @@ def measured(lowered: jax.stages.Lowered, mesh: MeshShape) -> dict[str, Any]:
     found = collectives(partitioned, mesh)
     sent: dict[str, float] = defaultdict(float)
     for one in found:
-        sent[one.kind] += one.sent_bytes
+        sent[one.kind] += sent_bytes(one)
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {

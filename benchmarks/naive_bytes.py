@@ -22,6 +22,7 @@ from typing import Any
 import spanax
 from generated_tables import write_table
 from memory_cells import ROOT, corpus, traced
+from sent_bytes import sent_bytes
 from spanax.errors import SpanaxError
 
 SIZE = 64
@@ -69,8 +70,8 @@ def compared(name: str, preset: str, cluster: str = "cpu:8") -> dict[str, Any]:
     return {
         "cell": f"{name} {preset}",
         "mesh": repr(plan.mesh),
-        "sent": sum(move.sent_bytes for move in ours.collectives),
-        "naive": sum(move.sent_bytes for move in naive.collectives),
+        "sent": sum(map(sent_bytes, ours.collectives)),
+        "naive": sum(map(sent_bytes, naive.collectives)),
         "predicted": predicted,
         "compiled": compiled,
         "commit": commit(),

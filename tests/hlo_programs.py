@@ -1,5 +1,9 @@
 """Minimal HLO programs, each with one feature that a naive reader misinterprets."""
 
+from jaxlib import _hlo
+
+from spanax.check.hlo.module import Module, read_module
+
 HEAD = """HloModule m, num_partitions=8
 add {
  a = f32[] parameter(0)
@@ -7,6 +11,10 @@ add {
  ROOT c = f32[] add(a, b)
 }
 """
+
+
+def read_text(program: str) -> Module:
+    return read_module(_hlo.hlo_module_from_text(program).as_serialized_hlo_module_proto())
 
 
 def entry(*lines: str, before: str = "") -> str:

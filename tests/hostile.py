@@ -5,7 +5,6 @@ Every case is a function that fills a folder and returns the command that is to 
 memory it took beyond what was there before, and what was said. The light ones must not need JAX.
 """
 
-import base64
 import contextlib
 import io
 import json
@@ -355,26 +354,6 @@ def _(root: Path) -> list[str]:
 def _(root: Path) -> list[str]:
     os.mkfifo(root / "plan.json")
     return ["train", "--plan", str(root / "plan.json"), "--output-dir", str(root / "run")]
-
-
-def saved_places(root: Path, text: str) -> list[str]:
-    folder = step(root)
-    (folder / "plan.json").write_text(json.dumps(PLAN))
-    (folder / "arrays" / "state").mkdir()
-    (folder / "arrays" / "state" / "_sharding").write_text(text)
-    return ["inspect", str(root / "steps")]
-
-
-def placing(**saved: Any) -> str:
-    name = base64.b64encode(b"kernel").decode()
-    return json.dumps({name: json.dumps({"sharding_type": "NamedSharding", **saved})})
-
-
-heavy("places nested deep")(lambda root: saved_places(root, DEEP))
-heavy("places on no axis")(lambda root: saved_places(root, placing(partition_spec=["nowhere"])))
-heavy("places of too many dims")(lambda root: saved_places(root, placing(partition_spec=[None] * 9)))
-heavy("places of numbers")(lambda root: saved_places(root, placing(partition_spec=[[1]])))
-heavy("places in another code")(lambda root: saved_places(root, '{"*": "{}", "a": 7}'))
 
 
 # ---- cluster files, summaries of a profile

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from spanax.plan.search import search as search
     from spanax.plan.sharding.placement import Placement as Placement
     from spanax.processes.devices import simulate as simulate
-    from spanax.processes.group import Group as Group
-    from spanax.processes.group import distributed as distributed
     from spanax.processes.process_batches import local_batch as local_batch
+    from spanax.processes.processes import Group as Group
+    from spanax.processes.processes import distributed as distributed
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
     from spanax.step.guard import Guard as Guard
@@ -72,7 +72,7 @@ _NAMES = {
     "train.data.mixture": "Mixture mixture",
     "processes.process_batches": "local_batch",
     "processes.devices": "simulate",
-    "processes.group": "Group distributed",
+    "processes.processes": "Group distributed",
     "train.run": "Run",
     "train.state.checkpoints": "Checkpoints",
     "train.state.restore": "restore",

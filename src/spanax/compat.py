@@ -59,17 +59,6 @@ def cudnn_attention() -> Any:
     return fused_attention_stablehlo
 
 
-def hlo_proto(text: str) -> bytes:
-    """Returns a program as a serialized HloModuleProto, from its text.
-
-    Raises:
-      ValueError: the text is invalid.
-    """
-    from jaxlib import _hlo
-
-    return bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
-
-
 def ir_context() -> Any:
     """Returns a context of MLIR with the dialects of JAX."""
     from jax._src.interpreters import mlir

@@ -75,11 +75,9 @@ def test_a_grid_shows_every_shard_once_or_reports_omissions() -> None:
             assert drawing.left_out or len(cells) == len(shards(leaf, plan.mesh))
 
 
-def test_a_checkpoint_records_its_actual_shardings(saved: Path) -> None:
+def test_a_checkpoint_has_the_plan_that_it_was_saved_under(saved: Path) -> None:
     result, plan = array_placement(saved), planned("fsdp+tensor", "fsdp=4,model=2")
-    assert result.origin == "checkpoint 0" and result.plan == plan and result.elsewhere == ()
-    text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"
-    assert text.is_file(), "the newest Orbax writes down elsewhere how arrays lay"
+    assert result.origin == "checkpoint 0" and result.plan == plan
 
 
 class Keyed(nnx.Module):
@@ -102,31 +100,9 @@ def test_a_run_with_random_keys_is_inspected(tmp_path: Path, capsys: pytest.Capt
     assert {leaf.shape for leaf in plan.leaves if leaf.is_key} == {(), (4,)}
     spanax.start(program, plan).save(tmp_path / "checkpoints").wait()
     placement = array_placement(tmp_path)
-    assert placement.origin == "checkpoint 0" and placement.plan == plan and placement.elsewhere == ()
+    assert placement.origin == "checkpoint 0" and placement.plan == plan
     cli.main(["inspect", str(tmp_path)])
     assert "fsdp on 8 devices" in capsys.readouterr().out
-
-
-def test_saved_specs_that_differ_from_the_plan_are_reported(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shutil import copytree
-
-    copytree(saved, tmp_path / "run")
-    other = planned("data+tensor", "data=4,model=2")
-    plan = planned("fsdp+tensor", "fsdp=4,model=2")
-    leaf = next(leaf for leaf in plan.leaves if leaf.path == "mid.kernel")
-    changed = json.loads(plan.to_json())
-    at = next(i for i, leaf in enumerate(changed["leaves"]) if leaf["path"] == "mid.kernel")
-    changed["leaves"][at]["spec"] = [list(by) for by in other["mid.kernel"].spec]
-    changed["leaves"][at]["local_shape"] = list(other["mid.kernel"].local_shape)
-    (tmp_path / "run" / "checkpoints" / "0" / "plan.json").write_text(json.dumps(changed))
-    placement = array_placement(tmp_path / "run")
-    assert [path for path, *_ in placement.elsewhere] == ["mid.kernel"] and placement.plan[
-        "mid.kernel"
-    ].spec == leaf.spec
-    cli.main(["inspect", str(tmp_path / "run")])
-    assert "ELSEWHERE mid.kernel: planned" in capsys.readouterr().out
 
 
 def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,19 +57,8 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, wait: float = 0.0, steps: str = "3:5") -> Path:
     (folder / "mine.py").write_text(MINE.format(wait=wait))
-    args = [
-        "--layout",
-        "fsdp",
-        "--steps",
-        "6",
-        "--profile",
-        steps,
-        "--output-dir",
-        str(folder / "run"),
-        "--save-every",
-        "0",
-    ]
-    cli.main(["train", f"{folder}/mine.py:mine", *args])
+    args = f"--layout fsdp --steps 6 --profile {steps} --output-dir {folder}/run --save-every 0"
+    cli.main(["train", f"{folder}/mine.py:mine", *args.split()])
     return folder / "run"
 
 
@@ -123,15 +112,16 @@ def trace(**marks: list[tuple[float, float]]) -> _Trace:
 def test_every_second_is_accounted_for_once() -> None:
     result = _summary(trace(), {"all-gather.7": "fsdp"})
     # Two devices and two steps: a mean of 10 seconds of either device is 5 a step.
-    assert result.step_seconds == 5 and result.num_steps == result.num_devices == 2
-    assert result.compute == (3 + 1) / 4  # 1-3 and 6-7 on the first, 1-2 on the second
-    assert result.communication == (2 + 2.5) / 4  # 3-5, during which nothing is computed; 2-4.5
-    assert result.by_axis == {"fsdp": 3 / 4, "all-reduce": 2.5 / 4}
-    assert result.input_wait == 1 / 2  # 8.5-9.5
-    assert result.host == (1 + 1 + 2) / 2  # 0-1, 5-6, 7-8.5 and 9.5-10
-    assert result.idle == (0 + 0.5 + 1) / 4  # the second while the first ends its gather, 4.5-5, and computes, 6-7
-    parts = result.compute + result.communication + result.input_wait + result.host + result.idle
-    assert parts == pytest.approx(result.step_seconds)
+    assert result.step_seconds == 5 and result.steps == result.devices == 2
+    assert result.seconds == {
+        "compute": (3 + 1) / 4,  # 1-3 and 6-7 on the first, 1-2 on the second
+        "communication": (2 + 2.5) / 4,  # 3-5, during which nothing is computed; 2-4.5
+        "idle": (0 + 0.5 + 1) / 4,  # the second while the first ends its gather, 4.5-5, and computes, 6-7
+        "host": (1 + 1 + 2) / 2,  # 0-1, 5-6, 7-8.5 and 9.5-10
+        "input wait": 1 / 2,  # 8.5-9.5
+    }
+    assert sum(result.seconds.values()) == pytest.approx(result.step_seconds)
+    assert result.communication == {"fsdp": 3 / 4, "all-reduce": 2.5 / 4}
     assert "while.2" not in result.operations and result.operations["dot.1"] == 3 / 4
 
 

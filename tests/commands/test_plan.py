@@ -183,13 +183,6 @@ def test_if_nothing_fits_the_nearest_layouts_are_reported() -> None:
     assert text.startswith("nothing fits") and "needs" in text and "left out" in text
 
 
-@pytest.mark.slow
-def test_nothing_fits_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["plan", "gpt3-175b", "--on", "l4:8", "--global-batch-size", "8", "--json"])
-    assert stopped.value.code == 2 and json.loads(capsys.readouterr().out)["best"] is None
-
-
 def test_a_requested_layout_is_compared_with_the_best() -> None:
     text, data = ask(layout="tensor", mesh="model=8", remat="none")
     assert data["best"]["mesh"] == {"model": 8} and any("longer than" in line for line in data["warnings"])
@@ -232,12 +225,8 @@ def test_two_plans_differ_in_cost_and_placement(tmp_path: Path) -> None:
     ask(layout="fsdp", mesh="fsdp=8", remat="none", out=second)
     reply = answer(PlanCommand(diff=(first, second)))
     lines = [" ".join(line.split()) for line in reply.text.splitlines()]
-    for start in (
-        "tensor on model=8 fsdp on fsdp=8",
-        "seconds step",
-        "memory peak",
-        "what moves all-gather over fsdp: ",
-    ):
+    starts = ("tensor on model=8 fsdp on fsdp=8", "seconds step", "memory peak", "what moves all-gather over fsdp: ")
+    for start in starts:
         assert any(line.startswith(start) for line in lines), start
     assert any(re.fullmatch(r"bytes moved all-gather over fsdp 0 B .* MiB", line) for line in lines)
     assert "layout: tensor -> fsdp" in lines and lines[-len(reply.data["changes"]) :] == reply.data["changes"]
@@ -251,14 +240,6 @@ def test_a_complete_training_run() -> None:
     assert data["budget"]["hours"] == pytest.approx(steps * data["best"]["step_seconds"] / 3600)
     assert data["budget"]["device_hours"] == pytest.approx(8 * data["budget"]["hours"]) and data["budget"]["within"]
     assert ask(tokens=1e9, budget_hours=1e-9, layout="fsdp", remat="none")[1]["budget"]["within"] is False
-
-
-@pytest.mark.slow
-def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
-    _, data = ask(on=("l4:8",), global_batch_size=131072, solve_for="batch", remat="full", layout="data")
-    assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
-    room = 0.95 * data["usable_bytes"]
-    assert room / 2 < data["best"]["memory"]["peak"] <= room
 
 
 @pytest.mark.parametrize(
@@ -355,15 +336,8 @@ def test_a_fixed_number_of_microbatches(tmp_path: Path) -> None:
     _, data = ask(microbatches=4, global_batch_size=64, layout="fsdp", remat="none", out=tmp_path / "plan.json")
     assert {candidate["microbatches"] for candidate in data["candidates"]} == {data["best"]["microbatches"]} == {4}
     assert Plan.load(tmp_path / "plan.json").schedule.microbatches == 4
-    _, data = ask(
-        microbatches=2,
-        layout="data",
-        on=("l4:1",),
-        global_batch_size=256,
-        seq_len=4096,
-        solve_for="batch",
-        remat="none",
-    )
+    sizes = {"global_batch_size": 256, "seq_len": 4096}
+    _, data = ask(microbatches=2, layout="data", on=("l4:1",), solve_for="batch", remat="none", **sizes)
     assert data["best"]["microbatches"] == 2
     with pytest.raises(SpanaxError, match="3 microbatches do not divide the batch of 16"):
         ask(microbatches=3)
@@ -389,9 +363,8 @@ def test_a_plan_searched_for_simulated_devices_trains(
     cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--global-batch-size", "16", "--remat", "full", "--out", str(file)])
     plan = Plan.load(file)
     assert plan.schedule.remat == "full" and plan.why
-    cli.main(["train", "gpt-nano", "--global-batch-size", "16", "--steps", "2", "--plan", str(file), "--output-dir",
-        str(tmp_path / "run"),
-              "--eval-batches", "1"])  # fmt: skip
+    args = f"train gpt-nano --global-batch-size 16 --steps 2 --plan {file} --output-dir {tmp_path}/run --eval-batches 1"
+    cli.main(args.split())
     assert plan.layout.name in capsys.readouterr().out
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "done" and events[0]["layout"] == plan.layout.name

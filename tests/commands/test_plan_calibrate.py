@@ -168,20 +168,8 @@ def test_the_flag_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_run_of_twelve_steps_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a busy machine, steps may be too noisy to change the constants, which the output then states."""
     folder = tmp_path / "run"
-    cli.main(
-        [
-            "train",
-            "gpt-nano",
-            "--global-batch-size",
-            "16",
-            "--steps",
-            "12",
-            "--save-every",
-            "0",
-            "--output-dir",
-            str(folder),
-        ]
-    )
+    args = f"train gpt-nano --global-batch-size 16 --steps 12 --save-every 0 --output-dir {folder}"
+    cli.main(args.split())
     capsys.readouterr()
     data: dict[str, Any] = answer(with_flags(SMALL, calibrate=(folder,))).data["calibration"]
     (step,) = data["steps"]

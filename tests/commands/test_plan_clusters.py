@@ -93,11 +93,8 @@ def test_clusters_are_answered_in_one_table_from_one_trace(tmp_path: Path, trace
     assert rows[0]["cost_dollars"] == pytest.approx(2.9 * rows[0]["device_hours"])
     assert rows[2]["cost_dollars"] is None and rows[2]["device_hours"] > 0
     assert [row["problem"] is None for row in rows] == [True] * 3 + [False] * 3
-    for name, problem in (
-        ("h100:12", "12 devices of h100"),
-        ("nothing:8", "unknown chip"),
-        (names[-1], "nothing fits"),
-    ):
+    problems = (("h100:12", "12 devices of h100"), ("nothing:8", "unknown chip"), (names[-1], "nothing fits"))
+    for name, problem in problems:
         assert any(line.startswith(name) and problem in line for line in reply.text.splitlines())
         assert problem in page.read_text()
     assert "it fits with" in rows[5]["problem"] and "dollars per device-hour: h100 2.9" in reply.text

@@ -11,50 +11,27 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chips import chip_named
 from spanax.hardware.cluster import TYPES, Cluster, cluster, local
 
-
-@pytest.mark.parametrize(("args", "text"), [(("cpu:8",), "cpu:8"), (("cpu", 4), "cpu:4"), (("cpu:8", 2), "cpu:2")])
-def test_by_name(args: tuple, text: str) -> None:
-    assert str(cluster(*args)) == text
-
-
 # name, its text, devices, shape, slices
 NAMED = [
-    ("cpu:2x4", "cpu:2x4", 8, (2, 4), 1),
     ("a100-80gb:64", "a100-80gb:8x8", 64, (8, 8), 1),
-    ("A100:64", "a100-80gb:8x8", 64, (8, 8), 1),
-    ("h100:8x8", "h100:8x8", 64, (8, 8), 1),
     ("h100:2x4", "h100:2x4", 8, (2, 4), 1),
     ("h100:8", "h100:8", 8, (1, 8), 1),
     ("h100:3", "h100:3", 3, (1, 3), 1),
-    ("gb200:64", "gb200:64", 64, (1, 64), 1),
     ("gb200:144", "gb200:2x72", 144, (2, 72), 1),
-    ("v5p:8x8x8", "v5p:8x8x8", 512, (8, 8, 8), 1),
-    ("v5p:64", "v5p:4x4x4", 64, (4, 4, 4), 1),
-    ("v5p:1", "v5p:1x1x1", 1, (1, 1, 1), 1),
     ("v5p:16", "v5p:2x2x4", 16, (2, 2, 4), 1),
     ("v5p:6144", "v5p:16x16x24", 6144, (16, 16, 24), 1),
-    ("v5p:24x16x16", "v5p:24x16x16", 6144, (24, 16, 16), 1),
     ("v5e:32", "v5e:4x8", 32, (4, 8), 1),
     ("v5e:16x16:2", "v5e:16x16:2", 512, (16, 16), 2),
     ("v5e:256:4", "v5e:16x16:4", 1024, (16, 16), 4),
-    ("v7:4x4x4", "v7:4x4x4", 128, (4, 4, 4), 1),
     ("ironwood:128", "v7:4x4x4", 128, (4, 4, 4), 1),
     ("v3:2048", "v3:32x32", 2048, (32, 32), 1),
     ("8xH100", "h100:8", 8, (1, 8), 1),
     ("h100x16", "h100:2x8", 16, (2, 8), 1),
-    ("a2-highgpu-8g", "a100-40gb:8", 8, (1, 8), 1),
-    ("a3-highgpu-8g", "h100:8", 8, (1, 8), 1),
     ("a3-highgpu-8g:4", "h100:4x8", 32, (4, 8), 1),
     ("P5.48xlarge", "h100:8", 8, (1, 8), 1),
-    ("p4d.24xlarge", "a100-40gb:8", 8, (1, 8), 1),
     ("Standard_ND96isr_H100_v5", "h100:8", 8, (1, 8), 1),
-    ("ct6e-standard-4t", "v6e:2x2", 4, (2, 2), 1),
     ("ct6e-standard-4t:4", "v6e:4x4", 16, (4, 4), 1),
-    ("ct5lp-hightpu-4t", "v5e:2x2", 4, (2, 2), 1),
-    ("v5e-16", "v5e:4x4", 16, (4, 4), 1),
     ("v5litepod-256:2", "v5e:16x16:2", 512, (16, 16), 2),
-    ("v3-8", "v3:2x2", 8, (2, 2), 1),
-    ("v4-32", "v4:2x2x4", 16, (2, 2, 4), 1),
     ("v5p-128", "v5p:4x4x4", 64, (4, 4, 4), 1),
 ]
 
@@ -73,6 +50,7 @@ def test_every_machine_type_is_a_cluster() -> None:
 
 def test_by_name_and_number() -> None:
     assert cluster("v5p", 64) == cluster("v5p:4x4x4") and cluster("h100", 64) == cluster("h100:8x8")
+    assert str(cluster("cpu", 4)) == "cpu:4" and str(cluster("cpu:8", 2)) == "cpu:2"
     assert cluster("h100:8x8", 16) == cluster("h100:2x8")
 
 
@@ -86,29 +64,22 @@ def test_simulated_devices_share_what_the_host_has() -> None:
 
 REFUSED = [
     ("cpu", "cluster 'cpu' has no valid number of devices", "cpu:8"),
-    ("cpu:0", "cluster 'cpu:0' has no valid number of devices", "cpu:8"),
     ("cpu:eight", "cluster 'cpu:eight' has no valid number of devices", "cpu:8"),
     ("cqu:8", "unknown chip 'cqu'", "'cpu'"),
-    ("h1000:8", "unknown chip 'h1000'", "'h100'"),
     ("", "unknown chip ''", "known: v100"),
     ("h100:-8", "cluster 'h100:-8' has no valid number of devices", "h100:8"),
-    ("h100:8x0", "cluster 'h100:8x0' has no valid number of devices", "h100:8"),
-    ("h100:8x", "cluster 'h100:8x' has no valid number of devices", "h100:8"),
     ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices per node: h100:2x4"),
     ("h100:2x16", "a node of h100 has at most 8 devices", "h100:4x8"),
     ("h100:2x8:2", "cluster 'h100:2x8:2': h100 comes in nodes", "h100:4x8"),
     ("v5p", "cluster 'v5p' has no valid number of devices", "v5p:4x4x4"),
-    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no valid number of devices", "v5p:4x4x4"),
     ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no valid number of devices", "v5p:4x4x4"),
     ("v5p:8x8", "a slice of v5p has 3 dims, and 8x8 has 2", "v5p:8x8x1"),
     ("v5e:4x4x4", "a slice of v5e has 2 dims, and 4x4x4 has 3", "v5e:4x4"),
     ("v6e:16x32", "a slice of v6e has at most 16x16 chips, and 16x32 is larger", "v6e:16x16"),
-    ("v5p:32x4x4", "a slice of v5p has at most 16x20x28 chips", "v5p:16x20x28"),
     ("v5p:3x2x1", "the 6 chips of 3x2x1 do not fill hosts of 4", "v5p:4x2x1"),
     ("v5p:7", "v5p has no slice of 7 chips", "v5p:4 or v5p:8"),
     ("v5e:512", "v5e has no slice of 512 chips", "2 slices: v5e:16x16:2"),
     ("v5p-15", "'v5p-15' counts TensorCores, and a chip has 2", "v5p-16"),
-    ("p9.48xlarge", "unknown chip 'p9.48xlarge'", "known: v100"),
     ("v7:3", "3 devices of v7 do not fill chips of 2", "v7:4"),
 ]
 

@@ -3,18 +3,13 @@
 import csv
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from spanax.hardware.cluster import Cluster, cluster
-from spanax.hardware.collectives import (
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    collective_seconds,
-    permute_seconds,
-)
+from spanax.hardware.collectives import Collective, collective_seconds
 from spanax.hardware.links import AxisLink, axis_link
 from spanax.hardware.mesh import MeshShape
 
@@ -96,12 +91,6 @@ def test_rates_of_large_arrays(name: str, kind: str, rate: str, bound: float) ->
 # ---- jax-ml/scaling-book @0819a7d. It omits (n - 1) / n for a closed ring, which `whole` restores.
 
 
-def test_corner_to_corner_of_a_v5e_4x4() -> None:
-    num_bytes = 2 * 8 * 128 * 8192
-    seconds = permute_seconds(num_bytes, 16, 2 * 45e9, latency_seconds=6 * 1e-6)
-    assert seconds == pytest.approx(0.000194, rel=0.02)
-
-
 def test_all_gather_over_a_line_of_v5e() -> None:
     link = axis_link(cluster("v5e:4x4"), MeshShape.of("x=4,y=4"), "y")
     seconds = collective_seconds("all_gather", 2 * 2048 * 8192, link)
@@ -121,7 +110,8 @@ def test_all_gather_on_v4(axes: str | tuple[str, ...], seconds: float, whole: fl
 
 def test_all_reduce_on_v4() -> None:
     link = axis_link(cluster("v4:4x4x4"), MeshShape.of("x=4,y=4,z=4"), "z")
-    seconds = all_reduce_seconds(2 * 1024 * 4096, 4, link.bytes_per_second)
+    link = replace(link, start_seconds=0.0, latency_seconds=0.0)
+    seconds = collective_seconds("all_reduce", 2 * 1024 * 4096, link)
     assert seconds == pytest.approx(0.000186 * 3 / 4, rel=0.01)
 
 
@@ -134,26 +124,27 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
     assert collective_seconds("all_reduce", 1e9, link) == pytest.approx(sum(parts) - link.start_seconds)
 
 
+LINK = AxisLink(64, *[100e9] * 4, latency_seconds=1e-6, tree_latency_seconds=6e-6, start_seconds=0.0)
+
+
 def test_small_arrays_use_trees_and_large_ones_rings() -> None:
-    n, rate, latency = 64, 100e9, 1e-6
-    assert all_reduce_seconds(8, n, rate, latency) == pytest.approx(2 * 6 * latency, rel=1e-3)
-    assert all_reduce_seconds(1e12, n, rate, latency) == pytest.approx(2 * 63 / 64 * 10 + 126e-6)
+    assert collective_seconds("all_reduce", 8, LINK) == pytest.approx(2 * 6e-6, rel=1e-3)
+    assert collective_seconds("all_reduce", 1e12, LINK) == pytest.approx(2 * 63 / 64 * 10 + 126e-6)
 
 
-@pytest.mark.parametrize("seconds", [all_gather_seconds, all_reduce_seconds, all_to_all_seconds, permute_seconds])
-def test_arrays_and_numbers_are_accepted(seconds) -> None:
+@pytest.mark.parametrize("kind", get_args(Collective))
+def test_arrays_and_numbers_are_accepted(kind: Collective) -> None:
     num_bytes, sizes = np.array([[1e3], [1e6], [1e9]]), np.array([1, 2, 8, 64])
-    result = seconds(num_bytes, sizes, 100e9, 2e-6, 5e-6)
+    result = collective_seconds(kind, num_bytes, replace(LINK, size=sizes))
     assert result.shape == (3, 4) and (result[:, 0] == 0).all() and (np.diff(result[:, 1:], axis=0) > 0).all()
     for i, j in np.ndindex(3, 4):
-        each = seconds(float(num_bytes[i, 0]), int(sizes[j]), 100e9, 2e-6, 5e-6)
+        each = collective_seconds(kind, float(num_bytes[i, 0]), replace(LINK, size=int(sizes[j])))
         assert isinstance(each, float) and each == pytest.approx(result[i, j], rel=1e-12)
 
 
 def test_one_device_waits_for_no_other() -> None:
     link = axis_link(cluster("h100:8"), MeshShape.of("data=1,model=8"), "data")
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-    assert [collective_seconds(kind, 1e9, link) for kind in kinds] == [0.0] * 5  # type: ignore[arg-type]
+    assert [collective_seconds(kind, 1e9, link) for kind in get_args(Collective)] == [0.0] * 5
 
 
 def test_an_all_to_all_on_a_ring_takes_a_quarter_of_an_all_gather() -> None:

@@ -1,7 +1,6 @@
 """Links: what each mesh axis runs over, and how fast, on switches and in tori."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -25,14 +24,11 @@ LINE = 100e9 * 0.9
     [
         ("data=4,model=8", "model", "nvlink", NVLINK),
         ("data=4,model=8", "data", "infiniband", NETWORK),
-        ("data=8,model=4", "model", "nvlink", NVLINK),
         ("data=8,model=4", "data", "nvlink+infiniband", 2 * NETWORK),
         ("data=2,model=16", "model", "nvlink+infiniband", NVLINK),
-        ("data=2,model=16", "data", "infiniband", NETWORK),
         ("data=32", "data", "nvlink+infiniband", NVLINK),
         ("data=4,fsdp=4,model=2", "fsdp", "nvlink", NVLINK),
         ("data=4,fsdp=4,model=2", ("data", "fsdp"), "nvlink+infiniband", 4 * NETWORK),
-        ("data=4,fsdp=4,model=2", ("fsdp", "model"), "nvlink", NVLINK),
         ("data=4,fsdp=4,model=2", ("data", "model"), "nvlink+infiniband", 2 * NETWORK),
         ("data=32,model=1", "model", "one device", math.inf),
     ],
@@ -106,12 +102,9 @@ def test_direct_links_connect_pairs_of_devices() -> None:
         ("v5p:8x8x8", "fsdp=512", "fsdp", 6, "ici 3 axes, wrapped"),
         ("v5p:8x8x8", "data=8,fsdp=8,model=8", ("data", "fsdp"), 4, "ici 2 axes, wrapped"),
         ("v5p:8x8x8", "data=128,model=4", "model", 1, "ici 1 axis, not wrapped"),
-        ("v5p:4x4x8", "data=16,model=8", "model", 2, "ici 1 axis, wrapped"),
-        ("v5p:4x4x8", "data=16,model=8", "data", 4, "ici 2 axes, wrapped"),
         ("v5p:2x2x2", "data=4,model=2", "data", 2, "ici 2 axes, not wrapped"),
         ("v5p:2x4x4", "data=2,model=16", "model", 2, "ici 2 axes, not wrapped"),
         ("v6e:16x16", "data=16,model=16", "model", 2, "ici 1 axis, wrapped"),
-        ("v6e:8x16", "data=16,model=8", "data", 2, "ici 1 axis, wrapped"),
         ("v6e:8x16", "data=16,model=8", "model", 1, "ici 1 axis, not wrapped"),
         ("v6e:8x8", "fsdp=64", "fsdp", 2, "ici 2 axes, not wrapped"),
     ],
@@ -206,20 +199,7 @@ def test_every_device_has_one_place() -> None:
                 assert end == length
 
 
-def test_full_dims_come_first() -> None:
-    (data, model) = place((4, 16), (4, 4, 4), (True,) * 3)
-    assert all(part.wraps and part.size == 4 for part in (*data, *model)) and (len(data), len(model)) == (1, 2)
-
-
 def test_adjacent_parts_are_merged() -> None:
     parts = [Part(0, 2, 4, False), Part(0, 1, 2, False), Part(1, 2, 2, True)]
     assert joined(parts, (8, 4), (True, True)) == [Part(0, 1, 8, True), Part(1, 2, 2, True)]
     assert joined(parts[:2], (16, 4), (True, True)) == [Part(0, 1, 8, False)]
-
-
-def test_a_faster_chip_changes_its_links() -> None:
-    actual, mesh = cluster("h100:8"), MeshShape.of("model=4,data=2")
-    assert actual.chip.inside
-    faster = replace(actual, chip=replace(actual.chip, inside=replace(actual.chip.inside, bytes_per_second=900e9)))
-    rates = [axis_link(c, mesh, "model").bytes_per_second for c in (actual, faster)]
-    assert rates[1] == 2 * rates[0]

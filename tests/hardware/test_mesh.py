@@ -14,22 +14,15 @@ from spanax.plan.presets import PRESETS
     [
         ({"data": 4, "model": 2}, (("data", 4), ("model", 2))),
         ("data=4,model=2", (("data", 4), ("model", 2))),
-        (" data = 4 , model = 2 ", (("data", 4), ("model", 2))),
-        ("model=2,data=4", (("model", 2), ("data", 4))),
-        ("data=8,", (("data", 8),)),
+        (" model = 2 , data = 4, ", (("model", 2), ("data", 4))),
         ("", ()),
         ({}, ()),
         (MeshShape((("x", 3),)), (("x", 3),)),
     ],
 )
 def test_a_mesh_shape_from_any_argument(arguments, axes) -> None:
-    assert MeshShape.of(arguments).axes == axes
-
-
-@pytest.mark.parametrize("text", ["data=4,model=2", "fsdp=8", "a=1,b=2,c=3"])
-def test_the_text_of_a_mesh_reads_back(text: str) -> None:
-    assert repr(MeshShape.of(text)) == text
-    assert MeshShape.of(repr(MeshShape.of(text))) == MeshShape.of(text)
+    mesh = MeshShape.of(arguments)
+    assert mesh.axes == axes and (not axes or MeshShape.of(repr(mesh)) == mesh)
 
 
 def test_counts() -> None:
@@ -62,19 +55,11 @@ def test_canonical_axes_are_those_of_the_presets() -> None:
     assert {axis for axes in PRESETS.values() for axis in axes} | {"pipe"} == set(CANONICAL_AXES)
 
 
-def test_a_real_mesh_has_automatic_axes(devices: list[jax.Device]) -> None:
+def test_a_real_mesh_has_automatic_axes_and_the_first_or_requested_devices(devices: list[jax.Device]) -> None:
     mesh = MeshShape.of("data=4,model=2").build()
-    assert dict(mesh.shape) == {"data": 4, "model": 2}
-    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert dict(mesh.shape) == {"data": 4, "model": 2} and set(mesh.axis_types) == {AxisType.Auto}
     assert list(mesh.devices.flat) == devices[:8]
-
-
-def test_a_mesh_uses_the_first_or_the_requested_devices(devices: list[jax.Device]) -> None:
-    assert list(MeshShape.of("data=2").build().devices.flat) == devices[:2]
     assert list(MeshShape.of("data=2").build(devices[4:]).devices.flat) == devices[4:6]
-
-
-def test_a_mesh_of_one_device(devices: list[jax.Device]) -> None:
     assert MeshShape.of({}).build().size == MeshShape.of("data=1").build().size == 1
 
 

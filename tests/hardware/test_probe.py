@@ -57,12 +57,6 @@ def test_on_shared_cores_the_start_is_measured_after_a_matmul(
     assert actual.chip.inside and actual.chip.inside.start_seconds == 0.25 and "# start alone: " in text
 
 
-@pytest.mark.slow
-def test_two_devices_have_no_pairs_to_compare(devices: list[jax.Device]) -> None:
-    text = probe(devices[:2], seconds=0.1)
-    assert "# all_reduce over 2: 4 KiB: " in text and 'shape = "2"' in text
-
-
 # ---- machines that are not here: what they would measure follows a cluster of which all is known
 
 

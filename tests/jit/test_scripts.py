@@ -197,33 +197,6 @@ def vae(jit: Jit) -> tuple[Losses, Any]:
     return [*losses, sample(model, np.ones((SIZE, 8), np.float32))], (model, optimizer)
 
 
-class Raw(nnx.Module):
-    """A layer whose arrays are no Variables."""
-
-    def __init__(self, features: int) -> None:
-        self.kernel = jax.random.normal(jax.random.key(features), (WIDTH, features)) / 4
-        self.calls = jnp.array(0)
-
-    def __call__(self, x: Any) -> Any:
-        self.calls += 1
-        return x @ self.kernel
-
-
-def raw(jit: Jit) -> tuple[Losses, Any]:
-    """Arrays are attributes of modules, and gradients are those of the attributes with one name."""
-    model = nnx.Sequential(Raw(WIDTH), jnp.tanh, Raw(8))
-    is_kernel = lambda path, value: path[-1] == "kernel"  # noqa: E731
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=is_kernel)
-
-    @jit
-    def train_step(model: Any, optimizer: Any, batch: Any) -> Any:
-        value, grads = nnx.value_and_grad(mean_square, argnums=nnx.DiffState(0, is_kernel))(model, *batch)
-        optimizer.update(model, grads)
-        return value
-
-    return [train_step(model, optimizer, batch) for batch in batches()], (model, optimizer)
-
-
 def adversaries(jit: Jit) -> tuple[Losses, Any]:
     """Two models, each with an optimizer, whose steps take turns."""
     generator, critic = Mlp(0), nnx.Linear(8, 1, rngs=nnx.Rngs(5))
@@ -250,7 +223,7 @@ def adversaries(jit: Jit) -> tuple[Losses, Any]:
     return losses, (generator, critic, of_generator, of_critic)
 
 
-SCRIPTS = [functional, train_state, metrics, scan, vae, raw, adversaries]
+SCRIPTS = [functional, train_state, metrics, scan, vae, adversaries]
 
 
 def arrays(objects: Any) -> dict[str, Any]:

@@ -125,35 +125,6 @@ def test_functions_share_a_placement_whichever_runs_first() -> None:
         np.testing.assert_allclose(float(evaluate(model, X[:6])), float(loss(model, X[:6])), rtol=1e-5)
 
 
-def test_two_optimizers_take_turns() -> None:
-    def run(transform: Callable[..., Any], like: Callable[..., Any]) -> list[float]:
-        generator, critic = linear(), nnx.Linear(32, 1, rngs=nnx.Rngs(1))
-        optimizers = [nnx.Optimizer(each, optax.adam(1e-2), wrt=nnx.Param) for each in (generator, critic)]
-
-        def critic_step(generator: Any, critic: Any, optimizer: Any, x: Any, real: Any) -> Any:
-            loss = lambda critic: (critic(generator(x)) - critic(real)).mean()  # noqa: E731
-            value, grads = nnx.value_and_grad(loss)(critic)
-            optimizer.update(critic, grads)
-            return value
-
-        def generator_step(generator: Any, critic: Any, optimizer: Any, x: Any) -> Any:
-            value, grads = nnx.value_and_grad(lambda generator: -critic(generator(x)).mean())(generator)
-            optimizer.update(generator, grads)
-            return value
-
-        first = transform(critic_step)
-        second = like(generator_step, first)
-        real, losses = np.ones((8, 32), np.float32), []
-        for _ in range(3):
-            losses.append(float(first(generator, critic, optimizers[1], X, real)))
-            losses.append(float(second(generator, critic, optimizers[0], np.concatenate([X, X]))))
-        return losses
-
-    expected = run(nnx.jit, lambda function, first: nnx.jit(function))
-    result = run(spanax.jit(mesh="fsdp=4,data=2"), lambda function, first: spanax.jit(function, like=first))
-    np.testing.assert_allclose(result, expected, rtol=1e-5)
-
-
 def test_returned_objects_are_the_arguments_or_new() -> None:
     @spanax.jit(mesh="fsdp=8")
     def function(model: Any, x: Any) -> Any:

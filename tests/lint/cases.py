@@ -53,18 +53,6 @@ class Tall(nnx.Module):
         return x_BD
 
 
-class Tagger(nnx.Module):
-    """An embedding of 50,257 tokens with 300 features, and a head."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(50257, 300, rngs=rngs)
-        self.up = nnx.Linear(300, 1024, rngs=rngs)
-        self.head = nnx.Linear(1024, 64, rngs=rngs)
-
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.head(nnx.relu(self.up(self.embed(tokens_BT))))
-
-
 class Named(nnx.Module):
     """Two layers with axis names in their kernels' annotations."""
 
@@ -147,11 +135,6 @@ def wide(width: int = 1024, odd: int = 1024, batch: int = 4096, dtype: Any = jnp
 @functools.cache
 def tall(layers: int) -> Program:
     return traced(functools.partial(Tall, layers=layers), programs.array(4096, 256))
-
-
-@functools.cache
-def tagger() -> Program:
-    return traced(Tagger, programs.array(4096, 64, dtype="int32"))
 
 
 @functools.cache
@@ -245,10 +228,15 @@ def compiled(make: Callable[..., Program], *args: Any, on: str = "cpu:8", level:
     return findings
 
 
-def profiled(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
+def profile(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
     """A profile of a step of 0.5 s."""
     busy = 0.5 - host - idle - input_wait
-    return lambda: lint_profile(StepProfile(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
+    parts = {"compute": busy, "communication": 0.0, "idle": idle, "host": host, "input wait": input_wait}
+    return StepProfile(11, 8, 0.5, parts, {}, {"fusion.1": busy})
+
+
+def profiled(**seconds: float) -> Make:
+    return lambda: lint_profile(profile(**seconds))
 
 
 def own_layout(computed: tuple[str, ...] = ("batch",), **stored: tuple[str, ...]) -> Layout:

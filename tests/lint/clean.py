@@ -79,7 +79,6 @@ NEAR: dict[str, Near] = {
         "SPX003", reported(functools.partial(programs.zoo_program, "cnn"), on="v5e:2x4", layout="data", flops=1.57)
     ),
     "ZeRO-1": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="zero1")),
-    "a fully replicated state": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
     "a pin that takes effect": Near(
         "SPX005",
         planned(model, "gpt2", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", pin={"mlp": "model"}),
@@ -88,15 +87,11 @@ NEAR: dict[str, Near] = {
     "names of this mesh": Near(
         "SPX005", planned(named, "fsdp", "model", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
     ),
-    "names with a pin": Near("SPX005", planned(named, "dp", "tp", on="v5e:2x4", layout="tensor", pin={"tp": "model"})),
     "sequence parallelism of 64 tokens": Near(
         "SPX005", planned(model, "gpt-nano", on="a100:8", mesh="fsdp=2,model=4", layout="fsdp+tensor+seq")
     ),
     "16 heads over 8, a vocabulary that divides": Near(
         "SPX006", planned(model, "llama3-8b", on="a100:8", layout="tensor", sizes=SHORT)
-    ),
-    "q, k and v of size 3, with sharded heads": Near(
-        "SPX006", planned(model, "gpt-nano", on="h100:8", layout="tensor")
     ),
     "32 microbatches on four stages": Near(
         "SPX007", planned(model, "gpt2", on="a100:8", mesh="data=2", layout="data", schedule=stages(4, 32))
@@ -105,14 +100,10 @@ NEAR: dict[str, Near] = {
     "FSDP across nodes, a large batch": Near(
         "SPX008", planned(model, "llama3-8b", on="h100:2x8", layout="fsdp", sizes=SHORT)
     ),
-    "a tensor axis inside the node": Near(
-        "SPX008", planned(model, "gpt2-medium", on="a100:2x8", mesh="fsdp=2,model=8", layout="fsdp+tensor")
-    ),
     "FSDP of a state that does not fit": Near("SPX009", planned(model, "gpt2-xl", on="v5e:2x4", layout="fsdp")),
     "HSDP with its axes in order": Near(
         "SPX010", planned(model, "gpt2", on="a100:2x8", mesh="data=2,fsdp=8", layout="hsdp")
     ),
-    "FSDP on one node": Near("SPX010", planned(model, "gpt2", on="a100:8", layout="fsdp")),
     "no stages": Near("SPX011", planned(model, "gpt2", on="a100:8", layout="fsdp")),
     "planned gathers": Near("SPX012", reported(wide, on="h100:8", layout="fsdp", moved=(PLANNED,))),
     "8 blocks in a scan": Near(
@@ -140,7 +131,4 @@ NEAR: dict[str, Near] = {
     "fixed random features": Near("SPX024", learner("fixed features", on="a100:8")),
     "an unused head outside `wrt`": Near("SPX025", learner("frozen head", on="a100:8")),
     "a Pallas kernel on the weights": Near("SPX026", learner("kernel on weights", on="a100:8")),
-    "batch and weights on separate axes": Near(
-        "SPX020", planned(model, "gpt2-medium", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
-    ),
 }  # fmt: skip

@@ -5,15 +5,13 @@ import functools
 import pytest
 
 import spanax
-from lint.cases import model, named
+from lint.cases import named
 from lint.clean import CLEAN, NEAR
 from lint.mistakes import MISTAKES
 from sampling import sampled
-from spanax.check.finding import Finding, Severity
+from spanax.check.finding import Finding, Severity, most_severe_first
 from spanax.check.lint.lint import PROFILE_RULES, RULES, lint, without_allowed
 from spanax.errors import SpanaxError
-
-LEAST_RECALL = 0.95
 
 
 @functools.cache
@@ -31,7 +29,7 @@ def is_reported(name: str) -> bool:
     )
 
 
-# One of each code; `slow` is all of them, and their recall.
+# One of each code; `slow` is all of them.
 OF_EACH_CODE = {case.code: name for name, case in MISTAKES.items()} | {
     "SPX005": "one name misspelt", "SPX006": "12 heads over 8", "SPX008": "FSDP across nodes with a small batch",
     "SPX013": "16 layers in a list", "SPX017": "float32 on matrix units",
@@ -60,61 +58,14 @@ def test_a_near_miss_has_no_finding(name: str) -> None:
     assert NEAR[name].code not in [finding.code for finding in findings_of(name)], findings_of(name)
 
 
-@pytest.mark.slow
-def test_rules_report_all_mistakes_without_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
-    reported = [name for name in MISTAKES if is_reported(name)]
-    alarms = [name for name in CLEAN if findings_of(name)]
-    alarms += [name for name in NEAR if NEAR[name].code in [finding.code for finding in findings_of(name)]]
-    recall = len(reported) / len(MISTAKES)
-    with capsys.disabled():
-        print(f"\nlint: {len(reported)} of {len(MISTAKES)} mistakes reported ({100 * recall:.1f} %), {len(alarms)} "
-              f"false alarms of {len(CLEAN)} clean layouts and {len(NEAR)} near misses")  # fmt: skip
-    assert len(MISTAKES) >= 40 and len(CLEAN) >= 15
-    assert recall >= LEAST_RECALL and not alarms, (set(MISTAKES) - set(reported), alarms)
+FIXES = {"a vocabulary of 50,257 over 4": "vocab 50260", "12 heads over 8": "4 shards", "25 heads over 2": "heads 26"}
 
 
-@pytest.mark.parametrize(
-    "name, fix",
-    sampled(
-        [
-            ("a vocabulary of 50,257 over 4", "vocab 50260"),
-            ("12 heads over 8", "4 shards"),
-            ("25 heads over 2", "heads 26"),
-            ("8 keys and values over 16", "8 shards"),
-        ],
-        [("12 heads over 8", "4 shards")],
-    ),
-)
-def test_an_indivisible_dim_suggests_the_nearest_divisible_size(name: str, fix: str) -> None:
+@pytest.mark.parametrize("name", sampled(FIXES, ["12 heads over 8"]))
+def test_an_indivisible_dim_suggests_the_nearest_divisible_size(name: str) -> None:
     about = MISTAKES[name].about
-    assert [finding.fix for finding in findings_of(name) if finding.code == "SPX006" and about in finding.message] == [
-        fix
-    ]
-
-
-REFUSED = {
-    "a batch that does not divide": (
-        ("gpt2", 12), "a100:8", {"layout": "fsdp"}, "'batch' of size 12 is not divisible by 8",
-    ),
-    "8 experts over 16": (
-        ("moe-nano", 64), "h100:2x8", {"layout": "expert", "mesh": "data=1,expert=16"}, "has nothing to shard",
-    ),
-    "63 tokens over 16": (
-        ("gpt-nano", 64, 63), "a100:2x8", {"layout": "context", "mesh": "data=1,context=16"}, "has nothing to shard",
-    ),
-    "a pin of an axis that is not there": (
-        ("gpt2", 64), "a100:8", {"layout": "fsdp", "pin": {"mpl": "fsdp"}}, "cannot pin axis 'mpl'",
-    ),
-    "a mesh of too few devices": (("gpt2", 64), "a100:8", {"mesh": "fsdp=4"}, "needs 4 devices"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_impossible_plan_raises_before_lint(name: str) -> None:
-    (workload, batch, *seq), on, options, message = REFUSED[name]
-    program = model(workload, batch, **({"seq_len": seq[0]} if seq else {}))
-    with pytest.raises(SpanaxError, match=message):
-        spanax.plan(program, spanax.cluster(on), **options)
+    fixes = [each.fix for each in findings_of(name) if each.code == "SPX006" and about in each.message]
+    assert fixes == [FIXES[name]]
 
 
 def test_pins_without_a_preset_layout_have_no_alternatives() -> None:
@@ -132,28 +83,35 @@ def test_every_rule_has_a_mistake_a_near_miss_and_an_explanation() -> None:
     assert codes == {case.code for case in MISTAKES.values()} == {case.code for case in NEAR.values()}
 
 
-def test_a_comment_allows_a_finding() -> None:
-    findings = [
-        Finding("SPX001", Severity.WARNING, "embed", "`embed` is replicated."),
-        Finding("SPX013", Severity.INFO, "", "no."),
-    ]
-    assert [finding.code for finding in without_allowed(findings, "x = 1  # spanax: allow SPX001 embed\n")] == [
-        "SPX013"
-    ]
-    assert without_allowed(findings, "# spanax: allow SPX001\n# spanax: allow SPX013") == []
-    assert without_allowed(findings, "# spanax: allow SPX001 head") == findings
-    with pytest.raises(SpanaxError, match="a comment allows SPX901, but there is no such rule"):
-        without_allowed(findings, "# spanax: allow SPX901")
+REPLICATED = Finding("SPX001", Severity.WARNING, "embed", "`embed` is replicated.")
+UNROLLED = Finding("SPX013", Severity.INFO, "", "no.")
 
 
-def test_a_plan_allows_a_finding() -> None:
-    findings = [
-        Finding("SPX001", Severity.WARNING, "embed", "`embed` is replicated."),
-        Finding("SPX013", Severity.INFO, "", "no."),
-    ]
-    assert [finding.code for finding in without_allowed(findings, "", ["SPX001 embed"])] == ["SPX013"]
-    assert without_allowed(findings, "# spanax: allow SPX013", ["SPX001"]) == []
-    assert without_allowed(findings, "", ["SPX001 head"]) == findings
-    for unknown in ("SPX901", "SPX901 embed", "embed", ""):
-        with pytest.raises(SpanaxError, match="the plan allows .*, but there is no such rule"):
-            without_allowed(findings, "", [unknown])
+@pytest.mark.parametrize(
+    ("comments", "allow", "expected"),
+    [
+        ("x = 1  # spanax: allow SPX001 embed\n", [], [UNROLLED]),
+        ("# spanax: allow SPX001\n# spanax: allow SPX013", [], []),
+        ("# spanax: allow SPX001 head", [], [REPLICATED, UNROLLED]),
+        ("", ["SPX001 embed"], [UNROLLED]),
+        ("# spanax: allow SPX013", ["SPX001"], []),
+        ("", ["SPX001 head"], [REPLICATED, UNROLLED]),
+    ],
+)
+def test_a_comment_or_a_plan_allows_a_finding(comments: str, allow: list[str], expected: list[Finding]) -> None:
+    assert without_allowed([REPLICATED, UNROLLED], comments, allow) == expected
+
+
+@pytest.mark.parametrize("code", ["SPX901", "SPX901 embed", "embed", ""])
+def test_an_unknown_code_raises(code: str) -> None:
+    with pytest.raises(SpanaxError, match="the plan allows .*, but there is no such rule"):
+        without_allowed([], "", [code])
+    if code.startswith("SPX"):
+        with pytest.raises(SpanaxError, match="a comment allows SPX901, but there is no such rule"):
+            without_allowed([], f"# spanax: allow {code}")
+
+
+def test_the_most_severe_and_largest_come_first() -> None:
+    error = Finding("SPX006", Severity.ERROR, "a", "a")
+    small, large = (Finding("SPX001", Severity.WARNING, "b", "b", num_bytes=size) for size in (1, 2))
+    assert most_severe_first([small, large, error]) == [error, large, small]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lint.cases import profile
 from requested import with_flags
 from spanax.check.lint.lint import lint_profile
 from spanax.check.profile import StepProfile, read_profile
@@ -13,45 +14,17 @@ from spanax.errors import DataError
 from spanax.show.live.events import profile_text
 
 
-def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
-    return StepProfile(11, 8, 0.5, 0.5 - host - idle - input_wait, 0.0, {}, input_wait, host, idle, {"fusion.1": 0.2})
-
-
-@pytest.mark.parametrize(
-    "summary, codes",
-    [
-        (profile(host=0.4), ["SPX018"]),
-        (profile(host=0.06, idle=0.06), ["SPX018"]),
-        (profile(host=0.04, idle=0.04), []),
-        (profile(input_wait=0.3), ["SPX019"]),
-        (profile(input_wait=0.02), []),
-        (profile(host=0.2, input_wait=0.2), ["SPX018", "SPX019"]),
-        (profile(), []),
-    ],
-    ids=["host", "host and idle", "a sixth", "data", "a little data", "both", "busy"],
-)
-def test_idle_devices_are_reported(summary: StepProfile, codes: list[str]) -> None:
-    findings = lint_profile(summary)
-    assert [finding.code for finding in findings] == codes
-    for finding in findings:
-        assert "0.5 s" in finding.message and finding.fix and len(str(finding).splitlines()) == 2
-
-
 def saved(folder: Path, summary: StepProfile) -> Path:
     (folder / "profile").mkdir(parents=True)
     (folder / "profile" / "summary.json").write_text(json.dumps(summary.to_json()))
     return folder
 
 
-def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
-    summary = profile(host=0.1, input_wait=0.01)
-    assert read_profile(saved(tmp_path / "a", summary)) == summary
-
-
 def test_a_check_reports_the_findings_of_a_profiled_run(tmp_path: Path) -> None:
     asked = with_flags(CheckCommand("gpt-nano", "cpu:8", level=0), global_batch_size=16, layout="fsdp")
     for summary, codes in ((profile(input_wait=0.3), {"SPX019"}), (profile(), set())):
         run = saved(tmp_path / f"run{len(codes)}", summary)
+        assert read_profile(run) == summary
         reply = answer(with_flags(asked, profiled=run))
         assert {finding["code"] for finding in reply.data["findings"]} & {"SPX018", "SPX019"} == codes
         assert all(code in reply.text for code in codes)

@@ -1,29 +1,30 @@
 """The variables of torchrun, and which variables come first."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 
 from spanax.errors import SpanaxError
-from spanax.processes.environment import TorchGroup
 from spanax.processes.processes import Hosts
 
 TORCH = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "RANK": "5", "WORLD_SIZE": "8"}
 
 
 def test_torchrun_describes_a_group() -> None:
-    assert TorchGroup.of({}) is None and TorchGroup.of({"LOCAL_RANK": "1"}) is None
-    assert TorchGroup.of(TORCH) == TorchGroup(8, 5, "127.0.0.1:1234")
+    group = Hosts(8, 5, coordinator="127.0.0.1:1234", detects_cluster=False)
+    assert Hosts.of({}) == Hosts.of({"LOCAL_RANK": "1"}) == Hosts()
+    assert Hosts.of(TORCH) == group
     shared = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert TorchGroup.of(shared) == TorchGroup(8, 5, "127.0.0.1:1234", local_device=1)
+    assert Hosts.of(shared) == replace(group, local_device=1)
     # One process on each machine has all of its devices.
-    assert TorchGroup.of(TORCH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == TorchGroup.of(TORCH)
+    assert Hosts.of(TORCH | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == group
     # The store of torchrun's agent listens on MASTER_PORT.
-    agent = TorchGroup.of(TORCH | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert agent is not None and agent.coordinator == "127.0.0.1:1235"
+    agent = Hosts.of(TORCH | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent.coordinator == "127.0.0.1:1235"
     # Scripts for Slurm export an address for PyTorch, and take the rank from Slurm.
-    assert TorchGroup.of({"MASTER_ADDR": "n0", "MASTER_PORT": "1234", "SLURM_PROCID": "1"}) is None
+    assert Hosts.of({"MASTER_ADDR": "n0", "MASTER_PORT": "1234", "SLURM_PROCID": "1"}) == Hosts()
 
 
 @pytest.mark.parametrize("missing", TORCH)

@@ -57,12 +57,7 @@ def test_a_port_in_use_raises() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(HostsError, match="cannot listen on"):
             _check_free(address)
-        environ = {
-            "SPANAX_COORDINATOR": address,
-            "SPANAX_NUM_HOSTS": "2",
-            "SPANAX_HOST": "0",
-            "SPANAX_HOST_DEVICES": "1",
-        }
+        environ = GROUP | {"SPANAX_COORDINATOR": address, "SPANAX_HOST": "0", "SPANAX_HOST_DEVICES": "1"}
         argv = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--output-dir", "never"]
         done = subprocess.run(argv, env=os.environ | environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 70 and done.stderr.startswith("spanax: the coordinator cannot listen"), done.stderr
@@ -70,18 +65,13 @@ def test_a_port_in_use_raises() -> None:
 
 
 SLURM = {
-    "SLURM_JOB_ID": "1",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "0",
+    "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
-}
+}  # fmt: skip
 OPEN_MPI = {
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}  # fmt: skip
 GKE = {"TPU_WORKER_HOSTNAMES": "a,b,c", "TPU_WORKER_ID": "0", "MEGASCALE_NUM_SLICES": "2"}
 
 
@@ -186,13 +176,8 @@ NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
 def started(environ: dict[str, str], first: str, *within: str) -> "subprocess.Popen[str]":
     """A library program whose first call that needs devices is `first`."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": "2"} | environ
-    return subprocess.Popen(
-        [*within, sys.executable, "-c", SCRIPT, first],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*within, sys.executable, "-c", SCRIPT, first], env=environ, **pipes)
 
 
 def test_a_library_program_joins_its_group() -> None:

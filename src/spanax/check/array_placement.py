@@ -1,24 +1,18 @@
 """The placement of every array on devices, according to a plan file or to the newest checkpoint of a run."""
 
-import base64
 import itertools
-import math
-import urllib.parse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from spanax.documents import parse_json
 from spanax.entries.folder import Folder
-from spanax.entries.names import PLACES, PLAN
-from spanax.errors import EntryError, FileError, MissingFileError
+from spanax.entries.names import PLAN
+from spanax.errors import MissingFileError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.layer_partition import Parts
 from spanax.plan.sharding.placement import Placement
-from spanax.plan.sharding.resolve import Spec
 from spanax.train.store import manifest, view
 
 
@@ -39,14 +33,12 @@ class ArrayPlacement:
     """The placement of all arrays of a plan or run.
 
     Attributes:
-      plan: the plan; for a checkpoint, with the specs of the saved arrays.
+      plan: the plan; of a checkpoint, the one that its arrays were saved under.
       origin: `plan`, or `checkpoint N`.
-      elsewhere: the arrays whose saved spec differs from the plan: path, planned spec and saved spec.
     """
 
     plan: Plan
     origin: str
-    elsewhere: tuple[tuple[str, Spec, Spec], ...] = ()
 
 
 def array_placement(path: Path) -> ArrayPlacement:
@@ -59,7 +51,9 @@ def array_placement(path: Path) -> ArrayPlacement:
         return ArrayPlacement(Plan.load(path), "plan")
     if not path.is_dir():
         raise MissingFileError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
-    saved = view.newest(manifest.steps_of_run(path), _saved)
+    saved = view.newest(
+        manifest.steps_of_run(path), lambda step, folder: ArrayPlacement(Plan.of_run(folder), f"checkpoint {step}")
+    )
     if saved is not None:
         return saved
     if Folder.of(path).kind(PLAN) is not None:
@@ -67,30 +61,6 @@ def array_placement(path: Path) -> ArrayPlacement:
     raise MissingFileError(
         f"'{path}' is not a run folder: it has neither plan nor checkpoint.", fix="a plan file, or a run folder"
     )
-
-
-def _saved(step: int, folder: Folder) -> ArrayPlacement:
-    """Returns the placement of the arrays of a checkpoint."""
-    plan = Plan.of_run(folder)
-    specs = _saved_specs(folder)
-    leaves = []
-    elsewhere = []
-    for leaf in plan.leaves:
-        # JAX omits trailing unsharded dims of a spec.
-        saved = specs.get(leaf.path, leaf.spec)
-        if leaf.is_key and not any(saved[len(leaf.shape) :]):  # a random key is saved as words, in a trailing dim
-            saved = saved[: len(leaf.shape)]
-        spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
-        by_dim = [axis for axes in spec for axis in axes]
-        if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):
-            raise FileError(
-                f"'{leaf.path}' was saved with {len(spec)} dims, sharded over {by_dim}.",
-                where=f"{folder.path / PLACES}",
-            )
-        if spec != leaf.spec:
-            elsewhere.append((leaf.path, leaf.spec, spec))
-        leaves.append(_moved(leaf, spec, plan.mesh))
-    return ArrayPlacement(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
 
 
 def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
@@ -121,40 +91,3 @@ def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
 def copies(leaf: Placement, mesh: MeshShape) -> int:
     """Returns the number of replicas of each shard of an array."""
     return mesh.size // mesh.ways([axis for by in leaf.spec for axis in by])
-
-
-def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
-    """Returns a leaf with another spec."""
-    if spec == leaf.spec:
-        return leaf
-    local = tuple(size // mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
-    num_bytes = leaf.item_bytes * math.prod(local)
-    return replace(leaf, spec=spec, local_shape=local, local_bytes=num_bytes)
-
-
-def _saved_specs(folder: Folder) -> dict[str, Spec]:
-    """Returns the saved specs of a checkpoint's arrays, by path.
-
-    Raises:
-      DataError: the file is invalid.
-    """
-    try:
-        specs = {}
-        for key, text in parse_json(folder.read(PLACES)).items():
-            saved = parse_json(text)
-            if saved.get("sharding_type") == "NamedSharding":
-                name = urllib.parse.unquote(base64.b64decode(key).decode())
-                specs[name] = tuple(_axes(by) for by in saved["partition_spec"])
-        return specs
-    except FileNotFoundError:
-        return {}
-    except EntryError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FileError(f"'{folder.path / PLACES}' is invalid.", where=f"{type(error).__name__}: {error}") from None
-
-
-def _axes(by: Any) -> tuple[str, ...]:
-    if isinstance(by, str):
-        return (by,)
-    return () if by is None else tuple(by)

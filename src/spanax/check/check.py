@@ -1,14 +1,20 @@
 """Verifies a plan's predictions against XLA, at one of four levels and without the hardware."""
 
+import functools
+import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from spanax.check.compilers import report_cache
 from spanax.check.compilers.abstract_mesh import abstract_collectives, is_available
 from spanax.check.compilers.compile import TIMEOUT_SECONDS, Compiled, compile_for
 from spanax.check.compilers.lowered_step import lower
@@ -18,7 +24,9 @@ from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import HOST_MEMORY, Module, read_module
 from spanax.check.hlo.replicated_tensors import replicated_tensors
 from spanax.check.report import Figures, Report
+from spanax.documents import read_bytes
 from spanax.errors import DeviceCountError, NotInstalledError, RangeError, UnknownNameError, UnsupportedError
+from spanax.frames import OURS
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import rounded_up
@@ -30,6 +38,7 @@ from spanax.plan.sharding.placement import DEVICE, HOST, Placement
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
+from spanax.train.data.cache import cache_folder, keep
 
 MAX_SIMULATED = 1024
 """The most devices that level 2 simulates; above, compiling for CPU takes longer than the target's own compiler."""
@@ -158,8 +167,16 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
         compiled=Figures(state_bytes=state, host_bytes=host),
         upper_bytes=upper,
         limit_bytes=limit,
-        versions=report_cache.versions(PACKAGES),
+        versions={package: version for package in PACKAGES if (version := _version(package))},
     )
+
+
+def _version(package: str) -> str:
+    """Returns the version of a package; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _padded(leaf: Placement, platform: str) -> int:
@@ -186,31 +203,25 @@ def _by_compiler(
     program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool, start: float
 ) -> Report:
     """Returns the report of level 2 or 3, from a compiler in a child process."""
-    target = _target(cluster, report.level)
+    if report.level == 2 and cluster.num_devices > MAX_SIMULATED:
+        raise UnsupportedError(
+            f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
+            fix="level 1 or 3",
+        )
+    target = target_of(cluster) if report.level == 3 else simulated_target(cluster.num_devices)
     if command := install_command(target.platform):
         raise NotInstalledError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=command)
     lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
     report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
     # The report so far has the predictions, the limit of the memory, the program, flags and versions.
-    key = report_cache.key_of(report=report.to_json(), plan=plan.to_json(), target=target)
-    if cache and (cached := report_cache.find(key)):
+    key = key_of(report=report.to_json(), plan=plan.to_json(), target=target)
+    if cache and (cached := find_cached(key)):
         return cached
     compiled = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags, is_whole=report.is_whole)
     report = replace(_with_answer(report, plan, target, compiled), seconds=time.perf_counter() - start)
-    report_cache.put(key, report)
+    put_cached(key, report)
     return report
-
-
-def _target(cluster: Cluster, level: int) -> Target:
-    if level == 3:
-        return target_of(cluster)
-    if cluster.num_devices > MAX_SIMULATED:
-        raise UnsupportedError(
-            f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
-            fix="level 1 or 3",
-        )
-    return simulated_target(cluster.num_devices)
 
 
 def _with_answer(report: Report, plan: Plan, target: Target, compiled: Compiled) -> Report:
@@ -265,31 +276,53 @@ def _state_bytes(module: Module, plan: Plan, is_simulated: bool) -> tuple[int, i
 
 
 def _paths(shapes: str, plan: Plan) -> tuple[str, ...]:
-    """Returns the paths of the state arrays whose per-device shape occurs in a buffer."""
+    """Returns the paths of the state arrays whose per-device shape occurs in a buffer, equal shapes together."""
+    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32"}
     by_shape: dict[str, list[str]] = {}
     for leaf in plan.leaves:
-        by_shape.setdefault(_shape_text(leaf), []).append(leaf.path)
+        shape = f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
+        by_shape.setdefault(shape, []).append(leaf.path)
     return tuple(path for shape, paths in by_shape.items() if shape in shapes for path in paths)
-
-
-def _shape_text(leaf: Placement) -> str:
-    short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32"}
-    return f"{short.get(leaf.dtype, leaf.dtype)}[{','.join(map(str, leaf.local_shape))}]"
-
-
-def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
-    """Returns the predicted state, peak memory, FLOPs and collectives per device and step, without layout padding.
-
-    With `adds_first`, all-reduces whose results are added to each other count as one, as in the final programs of
-    compilers that combine them (`Cluster.adds_first`).
-
-    Raises:
-      SpanaxError: the plan was made for another program, or cannot be run.
-    """
-    return figures(evaluate(program, plan, cluster, adds_first=adds_first))
 
 
 def figures(cost: Evaluation) -> Figures:
     """Returns the figures of an evaluated plan."""
     plan = cost.plan
     return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives, plan.host_bytes)
+
+
+def key_of(**parts: Any) -> str:
+    """Returns the cache key of a check, a hash of what it depends on and of the source of Spanax.
+
+    Example:
+      >>> key_of(program="a", level=3) == key_of(level=3, program="a") != key_of(program="b", level=3)
+      True
+    """
+    text = json.dumps(parts, sort_keys=True, default=str) + _source_digest(OURS)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest(folder: Path) -> str:
+    """Returns a hash of the code and tables in a folder: between two releases they change, and the version does not."""
+    digest = hashlib.sha256()
+    for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_cached(key: str) -> Report | None:
+    """Returns the cached report, or None if it is missing or damaged."""
+    try:
+        return replace(Report.from_json(read_bytes(_cache_file(key)).decode()), is_kept=True)
+    except (OSError, ValueError):  # missing or damaged
+        return None
+
+
+def put_cached(key: str, report: Report) -> None:
+    """Writes a report to the cache."""
+    keep(_cache_file(key), lambda file: file.write(report.to_json().encode()), None)
+
+
+def _cache_file(key: str) -> Path:
+    return cache_folder(os.environ.get("SPANAX_CACHE_DIR")) / "checks" / f"{key}.json"

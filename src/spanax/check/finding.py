@@ -1,6 +1,5 @@
 """Findings of a check: a permanent code, a severity, a message and a fix."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -9,8 +8,6 @@ from typing import Any
 
 from spanax.errors import UnknownNameError, nearest
 from spanax.units import bytes_text
-
-CODE = re.compile(r"SPX\d{3}")
 
 
 @total_ordering
@@ -73,10 +70,6 @@ class Finding:
     message: str
     fix: str = ""
     num_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if not CODE.fullmatch(self.code):
-            raise UnknownNameError(f"'{self.code}' is not the code of a finding.", fix="SPX001")
 
     def __str__(self) -> str:
         size = f" ({bytes_text(self.num_bytes)} per device)" if self.num_bytes else ""

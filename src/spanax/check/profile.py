@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,50 +39,35 @@ Span = tuple[float, float]
 """Start and end in nanoseconds."""
 
 
+PARTS = ("compute", "communication", "idle", "host", "input wait")
+
+
 @dataclass(frozen=True)
 class StepProfile:
-    """Seconds per step, averaged over devices and traced steps; the parts sum to `step_seconds`.
+    """Seconds per step, averaged over devices and traced steps.
 
     Attributes:
-      num_steps: the number of traced steps.
-      num_devices: the number of devices that ran operations.
+      steps: the number of traced steps.
+      devices: the number of devices that ran operations.
       step_seconds: the time from the start of the first step to the end of the last, divided by the number of steps.
-      compute: the time in which an operation other than communication runs.
-      communication: the time in which only communication runs; on simulated devices, includes waiting for others.
-      by_axis: communication by mesh axis, or by kind if the axes are unknown; concurrent operations count in each.
-      input_wait: the time in which no operation runs and the host waits for a batch.
-      host: the time in which no operation runs and the host does other work, such as dispatch or fetching metrics.
-      idle: the time in which a device runs no operation and another device does.
+      seconds: its parts, which sum to it. `compute`: an operation other than communication runs. `communication`: only
+        communication runs; on simulated devices, includes waiting for others. `idle`: a device runs no operation and
+        another device does. `input wait`: no operation runs and the host waits for a batch. `host`: no operation runs
+        and the host does other work, such as dispatch or fetching metrics.
+      communication: it by mesh axis, or by kind if the axes are unknown; concurrent operations count in each.
       operations: the longest operations by name, in seconds per step.
     """
 
-    num_steps: int
-    num_devices: int
-    step_seconds: float
-    compute: float
-    communication: float
-    by_axis: Mapping[str, float]
-    input_wait: float
-    host: float
-    idle: float
-    operations: Mapping[str, float]
+    steps: Count
+    devices: Count
+    step_seconds: Seconds
+    seconds: Mapping[str, Seconds]
+    communication: Mapping[str, Seconds]
+    operations: Mapping[str, Seconds]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as JSON values."""
-        return {
-            "steps": self.num_steps,
-            "devices": self.num_devices,
-            "step_seconds": self.step_seconds,
-            "seconds": {
-                "compute": self.compute,
-                "communication": self.communication,
-                "idle": self.idle,
-                "host": self.host,
-                "input wait": self.input_wait,
-            },
-            "communication": dict(self.by_axis),
-            "operations": dict(self.operations),
-        }
+        return asdict(self)
 
     @staticmethod
     def from_json(data: Any) -> "StepProfile":
@@ -92,38 +77,19 @@ class StepProfile:
           DataError: the data is not a summary, or its step time is not positive.
 
         Example:
-          >>> profile = StepProfile(10, 8, 1.0, 0.4, 0.1, {"fsdp": 0.1}, 0.5, 0.0, 0.0, {})
+          >>> profile = StepProfile(10, 8, 1.0, {**dict.fromkeys(PARTS, 0.0), "host": 1.0}, {"fsdp": 0.0}, {})
           >>> StepProfile.from_json(profile.to_json()) == profile
           True
         """
         try:
-            summary = parsed(_Summary, data)
-            seconds = {name.replace(" ", "_"): value for name, value in summary.seconds.items()}
-            profile = StepProfile(
-                summary.steps,
-                summary.devices,
-                summary.step_seconds,
-                by_axis=summary.communication,
-                operations=summary.operations,
-                **seconds,
-            )
-        except (SchemaError, TypeError) as error:  # TypeError for an unknown part of the step
+            profile = parsed(StepProfile, data)
+        except SchemaError as error:
             raise FileError("this is not a profile summary.", where=str(error)) from None
+        if {*profile.seconds} != {*PARTS}:
+            raise FileError("this is not a profile summary.", where=f"its parts are {', '.join(profile.seconds)}")
         if not 0 < profile.step_seconds < math.inf:
             raise FileError("this is not a profile summary: its step time is not positive and finite.")
         return profile
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """The schema of `StepProfile.to_json`."""
-
-    steps: Count
-    devices: Count
-    step_seconds: Seconds
-    seconds: Mapping[str, Seconds]
-    communication: Mapping[str, Seconds]
-    operations: Mapping[str, Seconds]
 
 
 def read_profile(run: Path) -> StepProfile:
@@ -236,28 +202,27 @@ def _summary(trace: _Trace, axes: Mapping[str, str]) -> StepProfile:
             by_name[name] += end - start
             kind = COLLECTIVE.match(name)
             (communicating[axes.get(name, kind[1])] if kind else computing).append((start, end))
-        is_busy = busy_by_device[device]
         is_computing = timeline.mask(computing) & window
-        totals["compute"] += timeline.duration(is_computing)
-        totals["communication"] += timeline.duration(is_busy & ~is_computing)
-        totals["input_wait"] += timeline.duration(is_waiting & ~busy_anywhere)
-        totals["host"] += timeline.duration(window & ~busy_anywhere & ~is_waiting)
-        totals["idle"] += timeline.duration(busy_anywhere & ~is_busy)
+        parts = {
+            "compute": is_computing,
+            "communication": busy_by_device[device] & ~is_computing,
+            "idle": busy_anywhere & ~busy_by_device[device],
+            "host": window & ~busy_anywhere & ~is_waiting,
+            "input wait": is_waiting & ~busy_anywhere,
+        }
+        for part, mask in parts.items():
+            totals[part] += timeline.duration(mask)
         for axis, axis_spans in communicating.items():
             by_axis[axis] += timeline.duration(timeline.mask(axis_spans) & window)
     share = 1e-9 / len(trace.operations) / num_steps
-    return StepProfile(
-        num_steps=num_steps,
-        num_devices=len(trace.operations),
-        step_seconds=timeline.duration(window) * 1e-9 / num_steps,
-        **{name: totals[name] * share for name in ("compute", "communication", "input_wait", "host", "idle")},
-        by_axis={axis: nanoseconds * share for axis, nanoseconds in _longest(by_axis)},
-        operations={name: nanoseconds * share for name, nanoseconds in _longest(by_name)[:MAX_OPERATIONS]},
+    seconds = {name: nanoseconds * share for name, nanoseconds in totals.items()}
+    communication, operations = (
+        {name: nanoseconds * share for name, nanoseconds in sorted(each.items(), key=lambda item: (-item[1], item[0]))}
+        for each in (by_axis, by_name)
     )
-
-
-def _longest(by_name: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(by_name.items(), key=lambda item: (-item[1], item[0]))
+    longest = dict(itertools.islice(operations.items(), MAX_OPERATIONS))
+    step_seconds = timeline.duration(window) * 1e-9 / num_steps
+    return StepProfile(num_steps, len(trace.operations), step_seconds, seconds, communication, longest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +183,6 @@ class Report:
           WriteError: it cannot be written.
         """
         write_certificate(path, self.to_json())
-
-    def as_cached(self) -> "Report":
-        """Returns the report, marked as read from the cache."""
-        return replace(self, is_kept=True)
 
 
 def _by_axes(collectives: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

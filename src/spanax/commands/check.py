@@ -104,13 +104,14 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     from spanax.check.finding import most_severe_first
     from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
     from spanax.check.profile import read_profile
+    from spanax.models.workloads import load as load_by_name
     from spanax.processes.devices import DEFAULT_SIMULATED, simulate
     from spanax.processes.gpu_memory import setting_text
 
     machine = _machine(command)
     # Before the workload, whose file may make arrays and start JAX with fewer devices.
     devices = simulate(DEFAULT_SIMULATED) if command.parity else []
-    load = load or _named(command.workload)
+    load = load or partial(load_by_name, command.workload)
     program, plan = _planned(command, load, machine)
     source = source_text(command.workload)
     without_allowed([], source, plan.allow)  # reports unknown codes before compilation
@@ -135,12 +136,6 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
     parity = _parity(command, load, program, plan, devices) if command.parity else None
     reply = _answer(command, report, findings, parity, notes)
     return replace(reply, data=reply.data | {"environment": environment})
-
-
-def _named(workload: str) -> Load:
-    from spanax.models.workloads import load
-
-    return partial(load, workload)
 
 
 def _machine(command: CheckCommand) -> "Cluster":

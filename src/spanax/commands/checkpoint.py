@@ -47,7 +47,8 @@ def show(directory: Path) -> Answer:
 
     root = _root(directory)
     steps = view.describe(root)
-    return Answer(steps_text(root, steps), steps_json(root, steps), is_styled=True)
+    data = {"directory": str(root), "steps": [asdict(step) for step in steps]}
+    return Answer(steps_text(root, steps), data, is_styled=True)
 
 
 def verify(directory: Path) -> Answer:
@@ -86,11 +87,6 @@ def steps_text(root: "Folder", steps: "Sequence[SavedStep]") -> str:
         line = f"step {step.step}  {bytes_text(step.bytes)}  {step.num_leaves} arrays  {step.when}  {state}"
         lines.append(printable(line))
     return "\n".join(lines) or f"no checkpoint in '{printable(root)}'"
-
-
-def steps_json(root: "Folder", steps: "Sequence[SavedStep]") -> dict[str, Any]:
-    """Returns the object of `spanax checkpoint show --json`."""
-    return {"directory": str(root), "steps": [asdict(step) for step in steps]}
 
 
 def verified_text(root: "Folder", listed: Mapping[str, Sequence[Any]]) -> str:

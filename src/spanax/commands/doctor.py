@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spanax.commands.answer import Answer
 from spanax.printable import printable
@@ -43,7 +43,8 @@ def answer(command: DoctorCommand) -> Answer:
     """
     verdicts = diagnose(command, os.environ)
     text = verdicts_text(verdicts, in_colours=wants_colors(sys.stdout))
-    return Answer(text, verdicts_json(verdicts), exit_code=0 if is_well(verdicts) else 1, is_styled=True)
+    data = {"is_well": is_well(verdicts), "findings": [asdict(verdict) for verdict in verdicts]}
+    return Answer(text, data, exit_code=0 if is_well(verdicts) else 1, is_styled=True)
 
 
 def diagnose(command: DoctorCommand, environ: Mapping[str, str]) -> "list[Verdict]":
@@ -70,11 +71,6 @@ def diagnose(command: DoctorCommand, environ: Mapping[str, str]) -> "list[Verdic
         *map(network.reach, addresses),
         network.group(hosts, command.timeout),
     ]
-
-
-def verdicts_json(verdicts: "Sequence[Verdict]") -> dict[str, Any]:
-    """Returns the object of `spanax doctor --json`."""
-    return {"is_well": is_well(verdicts), "findings": [asdict(verdict) for verdict in verdicts]}
 
 
 def is_well(verdicts: "Sequence[Verdict]") -> bool:

@@ -146,26 +146,18 @@ class Chip:
             )
         return num_bytes * self.devices_per_host_link / self.host_bytes_per_second
 
-    def divided(self, devices: int) -> "Chip":
-        """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged."""
+    def divided(self, devices: float) -> "Chip":
+        """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged.
+
+        The inverse divides by `1 / devices`.
+        """
         if not self.shared or devices == 1:
             return self
         return replace(
             self,
             peak_flops={dtype: peak / devices for dtype, peak in self.peak_flops.items()},
-            memory_bytes=self.memory_bytes and self.memory_bytes // devices,
-            usable_bytes=self.usable_bytes and self.usable_bytes // devices,
+            memory_bytes=self.memory_bytes and int(self.memory_bytes // devices),
+            usable_bytes=self.usable_bytes and int(self.usable_bytes // devices),
             memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second / devices,
             inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second / devices),
-        )
-
-    def joined(self, devices: int) -> "Chip":
-        """Returns the rates of a shared host from those of `devices`, the inverse of `divided`."""
-        if not self.shared or devices == 1:
-            return self
-        return replace(
-            self,
-            peak_flops={dtype: peak * devices for dtype, peak in self.peak_flops.items()},
-            memory_bytes_per_second=self.memory_bytes_per_second and self.memory_bytes_per_second * devices,
-            inside=self.inside and replace(self.inside, bytes_per_second=self.inside.bytes_per_second * devices),
         )

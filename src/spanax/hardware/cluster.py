@@ -229,7 +229,7 @@ def cluster_text(machine: Cluster) -> str:
     """
     chip = machine.chip
     if chip.shared:  # the file describes the host, and the memory is that of the host on which it is read
-        chip = replace(chip, memory_bytes=None, usable_bytes=None).joined(machine.devices_per_node)
+        chip = replace(chip, memory_bytes=None, usable_bytes=None).divided(1 / machine.devices_per_node)
     return file_text(chip, machine.size)
 
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from spanax.hardware.collectives import Collective
@@ -105,9 +106,7 @@ def start_after_matmul_seconds(devices: Sequence[Any], seconds: float) -> float:
     call_seconds = dispatch_seconds(devices)
     mesh = Mesh(np.array(devices), ("x",))
     spec = PartitionSpec("x")
-
-    def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    mapped = partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
     def measure(add: Callable[[Any], Any]) -> float:
         def body(x: Any) -> Any:
@@ -204,8 +203,4 @@ def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: in
     total = math.prod(mesh.devices.shape) * num_elements
     sharding = NamedSharding(mesh, spec)
     zeros = jax.jit(lambda: jax.numpy.zeros((total,), "float32"), out_shardings=sharding)()
-
-    def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-
-    return bodies[kind], mapped, zeros
+    return bodies[kind], partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), zeros

@@ -1,15 +1,15 @@
 """Measurement of the local devices, as a cluster file that overrides the numbers of the catalog."""
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from spanax.errors import HardwareError, RangeError
-from spanax.hardware.chip import Chip
-from spanax.hardware.cluster import Cluster, local
+from spanax.hardware.chip import Chip, Link
+from spanax.hardware.cluster import Cluster, cluster_text, local
 from spanax.hardware.links import axis_link
 from spanax.hardware.measure import (
     JAX_DTYPES,
@@ -26,6 +26,12 @@ from spanax.units import bytes_text, quantity_text
 
 RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Ring collective -> number of passes around the ring."""
+
+CHIP_NUMBERS = (
+    "memory_bytes", "usable_bytes", "memory_bytes_per_second", "memory_share", "kernel_start_seconds",
+)  # fmt: skip
+LINK_NUMBERS = ("bytes_per_second", "share", "latency_seconds", "start_seconds", "in_switch_share")
+"""The numbers of a chip and of a link that are measured, by field."""
 
 PROBED_BYTES = 64 * 2**20
 """Bytes that each device reads and writes to measure memory bandwidth, at most a sixteenth of its memory."""
@@ -74,29 +80,43 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
         join_group()
     devices = list(jax.devices() if devices is None else devices)
     here = local(devices)
-    known = bool(here.chip.peak_flops)
-    if not known and here.memory_bytes is None:
+    chip = here.chip
+    if not chip.peak_flops and here.memory_bytes is None:
         raise HardwareError(
-            f"'{here.chip.name}' is not in the catalog, and its memory is unknown.",
+            f"'{chip.name}' is not in the catalog, and its memory is unknown.",
             fix="write a cluster file by hand: docs/hardware.md",
         )
-    source = f"probe of {len(devices)} x {here.chip.name}, jax {jax.__version__}, {datetime.date.today()}"
-    node = here.devices_per_node
-    lines = [f"# {source}", *_head(here, known)]
-    lines += _compute(devices, here.chip, node, seconds * 0.3)
-    lines += _memory(devices, here, node, seconds * 0.1)
-    start = kernel_start_seconds(devices, seconds * 0.05)
-    lines.append(f'kernel_start = "{quantity_text(max(start, 1e-9), "seconds")}"')
+    source = f"probe of {len(devices)} x {chip.name}, jax {jax.__version__}, {datetime.date.today()}"
+    notes = [source]
+    measured = _with_matmuls(chip, devices, seconds * 0.3, notes)
+    rate = memory_rate(devices, min(PROBED_BYTES, _limit(here)) // 4 * 4, seconds * 0.1)
+    sheet = chip.memory_bytes_per_second
+    full_rate = rate if sheet is None or _is_absolute(chip, rate, sheet) else sheet
+    measured = replace(
+        measured,
+        memory_bytes=chip.memory_bytes or here.memory_bytes,
+        usable_bytes=here.memory_bytes or chip.usable_bytes,
+        memory_bytes_per_second=full_rate,
+        memory_share=rate / full_rate,
+        kernel_start_seconds=max(kernel_start_seconds(devices, seconds * 0.05), 1e-9),
+    )
     groups = _groups(devices, here)
     for name, grouped in groups.items():
-        parts = [
+        points = [
             point
             for part in grouped
             for point in collected(part, _limit(here), seconds * 0.45 / len(groups) / len(grouped))
         ]
-        start_after_matmul = start_after_matmul_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
-        lines += ["", f"[{name}]", *_link(here, name, parts, node, start_after_matmul)]
-    return "\n".join([*lines, "", "[source]", *_sources(lines, source)]) + "\n"
+        start_after_matmul = start_after_matmul_seconds(devices, seconds * 0.1) if chip.shared else 0.0
+        link: dict[str, Any] = {name: _link(here, name, points, start_after_matmul, notes)}
+        measured = replace(measured, **link)
+    numbers = [
+        *CHIP_NUMBERS,
+        *(f"{kind}.{dtype}" for kind in ("peak_flops", "matmul_shares") for dtype in JAX_DTYPES),
+        *(f"{name}.{number}" for name in groups for number in LINK_NUMBERS),
+    ]
+    measured = replace(measured, sources={**chip.sources, **dict.fromkeys(numbers, source)})
+    return "".join(f"# {note}\n" for note in notes) + cluster_text(replace(here, chip=measured))
 
 
 def fitted(points: Sequence[Collected]) -> Fit:
@@ -120,66 +140,49 @@ def fitted(points: Sequence[Collected]) -> Fit:
     return Fit(1 / max(value[2], 1e-15), value[1], value[0], error)
 
 
-def _head(here: Cluster, known: bool) -> list[str]:
-    lines = [f'like = "{here.chip.name}"'] if known else [f'name = "{here.chip.name}"']
-    lines.append(f'shape = "{here.size}"')
-    if not here.chip.shared and here.memory_bytes is not None:
-        text = quantity_text(here.memory_bytes, "bytes", 6)
-        lines += [f'usable_memory = "{text}"'] if known else [f'memory = "{text}"']
-    return lines
-
-
-def _compute(devices: Sequence[Any], chip: Chip, node: int, seconds: float) -> Iterator[str]:
-    """Yields the best rate of each dtype: as a share of the chip's peak, or as a peak where no data sheet has one."""
+def _with_matmuls(chip: Chip, devices: Sequence[Any], seconds: float, notes: list[str]) -> Chip:
+    """Returns a chip with the best rate of each dtype: a share of its peak, or a peak where no data sheet has one."""
     dtypes = [dtype for dtype in JAX_DTYPES if dtype in chip.peak_flops or not chip.peak_flops]
-    best = {}
+    peaks = dict(chip.peak_flops)
+    shares = dict(chip.matmul_shares)
     for dtype in dtypes:
         rates = matmul_rates(devices, dtype, seconds / len(dtypes))
-        best[dtype] = max(rates.values())
-        by_size = ", ".join(f"{size}: {_rate(rate)}" for size, rate in rates.items())
-        yield f"# matmul {dtype}, one device, by size: {by_size}"
-    peaks = {dtype: rate for dtype, rate in best.items() if _is_absolute(chip, rate, chip.peak_flops.get(dtype))}
-    times = node if chip.shared else 1
-    if peaks:
-        yield _dtypes("peak", {dtype: _rate(rate * times) for dtype, rate in peaks.items()})
-    shares = {dtype: 1.0 if dtype in peaks else rate / chip.peak_flops[dtype] for dtype, rate in best.items()}
-    yield _dtypes("matmul_share", {dtype: quantity_text(share, "share") for dtype, share in shares.items()})
+        by_size = ", ".join(f"{size}: {quantity_text(rate, 'operations per second')}" for size, rate in rates.items())
+        notes.append(f"matmul {dtype}, one device, by size: {by_size}")
+        best = max(1e6, *rates.values())
+        if _is_absolute(chip, best, chip.peak_flops.get(dtype)):
+            peaks[dtype] = best
+        shares[dtype] = best / peaks[dtype]
+    return replace(chip, peak_flops=peaks, matmul_shares=shares)
 
 
-def _memory(devices: Sequence[Any], here: Cluster, node: int, seconds: float) -> Iterator[str]:
-    rate = memory_rate(devices, min(PROBED_BYTES, _limit(here)) // 4 * 4, seconds)
-    sheet = here.chip.memory_bytes_per_second
-    if _is_absolute(here.chip, rate, sheet):
-        yield f'memory_rate = "{quantity_text(rate * (node if here.chip.shared else 1), "bytes per second")}"'
-        rate = sheet = 1.0
-    yield f'memory_share = "{quantity_text(rate / (sheet or 1.0), "share")}"'
-
-
-def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, start_after_matmul: float) -> Iterator[str]:
+def _link(here: Cluster, name: str, points: Sequence[Collected], start_after_matmul: float, notes: list[str]) -> Link:
     for kind in dict.fromkeys(point.kind for point in points):
         for size in dict.fromkeys(point.size for point in points):
             matching = [point for point in points if (point.kind, point.size) == (kind, size)]
             texts = (f"{bytes_text(point.num_bytes)}: {quantity_text(point.seconds, 'seconds')}" for point in matching)
-            yield f"# {kind} over {size}: {', '.join(texts)}"
+            notes.append(f"{kind} over {size}{' nodes' if name == 'between' else ''}: {', '.join(texts)}")
     known = here.chip.inside if name == "inside" else here.chip.between
     fit = fitted([point for point in points if point.kind != "all_reduce" or not (known and known.in_switch_share)])
-    yield f"# fitted with a mean error of {100 * fit.error:.0f} %"
-    if known is not None and known.kind != "switch" and name == "inside":
-        plain = replace(here, chip=replace(here.chip, inside=replace(known, share=1.0)))
-        link_rate = axis_link(plain, MeshShape.of({"x": here.devices_per_node}), "x").bytes_per_second
-        yield f'share = "{quantity_text(min(fit.bytes_per_second / link_rate, 1.99), "share")}"'
-    else:
-        times = node if here.chip.shared else 1
-        yield f'name = "{known.name if known else name}"'
-        yield f'rate = "{quantity_text(min(max(fit.bytes_per_second * times, 1e6), 1e15), "bytes per second")}"'
-        yield 'share = "100 %"'
-    if known is not None and known.in_switch_share:
-        reduction_rate = _largest_rate(points, fit, known.in_switch_devices or 2)
-        yield f'in_switch_share = "{quantity_text(min(reduction_rate / fit.bytes_per_second, 1.99), "share")}"'
+    notes.append(f"fitted with a mean error of {100 * fit.error:.0f} %")
     if start_after_matmul:
-        yield f"# start alone: {quantity_text(max(fit.start_seconds, 1e-9), 'seconds')}; after a matmul:"
-    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, start_after_matmul)}.items():
-        yield f'{key} = "{quantity_text(min(max(value, 1e-9), 1.0), "seconds")}"'
+        alone = quantity_text(max(fit.start_seconds, 1e-9), "seconds")
+        notes.append(f"start alone: {alone}; after a matmul: {quantity_text(max(start_after_matmul, 1e-9), 'seconds')}")
+    link = replace(
+        known or Link(name, "switch", 0.0),
+        latency_seconds=min(max(fit.latency_seconds, 1e-9), 1.0),
+        start_seconds=min(max(fit.start_seconds, start_after_matmul, 1e-9), 1.0),
+    )
+    if link.kind != "switch" and name == "inside":
+        plain = replace(here, chip=replace(here.chip, inside=replace(link, share=1.0)))
+        link_rate = axis_link(plain, MeshShape.of({"x": here.devices_per_node}), "x").bytes_per_second
+        link = replace(link, share=min(fit.bytes_per_second / link_rate, 1.99))
+    else:
+        link = replace(link, bytes_per_second=min(max(fit.bytes_per_second, 1e6), 1e13), share=1.0)
+    if link.in_switch_share:
+        reduction_rate = _largest_rate(points, fit, link.in_switch_devices or 2)
+        link = replace(link, in_switch_share=min(reduction_rate / fit.bytes_per_second, 1.99))
+    return link
 
 
 def _largest_rate(points: Sequence[Collected], fit: Fit, from_devices: int) -> float:
@@ -214,23 +217,3 @@ def _limit(here: Cluster) -> int:
 def _is_absolute(chip: Chip, rate: float, sheet: float | None) -> bool:
     """Whether to write a rate instead of a share: that of a host, above the data sheet, or without one."""
     return chip.shared or sheet is None or rate > sheet
-
-
-def _rate(rate: float) -> str:
-    return quantity_text(max(rate, 1e6), "operations per second")
-
-
-def _dtypes(key: str, texts: Mapping[str, str]) -> str:
-    inner = ", ".join(f'{dtype} = "{text}"' for dtype, text in texts.items())
-    return f"{key} = {{ {inner} }}"
-
-
-def _sources(lines: Sequence[str], source: str) -> Iterator[str]:
-    """Yields the source of each number in the lines."""
-    group = ""
-    for line in lines:
-        key, equals, _ = line.partition(" = ")
-        if line.startswith("["):
-            group = line.strip("[]") + "."
-        elif equals and not line.startswith("#") and key not in ("like", "name", "shape"):
-            yield f'"{group}{key}" = "{source}"'

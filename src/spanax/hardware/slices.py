@@ -66,7 +66,7 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
         raise ClusterError(
             f"a slice of {chip.name} has at most {shape_text(largest)} chips, and {shape_text(shape)} is larger.",
             where=f"cluster '{name}'",
-            fix=f"{chip.name}:{shape_text(largest)}, or several slices: {_several(chip)}",
+            fix=f"{chip.name}:{shape_text(largest)}, or several slices: {chip.name}:{shape_text(_an_example(chip))}:2",
         )
     if not _possible(chip, shape):
         hosts = (chip.devices_per_host or 1) // chip.devices_per_chip
@@ -107,7 +107,3 @@ def _largest(chip: Chip) -> tuple[int, ...]:
 
 def _an_example(chip: Chip) -> tuple[int, ...]:
     return tuple(min(size, 4) for size in _largest(chip))
-
-
-def _several(chip: Chip) -> str:
-    return f"{chip.name}:{shape_text(_an_example(chip))}:2"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
@@ -33,7 +33,7 @@ class Objects:
       classes: their classes.
       inner: their parts, by path.
       structure: what a program compiled for the objects depends on: equal for objects of an equal structure.
-      slots: where each array is stored.
+      slots: where each array is stored: a Variable with one array, an `Attribute` or a `Part`.
       is_traced: whether another transformation traces the arrays.
       shapes: the type of each array.
       avals: the last object seen that equals each of `shapes`: comparing identities is cheaper.
@@ -51,7 +51,7 @@ class Objects:
     classes: list[type]
     inner: dict[tuple[Any, ...], Any]
     structure: Hashable
-    slots: tuple["Slot", ...]
+    slots: tuple[Any, ...]
     is_traced: bool
     shapes: list[Hashable]
     avals: list[Any]
@@ -66,7 +66,7 @@ class Objects:
         """
         graphdef, state = nnx.split(nodes)
         by_path = dict(nnx.iter_graph(nodes))
-        slots: list[Slot] = []
+        slots: list[Any] = []
         for path, _ in nnx.to_flat_state(state):
             node = by_path[path]
             if isinstance(node, nnx.Variable) and nnx.Variable not in type(node).__mro__:
@@ -175,16 +175,6 @@ class Objects:
         self.snapshot.refresh()
 
 
-class Slot(Protocol):
-    """A place of one array; a Variable with one array is its own slot."""
-
-    def read(self) -> Any:
-        """Returns the array."""
-
-    def write(self, array: Any) -> None:
-        """Replaces the array."""
-
-
 @dataclass(frozen=True, eq=False)
 class Attribute:
     """An array that is not in a Variable, but an item of a module, a list or a dict."""
@@ -283,7 +273,7 @@ def _same(node: Any) -> Any:
     return node
 
 
-def _arrays(slots: Iterable[Slot]) -> list[Any]:
+def _arrays(slots: Iterable[Any]) -> list[Any]:
     return [_VALUE.__get__(slot) if isinstance(slot, nnx.Variable) else slot.read() for slot in slots]
 
 

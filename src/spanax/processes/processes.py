@@ -11,10 +11,10 @@ The environment describes the group of a process; launchers set it:
     SPANAX_HEARTBEATS    the folder to which `spanax.heartbeat` writes
     SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 
-Without SPANAX_COORDINATOR the variables of torchrun apply (`environment.TorchGroup`), and without those JAX's own
-cluster detection (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes). `SPANAX_NUM_HOSTS=1` alone disables both, for
-processes of a cluster that each train a separate model. Everything is based on `jax.distributed`. Whatever starts JAX's
-backend, in programs and commands, joins the group first.
+Without SPANAX_COORDINATOR the variables of torchrun apply (`TORCHRUN`), and without those JAX's own cluster detection
+(TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes). `SPANAX_NUM_HOSTS=1` alone disables both, for processes of a
+cluster that each train a separate model. Everything is based on `jax.distributed`. Whatever starts JAX's backend, in
+programs and commands, joins the group first.
 """
 
 import functools
@@ -22,15 +22,15 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.compat import cluster_kinds, coordination, has_backend, register_cpu_collectives
 from spanax.errors import GroupError, HostsError, SpanaxError, first_line, nearest
 from spanax.processes.absent_tpu import has_only_cpus
-from spanax.processes.environment import WHERE, TorchGroup, number
+from spanax.processes.environment import WHERE, number
 from spanax.processes.lockstep import SHUTDOWN_SECONDS, operation, watch
-from spanax.processes.supervision import exit_on_error
+from spanax.processes.supervision import attach_supervisor, exit_on_error
 
 JOIN_SECONDS = 300
 """How long the processes wait for the last of them to join."""
@@ -44,6 +44,12 @@ is dispatched while another runs can deadlock; with two none did. More threads m
 
 Source: notes/speed.md, 2, 4 and 8 devices on one core and two.
 """
+
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""The variables of torchrun that define a group. Source: torch.distributed, Environment variable initialization."""
+
+CLUSTER_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""Set where JAX detects the group by itself; scripts often export MASTER_ADDR and MASTER_PORT there for PyTorch."""
 
 ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"
 
@@ -89,17 +95,8 @@ class Hosts:
         attempt = number(environ, "SPANAX_ATTEMPT", 0)
         devices_per_host = number(environ, "SPANAX_HOST_DEVICES", 0) or None
         is_ours = "SPANAX_COORDINATOR" in environ or "SPANAX_NUM_HOSTS" in environ
-        group = None if is_ours else TorchGroup.of(environ)
-        if group is not None:
-            return Hosts(
-                group.num_processes,
-                group.rank,
-                attempt,
-                group.coordinator if group.num_processes > 1 else "",
-                devices_per_host,
-                detects_cluster=False,
-                local_device=group.local_device,
-            )
+        if not is_ours and (group := _torch_group(environ)) is not None:
+            return replace(group, attempt=attempt, devices_per_host=devices_per_host)
         if "SPANAX_COORDINATOR" not in environ:
             num_hosts = number(environ, "SPANAX_NUM_HOSTS", 0)
             if num_hosts > 1:
@@ -186,6 +183,50 @@ class Hosts:
         bind_data_sockets()
 
 
+def _torch_group(environ: Mapping[str, str]) -> Hosts | None:
+    """Returns the group that the variables of torchrun and its relatives describe; None if there are none.
+
+    Raises:
+      SpanaxError: a variable is missing or not a number, or two of them contradict each other.
+    """
+    present = [name for name in TORCHRUN if name in environ]
+    has_address_only = not {"RANK", "WORLD_SIZE"} & {*present}
+    if not present or has_address_only and any(name in environ for name in CLUSTER_RANKS):
+        return None
+    if len(present) < len(TORCHRUN):
+        missing = ", ".join(name for name in TORCHRUN if name not in environ)
+        raise GroupError(
+            f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, but {missing} not.",
+            where=WHERE,
+            fix="set all four for a group of processes; or SPANAX_NUM_HOSTS=1 if this process trains by itself",
+        )
+    num_processes = number(environ, "WORLD_SIZE", None)
+    rank = _rank(environ, "RANK", None, "WORLD_SIZE", num_processes)
+    port = number(environ, "MASTER_PORT", None)
+    # torchrun itself listens on MASTER_PORT, for the store that its processes share.
+    port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    num_local = number(environ, "LOCAL_WORLD_SIZE", num_processes)
+    local_rank = _rank(environ, "LOCAL_RANK", 0, "LOCAL_WORLD_SIZE", num_local)
+    shares_machine = "LOCAL_RANK" in environ and num_local > 1
+    return Hosts(
+        num_processes,
+        rank,
+        coordinator=f"{environ['MASTER_ADDR']}:{port}" if num_processes > 1 else "",
+        detects_cluster=False,
+        local_device=local_rank if shares_machine else None,
+    )
+
+
+def _rank(environ: Mapping[str, str], name: str, default: int | None, size_name: str, size: int) -> int:
+    rank = number(environ, name, default)
+    if rank >= size:
+        raise GroupError(
+            f"process {rank} is out of range for {size} processes, counted from 0.",
+            where=f"{name}={rank}, {size_name}={size}",
+        )
+    return rank
+
+
 def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
     """Makes the CPU collectives of this process (Gloo) listen on one interface, before JAX starts its backend.
 
@@ -228,6 +269,51 @@ def join_group() -> None:
     if hosts.devices_per_host and not jax.distributed.is_initialized() and not has_backend():
         prepare_devices(hosts.devices_per_host)
     hosts.join()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rank of a process in its group, in JAX's terms.
+
+    Attributes:
+      process_index: the index of this process, as `jax.process_index()`; 0 prints and writes files.
+      process_count: the number of processes, as `jax.process_count()`; 1 without a group.
+      attempt: how often a supervisor has restarted the group.
+
+    Example:
+      >>> Group(process_index=0, process_count=2, attempt=0).process_index == 0
+      True
+    """
+
+    process_index: int
+    process_count: int
+    attempt: int
+
+
+def distributed() -> Group:
+    """Joins the group of this process, and returns its rank in it; call it before any other JAX function.
+
+    The environment describes the group: the variables of `spanax launch` (SPANAX_COORDINATOR, SPANAX_NUM_HOSTS,
+    SPANAX_HOST), or those of torchrun (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK), or what JAX detects:
+    Slurm, Open MPI, Kubernetes and TPU pods. Without any of them, the process is a group by itself. A second call does
+    not change anything, and neither does a call after `jax.distributed.initialize()`.
+
+    In a group, an uncaught exception ends its process immediately, without `atexit` handlers, which would wait for the
+    other processes while these wait for this one.
+
+    Raises:
+      HostsError: the group cannot be joined: JAX has already started, or not all processes connected.
+      SpanaxError: the variables are incomplete or contradict each other.
+
+    Example:
+      >>> group = distributed()
+      >>> group.process_index, group.process_count
+      (0, 1)
+    """
+    attach_supervisor()
+    join_group()
+    state = coordination()  # jax.process_index() would start the backend
+    return Group(state.process_id, state.num_processes, Hosts.of().attempt)
 
 
 @functools.cache

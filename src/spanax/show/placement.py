@@ -33,10 +33,8 @@ STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "b
 
 
 def placement_text(placement: ArrayPlacement) -> str:
-    """Returns the plan with its arrays, those that were saved otherwise, and those that are replicated."""
+    """Returns the plan with its arrays, and those that are replicated."""
     lines = [f"as in the {placement.origin}: {placement.plan}"]
-    for path, planned, saved in placement.elsewhere:
-        lines.append(f"ELSEWHERE {path}: planned {spec_text(planned)}, saved {spec_text(saved)}")
     return "\n".join([*lines, *_replicated_lines(placement)])
 
 
@@ -64,9 +62,7 @@ def placement_json(placement: ArrayPlacement) -> dict[str, Any]:
         "mesh": dict(plan.mesh.axes),
         "bytes_per_device": {kind: plan.state_bytes(kind) for kind in ("param", "optimizer", "other")},
         "host_bytes_per_device": plan.host_bytes,
-        "elsewhere": [
-            {"path": path, "planned": planned, "saved": saved} for path, planned, saved in placement.elsewhere
-        ],
+        "elsewhere": [],  # a checkpoint with a plan is saved as planned
         "copied": [
             {"path": leaf.path, "copies": copies(leaf, plan.mesh), "bytes": leaf.local_bytes}
             for leaf in _replicated(placement)

@@ -11,7 +11,7 @@ import hlo_programs
 from spanax.check.compilers.child import POLL_SECONDS, Answer, first_result
 from spanax.check.compilers.compile import _assigned_bytes, _buffers, _result
 from spanax.check.compilers.target import simulated_target
-from spanax.check.hlo.module import read_module, read_text
+from spanax.check.hlo.module import read_module
 from spanax.errors import CompilerError
 
 ASSIGNED = """BufferAssignment:
@@ -82,7 +82,7 @@ def test_a_program_is_read_with_or_without_buffer_assignment() -> None:
 
 def test_a_program_of_one_computation_is_read() -> None:
     text = "HloModule one\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %x = f32[4] parameter(0)\n}\n"
-    assert list(read_text(text).entry.parameters) == [0]
+    assert list(hlo_programs.read_text(text).entry.parameters) == [0]
 
 
 def test_a_complete_dump_is_returned(tmp_path: Path) -> None:

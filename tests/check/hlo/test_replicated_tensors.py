@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ import programs
 import spanax
 import stored
 from sampling import sampled
-from spanax.check.check import predictions
+from spanax.check.check import figures
 from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective, collectives, totals, with_arrays
 from spanax.check.hlo.flops import program_flops
@@ -20,6 +19,7 @@ from spanax.check.hlo.replicated_tensors import ReplicatedTensor, replicated_ten
 from spanax.check.lint.lint import lint
 from spanax.check.lint.subject import LintSubject
 from spanax.check.report import Figures, Report
+from spanax.plan.evaluate import evaluate
 
 MACHINE = spanax.cluster("cpu:8")
 
@@ -121,22 +121,13 @@ def test_unplanned_activation_transfers_are_reported_with_their_bytes(layout: st
     assert moved(theirs.compiled) - moved(theirs.predicted) == pytest.approx(measured, rel=0.2)
 
 
-@pytest.mark.slow
-def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path))
-    program, plan, report = checked("fsdp", False)
-    first = spanax.check(program, plan, MACHINE, level=2)
-    second = spanax.check(program, plan, MACHINE, level=2, inputs_only=True)
-    assert not second.is_kept and second.program_hash != first.program_hash == report.program_hash
-
-
 @pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)
 def test_programs_compiled_for_chips_have_no_findings(case: stored.Case) -> None:
     program = stored.program()
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
     moves = with_arrays(collectives(module, plan.mesh), plan)
-    figures = Figures(flops=program_flops(module), collectives=totals(moves))
-    predicted = predictions(program, plan, case.cluster)
-    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted, figures, collectives=moves)
+    compiled = Figures(flops=program_flops(module), collectives=totals(moves))
+    predicted = figures(evaluate(program, plan, case.cluster))
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted, compiled, collectives=moves)
     codes = {finding.code for finding in lint(program, plan, case.cluster, report)}
     assert moves and not codes & {"SPX003", "SPX012", "SPX016"}

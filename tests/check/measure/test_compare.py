@@ -18,11 +18,9 @@ from spanax.check.measure.compare import (
     Compared,
     compare,
     comparison,
-    core_regret,
     layouts,
     pruned,
     rank_correlation,
-    regret,
 )
 from spanax.commands.compare import CompareCommand, compared
 from spanax.displays import told_to
@@ -164,7 +162,8 @@ def row(priced: float, ratio: float) -> Compared:
 
 
 def test_the_choice_and_the_ranking_are_evaluated() -> None:
-    assert regret([row(1, 1.2), row(2, 1.0)]) == core_regret([row(1, 1.2), row(2, 1.0)]) == 1.2
+    result = comparison(layouts_on(), [row(1, 1.2), row(2, 1.0)])
+    assert result.choice_ratio == result.choice_core_ratio == 1.2
     assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
     assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
     assert rank_correlation([row(1, 9)]) is None

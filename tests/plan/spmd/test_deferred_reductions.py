@@ -13,7 +13,7 @@ from flax import nnx
 import spanax
 import zoo
 from sampling import sampled
-from spanax.check.check import predictions
+from spanax.plan.evaluate import evaluate
 from spanax.plan.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -90,6 +90,6 @@ def test_only_linear_functions_of_a_sum_are_deferred(turn: Callable[[Any, Any], 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_gradients_are_reduced_once_per_step_for_any_number_of_microbatches(microbatches: int) -> None:
     program, cluster = of_zoo("gpt", microbatches), spanax.cluster("cpu:8")
-    error = predictions(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
+    cost = evaluate(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
     losses = 4 * microbatches  # the metric of each microbatch, a single number
-    assert error.collectives == {"data": {"all-reduce": 4 * program.num_params + losses}}
+    assert cost.collectives == {"data": {"all-reduce": 4 * program.num_params + losses}}

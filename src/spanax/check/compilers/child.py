@@ -7,8 +7,8 @@ child reads `request.json` and `program.mlirbc` in DIR, and writes `answer.json`
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +87,13 @@ def first_result(folder: Path, early: str, compiled: Callable[[], Answer]) -> An
 
     Code generation, whose result is never run, takes 95 % of the compile time of TPU programs.
     """
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(compiled())
-        except BaseException as error:  # raised by the waiting thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    future = ThreadPoolExecutor(1).submit(compiled)
     program = b""
-    while thread.is_alive():
-        thread.join(POLL_SECONDS)
+    while not wait([future], POLL_SECONDS).done:
         before, program = program, _dumped(folder, early)
         if program and program == before:  # unchanged since the last poll, so the other dump files are complete
             return {"memory": {}}, program
-    if errors:
-        raise errors[0]
-    answer, program = answers[0]
+    answer, program = future.result()
     return (answer, program) if "error" in answer else (answer, _dumped(folder, early) or program)
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.compilers.lowered_step import Lowered
-from spanax.check.compilers.target import Target, install_command
+from spanax.check.compilers.target import Target
 from spanax.check.report import Buffer
-from spanax.errors import CompilerError, NotInstalledError
+from spanax.errors import CompilerError
 from spanax.hardware.mesh import MeshShape
 
 TIMEOUT_SECONDS = 900.0
@@ -64,11 +64,8 @@ def compile_for(
     """Compiles a program for a target in a child process; generates machine code only with `is_whole`.
 
     Raises:
-      SpanaxError: the compiler is not installed.
-      CompilerError: it crashed, rejected the program or exceeded the time limit; its log file is kept.
+      CompilerError: the compiler crashed, rejected the program or exceeded the time limit; its log file is kept.
     """
-    if command := install_command(target.platform):
-        raise NotInstalledError(f"the compiler for {target.topology} is not installed.", fix=command)
     folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
     try:
         _write_request(folder, target, lowered, mesh, dict(flags or {}), is_whole)
@@ -157,14 +154,9 @@ def _assigned_bytes(dumped: Path) -> dict[str, int]:
     num_bytes = {"arguments": 0, "temporaries": 0, "other": 0}
     for size, description in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
         if "thread-local" not in description and " color " not in description:
-            num_bytes[_purpose(description)] += int(size)
+            purpose = "temporaries" if "temp" in description else "other"
+            num_bytes["arguments" if " parameter " in description else purpose] += int(size)
     return num_bytes | {"assigned": sum(num_bytes.values())}
-
-
-def _purpose(description: str) -> str:
-    if " parameter " in description:
-        return "arguments"
-    return "temporaries" if "temp" in description else "other"
 
 
 def _buffers(report: Path | None) -> tuple[Buffer, ...]:

@@ -28,11 +28,6 @@ class Gpu:
     l2_bytes: int
     shared_bytes: int
 
-    @property
-    def clock_ghz(self) -> float:
-        """The boost clock, derived from the peak: each lane runs one fused multiply-add per cycle."""
-        return self.peak_fp32_flops / (self.num_multiprocessors * self.lanes * 2) / 1e9
-
 
 A100 = Gpu("NVIDIA A100-SXM4", (8, 0), 108, 64, 19.5e12, 40 * MIB, 164 * KIB)
 H100 = Gpu("NVIDIA H100", (9, 0), 132, 128, 67e12, 50 * MIB, 228 * KIB)
@@ -57,6 +52,7 @@ def target_text(chip: Chip) -> str:
         name: "NVIDIA H100"
     """
     gpu = GPUS[chip.name]
+    clock_hz = gpu.peak_fp32_flops / (gpu.num_multiprocessors * gpu.lanes * 2)  # of a lane's fused multiply-adds
     major, minor = gpu.capability
     fields = {
         "name": f'"{gpu.label}"',
@@ -78,7 +74,7 @@ def target_text(chip: Chip) -> str:
         "device_address_bits": 64,
         "memory_bandwidth": int(chip.memory_bytes_per_second or 0),
         "l2_cache_size": gpu.l2_bytes,
-        "clock_rate_ghz": round(gpu.clock_ghz, 3),
+        "clock_rate_ghz": round(clock_hz / 1e9, 3),
         "device_memory_size": chip.memory_bytes,
         "registers_per_core_limit": 64 * KIB,
         "registers_per_block_limit": 64 * KIB,

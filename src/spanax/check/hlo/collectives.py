@@ -6,29 +6,19 @@ loops of permutes around a matmul are reported as the collectives that they impl
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module, user_line
 from spanax.check.hlo.reduce_scatter import permute_chains, reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
-from spanax.check.hlo.trip_counts import Value, Values, trip_counts
+from spanax.check.hlo.trip_counts import Value, Values, trip_count
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import Placement
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-
-SENT: dict[str, Callable[[int], float]] = {
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-    "collective-broadcast": lambda n: 1,
-}
-"""What a device sends of a collective's result around a ring of so many."""
 
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 """XLA's names for an all-gather or reduce-scatter that is implemented as a loop of permutes around a matmul.
@@ -79,14 +69,6 @@ class Collective:
     def num_bytes(self) -> int:
         """Bytes of the results per device and step."""
         return self.bytes_once * self.runs
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends per step, each collective around a ring.
-
-        Source: as in `hardware/collectives.py`.
-        """
-        return self.num_bytes * SENT[self.kind](self.group_size)
 
 
 def collectives(module: bytes | Module, mesh: MeshShape) -> tuple[Collective, ...]:
@@ -180,13 +162,12 @@ class _Collector:
         body = self.module.computations[loop.called[0]]
         initial = values.of(loop.operands[0])
         windowed = WINDOWED.search(body.name)
-        trips = trip_counts(self.module, loop, initial)
+        count = trip_count(self.module, loop, initial)
         if windowed:
             self._windowed(body, windowed[1], runs, is_counted)
-        count, _ = trips or (1, None)
         parameters = [list(initial)] if isinstance(initial, list) else []
         start = len(self.collectives)
-        self._visit(body, runs * count, is_counted and trips is not None, parameters)
+        self._visit(body, runs * (1 if count is None else count), is_counted and count is not None, parameters)
         if windowed:
             added = self.collectives[start:]
             self.collectives[start:] = [move for move in added if move.kind != "collective-permute"]
@@ -218,7 +199,9 @@ class _Collector:
                 return
             groups = _connected(groups)
         if kind == "all-reduce":
-            summed, parts = reduce_scatters(self.module, computation, instruction, groups or self._all_partitions())
+            summed, parts = reduce_scatters(
+                self.module, computation, instruction, groups or (tuple(range(self.mesh.size)),)
+            )
             for part, size in parts:
                 written = "all-reduce and a slice"
                 self._append(instruction, "reduce-scatter", part, groups, runs, is_counted, written, size)
@@ -279,9 +262,6 @@ class _Collector:
             )
         )
 
-    def _all_partitions(self) -> ReplicaGroups:
-        return (tuple(range(self.mesh.size)),)
-
     def _is_end_of_window(self, computation: Computation, instruction: Instruction) -> bool:
         """Returns whether a permute only moves the result of a windowed loop around a matmul to its device."""
         source = computation.instructions[instruction.operands[0]]
@@ -332,7 +312,7 @@ def _with(move: Collective, params: Sequence[Placement], mesh: MeshShape) -> Col
     if move.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
         return move
     joined = () if move.kind == "reduce-scatter" else move.axes.removeprefix("~").split("+")
-    shapes = {_sizes(shape) for shape in re.findall(r"\[([\d,]*)\]", move.shapes)}
+    shapes = {_without_ones(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d,]*)\]", move.shapes)}
     sharded = tuple(leaf.path for leaf in params if _shard(leaf, mesh, joined) in shapes)
     gathered = tuple(leaf.path for leaf in params if _shard(leaf, mesh, mesh.names) in shapes)
     return replace(move, tensors=sharded or gathered)
@@ -344,10 +324,6 @@ def _shard(leaf: Placement, mesh: MeshShape, joined: Sequence[str]) -> tuple[int
     return _without_ones(
         size // mesh.ways([axis for axis in by if axis not in joined]) for name, size, by in dims if name != "layers"
     )
-
-
-def _sizes(shape: str) -> tuple[int, ...]:
-    return _without_ones(int(size) for size in filter(None, shape.split(",")))
 
 
 def _without_ones(sizes: Iterable[int]) -> tuple[int, ...]:

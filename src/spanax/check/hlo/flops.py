@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spanax.check.hlo.module import Computation, Instruction, Module
-from spanax.check.hlo.trip_counts import Value, Values, trip_counts
+from spanax.check.hlo.trip_counts import Value, Values, trip_count
 from spanax.plan.pipeline.ticks import share_of
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
@@ -40,9 +40,10 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
     for instruction in computation.instructions.values():
         if instruction.opcode == "while":
             initial = values.of(instruction.operands[0])
-            count, _ = trip_counts(module, instruction, initial) or (1, None)
+            count = trip_count(module, instruction, initial)
             state = [list(initial)] if isinstance(initial, list) else []
-            total += count * _flops(module, module.computations[instruction.called[0]], state, known)
+            once = _flops(module, module.computations[instruction.called[0]], state, known)
+            total += once if count is None else count * once
         elif instruction.opcode in ("fusion", "call", "async-start", "conditional"):
             for called in instruction.called:
                 if called not in known:

@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.messages import parse_hlo
-from spanax.compat import hlo_proto
 from spanax.frames import OURS, is_library, is_spanax
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
@@ -133,11 +132,6 @@ class Module:
     computations: dict[int, Computation]
     stack_frames: Any
 
-    def instructions(self) -> Iterator[Instruction]:
-        """Yields the instructions of all computations."""
-        for computation in self.computations.values():
-            yield from computation.instructions.values()
-
     def lines_of(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
         """Returns the (file, line) frames of an instruction's source, innermost first."""
         metadata = instruction.message.metadata
@@ -166,15 +160,6 @@ def read_module(data: bytes) -> Module:
     message = parse_hlo(data)
     computations = {computation.id: computation for computation in map(_computation, message.computations)}
     return Module(computations[message.entry_computation_id], computations, message.stack_frame_index)
-
-
-def read_text(program: str) -> Module:
-    """Parses HLO text with jaxlib's parser.
-
-    Raises:
-      ValueError: the text is invalid.
-    """
-    return read_module(hlo_proto(program))
 
 
 def _shape(message: Any) -> Shape:
@@ -223,11 +208,8 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
       >>> user_line([(str(OURS / "step" / "replay.py"), 3), ("/home/me/train.py", 12)])
       ''
     """
-    traced = list(itertools.takewhile(lambda line: not _runs_the_step(line[0]), lines))
+    runners = [OURS / folder for folder in ("step", "train", "check")]
+    traced = list(itertools.takewhile(lambda line: not any(map(Path(line[0]).is_relative_to, runners)), lines))
     user_lines = [line for line in traced if not is_library(line[0])]
     file, number = next(iter(user_lines or traced), ("", 0))
     return "" if not file or is_spanax(file) else f"{file}:{number}"
-
-
-def _runs_the_step(file: str) -> bool:
-    return any(Path(file).is_relative_to(OURS / folder) for folder in ("step", "train", "check"))

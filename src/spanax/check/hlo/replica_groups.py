@@ -4,9 +4,7 @@ XLA has four encodings of replica groups, and a TPU program may use three of the
 are flat indices into the mesh and not device ids.
 """
 
-import itertools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,24 +45,19 @@ def _mesh_groups(message: Any) -> ReplicaGroups:
     """Decodes groups along axes, or sub-axes (outer, size), of a mesh in the instruction."""
     mesh = message.mesh
     sizes = [axis.size for axis in mesh.axes]
-    ids = tuple(mesh.device_ids)
-    if not ids and mesh.HasField("iota"):
-        ids = tuple(_iota(mesh.iota.reshape_dims, mesh.iota.transpose_perm).ravel().tolist())
-    sub_axes: dict[int, tuple[int, int]] = {}
+    ids = np.array(mesh.device_ids or range(math.prod(sizes)))
+    if not mesh.device_ids and mesh.HasField("iota"):
+        ids = _iota(mesh.iota.reshape_dims, mesh.iota.transpose_perm)
+    parts = [[1, 1, size] for size in sizes]  # of each axis, the sizes outside, along and inside of the groups
     for reference in message.axes:
-        axis = reference.mesh_axis_index
+        size = sizes[reference.mesh_axis_index]
         part = reference.sub_axis
-        sub_axes[axis] = (part.pre_size, part.size) if reference.HasField("sub_axis") else (1, sizes[axis])
-    groups = defaultdict[tuple[int, ...], list[int]](list)
-    coordinates = itertools.product(*map(range, sizes))
-    for coordinate, partition in zip(coordinates, ids or range(math.prod(sizes)), strict=True):
-        key: list[int] = []
-        for axis, index in enumerate(coordinate):
-            outer, size = sub_axes.get(axis, (1, 1))
-            inner = sizes[axis] // (outer * size)
-            key += [index // (inner * size), index % inner]
-        groups[tuple(key)].append(partition)
-    return tuple(map(tuple, groups.values()))
+        outer, along = (part.pre_size, part.size) if reference.HasField("sub_axis") else (1, size)
+        parts[reference.mesh_axis_index] = [outer, along, size // (outer * along)]
+    split = ids.reshape([size for part in parts for size in part])
+    along_axes = range(1, split.ndim, 3)
+    grouped = np.moveaxis(split, along_axes, range(split.ndim - len(sizes), split.ndim))
+    return tuple(map(tuple, grouped.reshape(-1, math.prod(part[1] for part in parts)).tolist()))
 
 
 def axes_of(groups: ReplicaGroups, sizes: Mapping[str, int]) -> str:

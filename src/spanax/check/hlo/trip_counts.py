@@ -98,13 +98,10 @@ class Values:
         return _arithmetic(instruction, operands) if len(operands) == len(instruction.operands) else None
 
 
-def trip_counts(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
-    """Returns the trip count and the result of a loop, given its initial state; None if unknown."""
-    count, final = _interpret(module, loop, initial, None)
+def trip_count(module: Module, loop: Instruction, initial: Value) -> int | None:
+    """Returns the trip count of a loop, given its initial state; None if unknown."""
     known = _KNOWN.search(loop.message.backend_config)
-    if known:
-        return int(known[1]), final
-    return None if count is None else (count, final)
+    return int(known[1]) if known else _interpret(module, loop, initial, None)[0]
 
 
 def _interpret(module: Module, loop: Instruction, initial: Value, partition: int | None) -> tuple[int | None, Value]:

@@ -99,23 +99,25 @@ measures about 0."""
 
 def host_bound(profile: StepProfile) -> Iterator[Message]:
     """Devices are idle for more than 20 % of a profiled step while no batch is loading: the host is the bottleneck."""
-    idle = profile.host + profile.idle
+    host, idle_alone = (profile.seconds[part] for part in ("host", "idle"))
+    idle = host + idle_alone
     if idle > MAX_HOST_SHARE * profile.step_seconds:
         yield Message(
             "",
             f"devices are idle for {_share(idle, profile)} of a step of {profile.step_seconds:.3g} s: "
-            f"{profile.host:.3g} s for the host, {profile.idle:.3g} s while another device works.",
+            f"{host:.3g} s for the host, {idle_alone:.3g} s while another device works.",
             "a larger --global-batch-size, equal layers in one scan, and no --save-every or --eval-every then",
         )
 
 
 def input_bound(profile: StepProfile) -> Iterator[Message]:
     """A profiled step waits for its batch for more than 5 % of its time."""
-    if profile.input_wait > MAX_INPUT_SHARE * profile.step_seconds:
+    wait = profile.seconds["input wait"]
+    if wait > MAX_INPUT_SHARE * profile.step_seconds:
         yield Message(
             "",
-            f"{_share(profile.input_wait, profile)} of a step of {profile.step_seconds:.3g} s is spent waiting for a "
-            f"batch: {profile.input_wait:.3g} s.",
+            f"{_share(wait, profile)} of a step of {profile.step_seconds:.3g} s is spent waiting for a "
+            f"batch: {wait:.3g} s.",
             "a data source that reads in parallel (grain: mp_prefetch), text tokenized in advance (--data tokens.bin), "
             "or spanax.batches(..., prefetch=8) if batches arrive unevenly",
         )

@@ -129,7 +129,7 @@ def lint_profile(profile: StepProfile) -> list[Finding]:
     """Returns the findings of all rules on a profile, most severe first.
 
     Example:
-      >>> profile = StepProfile(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
+      >>> profile = StepProfile(10, 8, 1.0, {"compute": 0.5, "idle": 0.0, "host": 0.0, "input wait": 0.5}, {}, {})
       >>> [finding.message for finding in lint_profile(profile)]
       ['50 % of a step of 1 s is spent waiting for a batch: 0.5 s.']
     """
@@ -163,7 +163,7 @@ def without_allowed(findings: Sequence[Finding], text: str, allow: Sequence[str]
       >>> without_allowed(findings, "", ["SPX001"])
       []
     """
-    known = [rule.code for rule in _all_rules()]
+    known = sorted([*(rule.code for rule in RULES), *(rule.code for rule in PROFILE_RULES)])
     by_comment = ALLOW_COMMENT.findall(text)
     by_plan = [(code, path.strip()) for code, _, path in (entry.strip().partition(" ") for entry in allow)]
     for source, codes in (("a comment", by_comment), ("the plan", by_plan)):
@@ -183,7 +183,3 @@ def source_text(workload: str) -> str:
     """
     path = Path(workload.partition(":")[0])
     return path.read_text() if path.suffix == ".py" and path.is_file() else ""
-
-
-def _all_rules() -> list[Rule[LintSubject] | Rule[StepProfile]]:
-    return sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code)

@@ -105,19 +105,6 @@ class Comparison:
     jax_version: str = jax.__version__
 
 
-def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str = "") -> Comparison:
-    """Returns the comparison of layouts, measured on devices of a kind, with their predictions."""
-    return Comparison(
-        search_result,
-        tuple(rows),
-        tuple(evaluated(search_result, row.candidate).collectives for row in rows),
-        regret(rows),
-        core_regret(rows) if search_result.cluster.chip.shared else None,
-        rank_correlation(rows),
-        device_kind,
-    )
-
-
 def layouts(
     program: Program,
     machine: Cluster,
@@ -331,15 +318,19 @@ def _check_memory(plans: Sequence[Plan]) -> None:
         )
 
 
-def regret(rows: Sequence[Compared]) -> float:
-    """Returns the step time of the planner's choice, the cheapest prediction, relative to the fastest layout."""
-    return min(rows, key=lambda row: row.candidate.step_seconds).ratio
-
-
-def core_regret(rows: Sequence[Compared]) -> float:
-    """Returns `regret` in CPU time, which is more reliable for simulated devices on a busy machine."""
+def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str = "") -> Comparison:
+    """Returns the comparison of layouts, measured on devices of a kind, with their predictions."""
     choice = min(rows, key=lambda row: row.candidate.step_seconds)
-    return choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
+    core_ratio = choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
+    return Comparison(
+        search_result,
+        tuple(rows),
+        tuple(evaluated(search_result, row.candidate).collectives for row in rows),
+        choice.ratio,
+        core_ratio if search_result.cluster.chip.shared else None,
+        rank_correlation(rows),
+        device_kind,
+    )
 
 
 def rank_correlation(rows: Sequence[Compared]) -> float | None:

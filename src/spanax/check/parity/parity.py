@@ -149,7 +149,7 @@ def parity(
     if steps < 1:
         raise RangeError(f"steps is {steps}; expected an integer >= 1.", fix="steps=3")
     batches = [example_batch(program, seed + index) if batch is None else batch(index) for index in range(steps)]
-    planned, recorded, recorded_plan = _with_recorded_gradients(as_planned(program, plan), plan)
+    recorded, recorded_plan = _with_recorded_gradients(as_planned(program, plan), plan)
     single = start(recorded, _single_device_plan(recorded, plan), seed=seed, devices=devices and devices[:1])
     initial = [on_host(array) for array in single.state]
     expected = _run_steps(single, batches)
@@ -163,7 +163,7 @@ def parity(
     run.state = _placed(run, recorded_plan, initial)
     results = _run_steps(run, batches)
     differences = _differences(expected, noisy, results, dtype)
-    return Parity(planned.layout.name, dict(planned.mesh.axes), steps, dtype, differences)
+    return Parity(plan.layout.name, dict(plan.mesh.axes), steps, dtype, differences)
 
 
 def coarsest_dtype(program: Program) -> str:
@@ -180,8 +180,8 @@ def same_layout(program: Program, plan: Plan) -> Plan:
     return make_plan(program, machine, layout=plan.layout, mesh=plan.mesh, pin=pins, schedule=plan.schedule)
 
 
-def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Plan, Program, Plan]:
-    """Returns the plan, the program that records its gradients, and the plan of that program.
+def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """Returns the program that records its gradients, and the plan of that program.
 
     Raises:
       SpanaxError: the shardings of an array differ between both plans.
@@ -196,7 +196,7 @@ def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Plan, Progra
                 f"`{leaf.path}` has another sharding in the program that records its gradients.",
                 where=f"planned {leaf.spec}, recorded {by_path[path].spec}",
             )
-    return plan, recorded, recorded_plan
+    return recorded, recorded_plan
 
 
 def _single_device_plan(program: Program, plan: Plan) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
+from spanax.hardware.collectives import Collective, collective_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.links import FIELDS, STAGES, Links
@@ -467,5 +467,4 @@ class GridTable:
 
     def hop_seconds(self, num_bytes: Array, over: int = STAGES) -> Array:
         """Returns seconds of one send to a neighbor along a set of axes, by default to the next stage."""
-        link = self.link(over)
-        return permute_seconds(num_bytes, link.size, link.permute_bytes_per_second, link.latency_seconds)
+        return collective_seconds("permute", num_bytes, replace(self.link(over), start_seconds=0.0))

@@ -55,8 +55,8 @@ def _plan_blocks(run: RunRecord) -> Iterator[Block]:
         note = f"Predicted for {price.cluster}; measured: median of the last steps, and the profile."
         yield Block("Predicted and measured", [part], note)
     if run.profile is not None:
-        measured = bars("measured seconds per step", {"measured": run.profile.to_json()["seconds"]}, seconds_text)
-        note = f"Measured: {run.profile.num_steps} steps, mean over all devices."
+        measured = bars("measured seconds per step", {"measured": run.profile.seconds}, seconds_text)
+        note = f"Measured: {run.profile.steps} steps, mean over all devices."
         yield Block("Measured step time", [measured], note)
     yield from plan_blocks(run.plan)
 
@@ -67,7 +67,8 @@ def _compared(price: Prediction, run: RunRecord) -> list[tuple[str, str, str, st
     computation = sum(seconds for name, seconds in price.seconds.items() if name not in (*COMMUNICATION, *IDLE))
     predicted = {"step": price.step_seconds, "computation": computation, "communication": communication}
     if run.profile is not None:
-        measured |= {"computation": run.profile.compute, "communication": run.profile.communication}
+        parts = run.profile.seconds
+        measured |= {"computation": parts["compute"], "communication": parts["communication"]}
     return [
         (name, seconds_text(predicted[name]), seconds_text(value), f"{100 * (predicted[name] / value - 1):+.0f} %")
         for name, value in measured.items()
