@@ -15,7 +15,7 @@ import pytest
 
 import fuzzed
 from spanax import cli
-from spanax.check.profile import _Summary
+from spanax.check.profile import StepProfile
 from spanax.documents import json_line
 from spanax.entries.names import PLAN
 from spanax.errors import SpanaxError
@@ -97,7 +97,7 @@ def folder(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, values in {"0": record(Heartbeat, rank=0), "1": {"pid": EVIL}, EVIL: {EVIL: EVIL}}.items():
         (place / "heartbeats" / f"{name}.json").write_text(json.dumps(values))
     (place / "log" / "rank0.log").write_text(f"== attempt 0\n{EVIL}\n{EVIL}\n")
-    (place / "profile" / "summary.json").write_text(json.dumps(record(_Summary)))
+    (place / "profile" / "summary.json").write_text(json.dumps(record(StepProfile)))
     step = place / "checkpoints" / "2"
     (step / "meta.json").write_text(json.dumps(record(manifest.Meta)))
     (step / EVIL).write_text("")

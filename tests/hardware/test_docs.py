@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "hardware.md"
 
 def test_the_examples_run() -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
-    assert tried >= 5 and not failed
+    assert tried and not failed
 
 
 def test_the_cluster_names_on_the_page_are_valid() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +432,8 @@ def test_writes_that_outlive_a_failed_save_leave_no_folder(tmp_path: Path, monke
     def write_late(folder: Path) -> None:
         for _ in range(4):
             time.sleep(0.2)
-            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # a parent may be removed at this moment
+                folder.mkdir(parents=True, exist_ok=True)
 
     def fail(folder: Path, _: Any) -> None:
         writer = threading.Thread(target=write_late, args=(folder / "w",))
