@@ -98,39 +98,6 @@ def test_a_padded_form_without_a_layout_is_rejected_with_its_reason(monkeypatch:
     assert str(reason) == "heads padded: no layout shards a batch of 2 over 8 devices."
 
 
-def test_forms_depend_on_what_the_best_layout_shards_and_communicates(plain: Search) -> None:
-    result = plain
-    step = result.best.step_seconds
-    quiet, loud = {"matmuls": step}, {"weights between devices": step}
-
-    def forms(mesh: str, seconds: dict[str, float], num_stages: int = 1, **changes: Any) -> list[Any]:
-        best = replace(result.best, mesh=spanax.MeshShape.of(mesh), seconds=seconds, num_stages=num_stages)
-        return alternatives._forms(replace(result, candidates=(best,), **changes))
-
-    assert forms("context=8", loud) == forms("data=2,model=4", quiet) == forms("data=8", loud, 2) != []
-    assert forms("context=8", quiet) == forms("data=8", loud) == forms("data=4,fsdp=2", loud) == []
-    assert forms("context=8", loud, pins={"heads": None}) == []
-
-
-def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program, plain: Search) -> None:
-    result = plain
-
-    def padded(mesh: str, num_stages: int, stage_margin: float) -> Search:
-        best = replace(
-            result.best,
-            mesh=spanax.MeshShape.of(mesh),
-            num_stages=num_stages,
-            step_seconds=result.best.step_seconds / 2,
-        )
-        find = lambda program, model: replace(result, candidates=(best,), programs={"none": program})  # noqa: E731
-        return alternatives.with_padding(result, find, lambda padded: 0.0, uneven, stage_margin)
-
-    assert padded("model=8", 1, 0.0).alternative == padded("model=8", 1, 9.0).alternative is not None
-    assert padded("model=8", 1, 0.0).layouts_priced == 2 * result.layouts_priced
-    assert padded("context=8", 1, 0.0).alternative is None  # no axis is sharded over `model`
-    assert padded("model=8", 2, 0.5).alternative is not None and padded("model=8", 2, 0.9).alternative is None
-
-
 BOUND = [(25, FORBIDDEN), (25, {}), (12, {})]
 
 
