@@ -22,7 +22,6 @@ from pipelines import (
     trained,
 )
 from sampling import sampled
-from spanax.check.parity.parity import parity
 from spanax.errors import SpanaxError
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import ticks
@@ -61,14 +60,6 @@ def test_a_pipeline_gives_the_numbers_of_one_device(name: str, schedule: str, me
 def test_every_preset_with_stages_is_tried() -> None:
     tried = {frozenset(spanax.MeshShape.of(mesh).names) for _, _, mesh, _ in cases()}
     assert {frozenset(axes) for axes in PRESETS.values() if AXIS in axes} <= tried
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_rematerialized_pipeline_equals_one_device(schedule: str) -> None:
-    built = program("gpt", 4, "full")
-    run = spanax.start(built, planned(built, "pipe=2", schedule), seed=3)
-    assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 @pytest.mark.slow
@@ -176,14 +167,6 @@ def test_stages_with_several_chunks_store_layers_from_several_places() -> None:
     rows = {key: of[:SIZE] for key, of in tokens().items()}
     assert float(first.evaluate(rows)["loss"]) == pytest.approx(float(second.evaluate(rows)["loss"]), rel=1e-6)
     np.testing.assert_array_equal(np.asarray(first.model().blocks.up.kernel[...]), shown)
-
-
-def test_a_check_compares_stages_with_one_device() -> None:
-    program = spanax.trace(
-        build=Watched, optimizer=optax.sgd(0.1), microbatches=4, accumulate="mean",
-        batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
-    )  # fmt: skip
-    assert parity(program, planned(program, "pipe=2", "interleaved"), steps=1).passes
 
 
 def test_an_update_by_layer_index_raises() -> None:
