@@ -76,16 +76,6 @@ def test_synthetic_images_are_the_same_at_every_reading_and_differ_from_each_oth
         source[100]
 
 
-def test_synthetic_images_of_a_class_share_a_pattern():
-    """The power spectrum does not see the shift: it is nearest to that of its own class."""
-    spectra = [
-        np.abs(np.fft.fft2(images.SyntheticImages(32, 10, 40)[i]["images"], axes=(0, 1))).ravel() for i in range(40)
-    ]
-    means = np.array([np.mean(spectra[c:20:10], axis=0) for c in range(10)])
-    guessed = [int(np.argmin(np.linalg.norm(means - spectrum, axis=1))) for spectrum in spectra[20:]]
-    assert np.mean(np.array(guessed) == np.arange(20, 40) % 10) > 0.8
-
-
 def test_digits_are_real_and_held_out_ones_differ():
     pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
     digits, held_out = images.Digits(image_size=16), images.Digits(image_size=16, held_out=True)

@@ -1,6 +1,5 @@
 """Padding that a search chooses without a request, and where it does not price it."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -63,15 +62,6 @@ def test_a_small_gain_pads_nothing(uneven: Program, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(alternatives, "ASSIGNMENT_MARGIN", 10.0)
     result = searched(uneven, MACHINE, Request(pins=FORBIDDEN))
     assert result.alternative is None and chosen(result).schedule.padded == ()
-
-
-@pytest.mark.parametrize(("num_heads", "memory", "padded"), [(16, None, ()), (25, 1000, (("heads", 8),))])
-def test_requested_padding_without_effect_is_no_error(num_heads: int, memory: int | None, padded: Multiples) -> None:
-    """Eight devices divide 16 heads; nothing fits into 1,000 bytes."""
-    request = Request(layout="tensor", mesh="model=8", pad="heads")
-    result = searched(wide(num_heads, num_layers=1), replace(MACHINE, memory_bytes=memory), request)
-    assert (result.best is None) == (memory is not None)
-    assert next(iter(result.programs.values())).form.padded == padded
 
 
 @pytest.mark.parametrize("request_", [Request(layout="tensor"), Request(mesh="model=8")])

@@ -1,7 +1,6 @@
 """Partial remat policies that a search chooses: where, with how many layers, and what it traces for it."""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -135,38 +134,6 @@ def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.layouts_priced == before().layouts_priced + len(traced)
     assert result.rejected.get(Reason(Code.NOT_PARTIAL), 0) == len(traced) - 1
     assert result.search_seconds > before().search_seconds
-
-
-def test_a_guess_of_too_few_layers_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpolated between other policies, or as the layers of two loops: the price of the guess has the slope."""
-    estimates = partial_remat._estimates
-
-    def short(*args: Any) -> Iterator[Any]:
-        return (replace(each, policy=replace(each.policy, num_layers=1)) for each in estimates(*args))
-
-    monkeypatch.setattr(partial_remat, "_estimates", short)
-    result, traced = priced_forms(before(), monkeypatch)
-    assert traced == ["full:1,dots", between().best.remat] and result.best == between().best
-    assert result.rejected[Reason(Code.NOT_PARTIAL)] == 1
-
-
-def test_a_number_of_layers_that_the_loss_lacks_is_rejected_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimates = partial_remat._estimates
-
-    def long(*args: Any) -> Iterator[Any]:
-        return (replace(each, policy=replace(each.policy, num_layers=99)) for each in estimates(*args))
-
-    monkeypatch.setattr(partial_remat, "_estimates", long)
-    result = with_partial_remat(before(), 0.0)
-    assert result.candidates == before().candidates and result.partial_remat is None
-    (reason,) = set(result.rejected) - set(before().rejected)
-    assert reason.code is Code.NO_REMAT and str(reason).startswith("remat full:99,dots: remat 'full:99,dots' is for")
-
-
-def test_a_policy_that_is_slower_than_estimated_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, traced = priced_forms(before(), monkeypatch, slower=2.0)
-    assert result.candidates == before().candidates and result.partial_remat is None
-    assert result.rejected[Reason(Code.NOT_PARTIAL)] == len(traced) > 0
 
 
 def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,12 +235,6 @@ def test_an_empty_batch_raises(batch_size: int) -> None:
         search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=batch_size)
 
 
-def test_without_a_pipeline() -> None:
-    result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), pipeline=False, top=EVERYTHING)
-    alone = [each for each in searched("gpt-nano", "cpu:8").candidates if each.num_stages == 1]
-    assert result.candidates == tuple(alone)
-
-
 def test_stages_divide_the_layers() -> None:
     """Four layers: two stages of two, or of two chunks of one; four stages of one."""
     plain = {(stages, schedule) for stages in (2, 4) for schedule in ("1f1b", "zero-bubble")}

@@ -362,12 +362,3 @@ def test_messages_equal_the_golden_file() -> None:
     assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
     blocks = text.strip().split("\n\n")
     assert all(len(block.splitlines()) <= 5 and "0x" not in block and "<function" not in block for block in blocks)
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_with_other_operations_raises(loop: Callable[[Any, Any], Any]) -> None:
-    listed = Deep(loop)
-    stacked = spanax.stack(listed)
-    # What JAX does to a token without asking it ends in JAX's own error.
-    with pytest.raises((spanax.SpanaxError, TypeError), match="loop over `blocks`|Token"):
-        jax.block_until_ready(nnx.jit(lambda model, x: model(x))(stacked, X))

@@ -174,27 +174,6 @@ def test_functions_of_all_layers_exclude_padding(num_layers: int, stages: int, s
     assert_same(result[1], result[0], 1e-5 if dtype is None else 2e-2)
 
 
-@pytest.mark.slow
-def test_padding_takes_memory_and_time() -> None:
-    """Six layers in four stages are priced as the eight rows that they are, and not as a stage and a half."""
-    program = spanax.trace(
-        build=lambda rngs: gpt.GPT(dataclasses.replace(gpt.SIZES["nano"], num_layers=6), rngs),
-        optimizer=optax.adamw(1e-3), batch=gpt.example_batch(32, 32), loss=gpt.loss,
-    )  # fmt: skip
-    cluster = spanax.cluster("h100:4")
-    search_result = spanax.search(program, cluster, remat=("none",), microbatches=8, top=100)
-    by_stages = {
-        candidate.num_stages: candidate
-        for candidate in search_result.candidates
-        if candidate.schedule == "1f1b" and candidate.mesh.size * candidate.num_stages == 4
-    }
-    plan = spanax.plan(program, cluster, mesh="pipe=4", schedule=Schedule(microbatches=8))
-    assert by_stages[4].state_bytes == plan.state_bytes()
-    layers = sum(leaf.num_bytes for leaf in program.leaves if "layers" in leaf.axes)
-    rest = sum(leaf.num_bytes for leaf in program.leaves if "layers" not in leaf.axes)
-    assert plan.state_bytes() == rest + layers * 2 // 6
-
-
 def scaled_by_mean(_: Any) -> Any:
     """An update over the mean of all layers'."""
     scale = lambda update: update / (1e-3 + jnp.abs(update).mean())  # noqa: E731
