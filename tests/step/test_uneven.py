@@ -150,15 +150,14 @@ def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_layers", "stages", "schedule"),
-    [(5, 2, "gpipe"), (5, 4, "zero-bubble"), (5, 2, "interleaved"), (4, 2, "interleaved")],
+    [(5, 4, "zero-bubble"), (5, 2, "interleaved"), (4, 2, "interleaved")],
 )
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_functions_of_all_layers_exclude_padding(num_layers: int, stages: int, schedule: str, dtype: Any) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     built = spanax.trace(
         build=lambda rngs: Watched(rngs, num_layers, is_scaled=True), optimizer=optax.sgd(0.1), batch=rows,
-        loss=lambda model, x: model(x), microbatches=4,
-        compute_dtype=dtype,
+        loss=lambda model, x: model(x), microbatches=4, accumulate="mean", compute_dtype=dtype,
     ).variant(records_gradients=True)  # fmt: skip
     result = []
     for plan in (
