@@ -1,9 +1,5 @@
-"""Run folders in which values were changed at random, and everything that reads one.
+"""Run folders in which values were changed at random, and everything that reads one."""
 
-`python tests/fuzzed.py --count 10000` prints what came of each kind of reader and how much CPU the slowest folder took.
-"""
-
-import argparse
 import contextlib
 import io
 import json
@@ -267,12 +263,3 @@ def read_folders(count: int, first: int, place: Path) -> Campaign:
         campaign.cpu_seconds = max(campaign.cpu_seconds, (time.process_time() - began, seed))
         shutil.rmtree(target)
     return campaign
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0)
-    flags = parser.parse_args()
-    with tempfile.TemporaryDirectory() as where:
-        print(read_folders(flags.count, flags.first, Path(where)))

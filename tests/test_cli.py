@@ -175,22 +175,12 @@ BAD: dict[str, tuple[int, str]] = {
     "no devices": (2, "plan gpt-nano --on h100:0"),
     "a cluster file without units": (2, "plan gpt-nano --on units.toml:8"),
     "a missing cluster file": (65, "plan gpt-nano --on nowhere.toml:8"),
-    "plan for an unknown workload": (2, "plan gpt4 --on cpu:8"),
-    "plan for no batch": (2, "plan gpt-nano --on cpu:8 --global-batch-size 0"),
-    "plan for an unknown layout": (2, "plan gpt-nano --on cpu:8 --layout fdsp"),
     "plan beside an unknown layout": (2, "plan nowhere.py:x --on cpu:8 --why fdsp"),
-    "plan for an unknown axis": (2, "plan gpt-nano --on cpu:8 --mesh dta=8"),
     "plan for another mesh": (2, "plan gpt-nano --on cpu:8 --mesh data=3"),
-    "plan for an unknown dtype": (2, "plan gpt-nano --on a100:8 --dtype bfloat17"),
     "a budget for nothing": (2, "plan gpt-nano --on cpu:8 --budget-hours 3"),
     "plans that are none": (65, "plan --diff bad.json bad.json"),
-    "comparing an unknown workload": (2, "compare gpt4"),
     "comparing no steps": (2, "compare gpt-nano --steps 0"),
     "comparing all and a few": (2, "compare gpt-nano --all --top 3"),
-    "comparing on an unknown axis": (2, "compare gpt-nano --mesh dta=8"),
-    "comparing on another mesh": (2, "compare gpt-nano --mesh data=3"),
-    "comparing what does not divide": (2, "compare gpt-nano --mesh data=8 --global-batch-size 30"),
-    "comparing in an unknown dtype": (2, "compare gpt-nano --dtype float23"),
     "inspecting nothing": (65, "inspect nowhere"),
     "inspecting what is no plan": (65, "inspect bad.json"),
     "inspecting what is no run": (65, "inspect old"),
@@ -201,7 +191,6 @@ BAD: dict[str, tuple[int, str]] = {
     "importing nothing": (65, "import nowhere --as gpt2 --output-dir new"),
     "importing as what is unknown": (2, "import old --as gpt3 --output-dir new"),
     "importing pickled weights": (65, "import pickled --as gpt2 --output-dir new"),
-    "importing in an unknown dtype": (2, "import old --as gpt2 --output-dir new --dtype float17"),
     "importing without a config": (65, "import bare --as gpt2 --output-dir new"),
     "exporting nothing": (65, "export nowhere --as gpt2 --output-dir new"),
     "exporting into small files": (2, "export old --as gpt2 --output-dir new --file-size 5"),
@@ -295,7 +284,7 @@ PROSE = {
     "empty data", "data that is not text", "missing table", "missing shards", "a text that nobody named",
     "a mixture of nothing", "unknown key", "a link in a run", "a FIFO in a run", "a hard link in a run",
     "a folder in a run", "out has a run", "a cluster file without units", "plan for another mesh",
-    "comparing all and a few", "comparing on another mesh", "comparing what does not divide", "inspecting nothing",
+    "comparing all and a few", "inspecting nothing",
     "inspecting what is no run", "reporting nothing", "reporting what is neither", "reporting what is no run",
     "steps and epochs",
     "epochs of data without a length", "a flag of another tool", "a table of numbers", "no command yet",
@@ -305,7 +294,7 @@ PROSE = {
 """Errors whose fix a user carries out in a file, or chooses: nothing to append to the command."""
 
 TWO_MISTAKES = {
-    "importing as what is unknown", "importing in an unknown dtype", "exporting into small files", "plan and mesh",
+    "importing as what is unknown", "exporting into small files", "plan and mesh",
     "a text of another name", "unknown attention", "plan beside an unknown layout",
 }  # fmt: skip
 """Commands whose folder, plan or data is invalid as well, or whose kernel no CPU has."""

@@ -85,19 +85,17 @@ def staged_program() -> Program:
 
 
 def test_all_entry_points_divide_layers_into_the_same_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
+    file = tmp_path / "plan.json"
     sizes = dict(global_batch_size=16, seq_len=128, layers=32)
     workload, on = "gpt2-xl", STAGED_ON
     plan_answer(with_flags(PlanCommand(workload, (on,)), out=file, **sizes))
-    check_answer(with_flags(CheckCommand(workload, on), level=0, out=certificate, **sizes))
     program = staged_program()
     monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster(on))
     telemetry = SimpleNamespace(folder=tmp_path)
     trained = plan_choice.choose_plan(program, TrainConfig(), [], telemetry)  # type: ignore[arg-type]
     plan = spanax.plan(program, on)
     assert plan.schedule.num_stages > 1
-    assert plan == Plan.load(file) == Certificate.from_json(certificate.read_text()).plan == trained
-    assert spanax.plan(program, on, pipeline=False).schedule.num_stages == 1
+    assert plan == Plan.load(file) == trained
 
 
 def test_stages_must_be_faster_by_a_margin() -> None:

@@ -1,9 +1,8 @@
-"""Every example runs and is short enough to be read; the first in a process of its own, as a user runs it."""
+"""Every example runs and is short enough to be read."""
 
 import importlib.util
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,13 +28,6 @@ def test_an_example_is_under_60_lines(example: Path) -> None:
     assert len(example.read_text().splitlines()) < 60
 
 
-def test_an_example_runs_in_a_separate_process(tmp_path: Path) -> None:
-    argv = [sys.executable, str(EXAMPLES[0])]
-    run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.strip(), "it printed nothing"
-
-
 def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, arguments: list[str]) -> None:
     if "Digits" in example.read_text():
         pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
@@ -53,7 +45,7 @@ LONG = {
 
 @pytest.mark.parametrize(
     "example",
-    sampled(EXAMPLES[1:], [path for path in EXAMPLES[1:] if path.stem not in LONG]),
+    sampled(EXAMPLES, [path for path in EXAMPLES if path.stem not in LONG]),
     ids=lambda path: path.stem,
 )
 def test_an_example_runs_and_prints_its_result(

@@ -109,17 +109,6 @@ def test_a_script_is_printed_for_each_shell(shell: str, tmp_path: Path, capsys: 
         subprocess.run([shell, "-n", "script"], cwd=tmp_path, check=True)  # reads it, and runs nothing
 
 
-def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if shutil.which("fish") is None:
-        pytest.skip("there is no fish here: apt-get install fish")
-    with pytest.raises(SystemExit):
-        cli.main(["--print-completion", "fish"])
-    (tmp_path / "spanax.fish").write_text(capsys.readouterr().out)
-    argv = ["fish", "--no-config", "-c", "source spanax.fish; complete -C 'spanax train --micro'"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.stdout.split()[:1] == ["--microbatches"], done.stderr
-
-
 # ---- colours
 
 

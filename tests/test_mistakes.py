@@ -219,9 +219,3 @@ def test_a_process_of_a_group_ends_at_once(
     with pytest.raises(SystemExit) as stop, exit_on_error(full):
         raise OSError("gone")
     assert stop.value.code == MISTAKE and capsys.readouterr().err.startswith(shown)
-
-
-def test_the_flag_is_not_a_setting_of_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("run.toml").write_text("traceback = true\n")
-    code, err = answer(capsys, "train", "--config", "run.toml")
-    assert code == 2 and "unknown setting 'traceback'" in err

@@ -10,18 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from published.alternatives import measurements, nearest
 from published.cases import cases
-from published.launches import CHECKPOINTED, EXPERT
-from published.machine import cluster_of
-from published.prediction import Prices, cast_of
+from published.prediction import Prices
 from published.rows import Row, Skipped, read
-from published.runtime import runtime_of
-from published.shapes import completed
-from published.source import source_key
-from spanax.hardware.chips import catalogue
-from spanax.plan.spmd.terms import KINDS
-from spanax.trace.analysis.op_groups import Phase
 
 # A benchmark in a process of its own; the planner's prices are frozen elsewhere.
 pytestmark = pytest.mark.slow
@@ -93,167 +84,11 @@ def row(id: str = "", **cells: str) -> Row:
     return read("a", {**ROW, "id": id, **cells}, 0)
 
 
-def test_cases_with_equal_terms_are_each_priced_with_their_degrees() -> None:
-    # PyTorch shards weights of any size evenly: both have the terms of two devices, on one machine.
-    shared = {"n_devices": "64", "zero_stage": "1", "microbatch_seqs": "1", "global_batch_seqs": "64"}
-    rows = [row(pp, pp=pp, fsdp=fsdp, **shared) for pp, fsdp in (("1", "64"), ("2", "32"))]
-    expressed, skipped = cases(rows)
-    assert not skipped and expressed[0].terms is expressed[1].terms
-    assert expressed[0].cluster == expressed[1].cluster and expressed[0].sizes != expressed[1].sizes
-    alone = [Prices([case]).seconds()[0] for case in expressed]
-    assert Prices(expressed).seconds().tolist() == pytest.approx(alone, rel=1e-9)
-
-
-def test_alternatives_of_one_measurement_count_once() -> None:
-    guesses = [row("x-full", n_devices="8", remat="full"), row("x-none", n_devices="8"), row("y", n_devices="16")]
-    groups = measurements(cases(guesses)[0])
-    assert sorted(map(len, groups)) == [1, 2]
-    ids = [case.row.id for case in cases(guesses)[0]]
-    counted = nearest(groups, np.asarray([{"x-full": 0.3, "x-none": 0.1, "y": 0.5}[id] for id in ids]))
-    assert {id for id, yes in zip(ids, counted, strict=True) if yes} == {"x-none", "y"}
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("pytorch/torchtitan benchmarks/a.md Table 1", "pytorch/torchtitan"),
-        ("https://github.com/NVIDIA/JAX-Toolbox @8b3ce014 README.md (line 159)", "nvidia/jax-toolbox"),
-        ("Llama 3 Herd (arXiv 2407.21783) Table 4; TP/CP/PP from memory", "arxiv 2407.21783"),
-        ("Korthikanti et al. 2022 (arXiv 2205.05198) as encoded in calculon-ai/calculon", "arxiv 2205.05198"),
-        ("measured by us: jax 0.10.2", "measured by us"),
-        ("", "a file"),
-    ],
-)
-def test_a_source_is_the_repository_or_paper_that_is_named_first(text: str, key: str) -> None:
-    assert source_key(text, "a file") == key
-
-
-@pytest.mark.parametrize(
-    ("cells", "features"),
-    [
-        ({}, ("torch.compile", "fsdp", True, True, True, False)),
-        ({"framework": "Megatron-LM", "zero_stage": "1"}, ("eager", "megatron", True, True, True, True)),
-        ({"framework": "4D", "tp": "2"}, ("eager", "megatron", True, True, True, True)),
-        ({"framework": "4D", "tp": "2", "device": "A100"}, ("eager", "megatron", False, False, False, False)),
-        ({"framework": "Megatron-LM", "device": "A100"}, ("eager", "megatron", False, False, False, False)),
-        ({"framework": "Megatron-LM", "device": "A100", "notes": "flash attention"},
-         ("eager", "megatron", True, False, False, False)),
-        ({"framework": "Megatron-Core", "notes": "overlap-grad-reduce off, tp-comm-overlap on"},
-         ("eager", "megatron", True, False, True, True)),
-        ({"framework": "DeepSpeed ZeRO-3"}, ("eager", "zero", True, True, True, False)),
-        ({"framework": "MaxText", "device": "TPU v5p"}, ("xla", "xla tpu", True, True, True, True)),
-        ({"framework": "PAX on JAX/XLA:GPU"}, ("xla", "xla gpu", False, True, True, False)),
-        ({"framework": "PAX on JAX/XLA:GPU", "precision": "TE bf16"}, ("xla", "xla gpu", True, True, True, False)),
-        ({"framework": "torchtitan", "tp": "2"}, ("eager", "fsdp", True, True, True, False)),
-    ],
-)  # fmt: skip
-def test_features_of_software_are_read_from_what_a_row_states(cells: dict[str, str], features: tuple[object]) -> None:
-    of = runtime_of(row(n_devices="8", **cells), catalogue()["a100-80gb" if cells.get("device") == "A100" else "h100"])
-    assert (of.compiler, of.family, of.fused_attention) == features[:3]
-    assert (of.overlaps_gradients, of.overlaps_gathers, of.overlaps_tensor) == features[3:]
-
-
-def test_gathers_of_a_tpu_are_hidden_where_its_options_hide_them() -> None:
-    on = {"framework": "MaxText", "device": "TPU"}
-    hidden = {
-        (chip, notes): runtime_of(row(n_devices="8", notes=notes, **on), catalogue()[chip]).overlap.weight_gathers
-        for chip, notes in (("v5e", ""), ("v6e", ""), ("v6e", "gathers by the SparseCores"), ("v7", ""))
-    }
-    assert list(hidden.values()) == [6 / 7, 0.0, 6 / 7, 6 / 7]
-
-
-def test_a_power_limit_slows_all_kernels_and_scales_per_row_the_matmuls_in_eight_bits() -> None:
-    limited, plain = (cluster_of(row(n_devices="8", device=device)).chip for device in ("H100 350W", "H100"))
-    assert limited.peak_flops["bf16"] == pytest.approx(plain.peak_flops["bf16"] * 0.5 ** (1 / 3))
-    rowwise = cluster_of(row(n_devices="8", precision="float8 rowwise")).chip
-    assert rowwise.flops_per_second("fp8") == pytest.approx(0.8 * plain.flops_per_second("fp8"))
-    assert rowwise.flops_per_second("bf16") == plain.flops_per_second("bf16")
-    # What an MFU is of does not change.
-    cells = {"n_devices": "8", "step_time_s": "", "mfu_pct": "40", "flops_convention": "6N, causal halved"}
-    seconds = [cases([row(device=device, **cells)])[0][0].measured_seconds for device in ("H100 350W", "H100")]
-    assert seconds[0] == seconds[1]
-
-
-def test_updated_weights_are_gathered_in_16_bits_except_by_xla() -> None:
-    cells = {"n_devices": "8", "fsdp": "8", "zero_stage": "1", "global_batch_seqs": "16"}
-    gathered = {}
-    for framework in ("Megatron-Core", "PAX on JAX/XLA:GPU"):
-        (case,), _ = cases([row(framework=framework, **cells)])
-        moves = case.terms.collectives
-        is_update = (moves.phase == Phase.UPDATE) & (moves.kind == KINDS.index("all-gather"))
-        gathered[framework] = (moves.num_bytes * moves.runs)[is_update].sum() / case.shape.matmul_params
-    # Embeddings and heads of one size, padded by Megatron: bytes are compared per parameter of the matmuls.
-    assert gathered["PAX on JAX/XLA:GPU"] == pytest.approx(2 * gathered["Megatron-Core"], rel=0.01)
-
-
-def test_a_token_is_sent_once_to_each_node() -> None:
-    sizes = {"num_experts": "32", "top_k": "4", "expert_d_ff": "256", "ep": "32", "framework": "Megatron-Core"}
-    cells = sizes | {"global_batch_seqs": "64", "n_devices": "32", "zero_stage": "1"}
-    bytes_of = lambda case: case.terms.collectives.num_bytes[case.terms.collectives.kind == KINDS.index("all-to-all")]  # noqa: E731
-    (over_nodes,), _ = cases([row(**cells)])
-    (in_one_domain,), _ = cases([row(device="GB200", **cells)])
-    # Of 4 nodes, 1 - (3/4)**4 have one of 4 experts: 2.73 copies instead of 4.
-    ratio = bytes_of(over_nodes).sum() / bytes_of(in_one_domain).sum()
-    assert ratio == pytest.approx(4 * (1 - 0.75**4) / 4)
-
-
-def test_a_host_also_launches_checkpoints_routers_and_a_matmul_per_local_expert() -> None:
-    sizes = {"num_experts": "32", "top_k": "4", "expert_d_ff": "256", "zero_stage": "1", "global_batch_seqs": "64"}
-    on = {"framework": "Megatron-Core", "n_devices": "8"}
-
-    def kernels(**cells: str) -> float:
-        (case,), _ = cases([row(**on, **cells)])
-        return case.terms.memory_traffic.kernels[:, 1].sum() / case.shape.num_layers
-
-    few, many = (kernels(**sizes, ep=experts) for experts in ("8", "2"))
-    assert many - few == pytest.approx(6 * EXPERT * (32 / 2 - 32 / 8), rel=0.01)
-    narrow = kernels(**sizes, ep="8", precision="fp8 delayed")
-    assert narrow - few == pytest.approx(6 * EXPERT * 4 * 2 / 3, rel=0.01)
-    dense = {"zero_stage": "1", "global_batch_seqs": "64"}
-    # The repeated forward pass is priced, not counted here.
-    assert kernels(**dense, remat="full") - kernels(**dense) == pytest.approx(CHECKPOINTED, rel=0.01)
-    compiled = [cases([row(n_devices="8", remat=remat)])[0][0].terms for remat in ("full", "none")]
-    assert compiled[0].memory_traffic.kernels.tolist() == compiled[1].memory_traffic.kernels.tolist()
-
-
-@pytest.mark.parametrize(
-    ("precision", "device", "moved"),
-    [("bf16", "H100", 0), ("fp8 delayed scaling", "H100", 2.0), ("fp8 delayed scaling", "B200", 1.5),
-     ("fp8", "H100", 3.2), ("mxfp8", "B200", 2.8), ("nvfp4", "GB200", 4.1), ("float8 rowwise", "H100", 3.2)],
-)  # fmt: skip
-def test_casts_move_what_the_recipe_moves(precision: str, device: str, moved: float) -> None:
-    (case,), _ = cases([row(n_devices="8", precision=precision, device=device)])
-    assert cast_of(case) == moved
-    narrow = "fp4" if "fp4" in precision else "fp8"
-    assert (narrow in case.terms.matmuls.dtypes) == (moved > 0)
-
-
 def test_the_measured_layer_has_the_fused_kernels_of_a_gpt_layer() -> None:
     source = (ROOT / "benchmarks" / "eager_dispatch.py").read_text(encoding="utf-8")  # PyTorch is not installed here
     stated = re.search(r"FORWARD_KERNELS, BACKWARD_KERNELS = (\d+), (\d+)", source)
     (case,), _ = cases([row(n_devices="8", framework="Megatron-LM", model="GPT", d_ff="4096")])
     assert stated and case.terms.memory_traffic.kernels[:2, 1].tolist() == [2 * int(each) for each in stated.groups()]
-
-
-def test_a_published_name_completes_a_shape_that_does_not_contradict_it() -> None:
-    assert completed({"model": "Qwen3_30B_a3B"})["num_experts"] == "128"
-    assert completed({"model": "LLAMA3.1_405B", "n_layers": "126"})["d_model"] == "16384"
-    assert "d_model" not in completed({"model": "Llama2-7b", "n_layers": "2"})
-    assert "d_model" not in completed({"model": "of our own"})
-
-
-def test_the_cost_of_experts_is_the_exchange_of_tokens() -> None:
-    sizes = {"num_experts": "8", "top_k": "2", "expert_d_ff": "1024", "n_devices": "8", "ep": "8", "zero_stage": "1"}
-    dense, mixture = (
-        cases([row(framework="Megatron-Core", global_batch_seqs="16", **cells)])[0][0]
-        for cells in ({"d_ff": "2048", "n_devices": "8", "zero_stage": "1"}, sizes)
-    )
-    assert mixture.sizes == (1, 1, 8, 1, 1) and mixture.shape.is_mixture
-    flops = [(case.terms.matmuls.flops * case.terms.matmuls.runs).sum() for case in (dense, mixture)]
-    assert flops[1] == pytest.approx(flops[0], rel=0.01)
-    moves = mixture.terms.collectives
-    exchanged = (moves.kind == KINDS.index("all-to-all")) & ~moves.of_weights
-    assert moves.runs[exchanged].sum() == 4 * mixture.shape.num_layers
 
 
 COLUMNS = (*ROW, "n_devices", "ep", "fsdp", "vpp", "notes", "source", "num_experts", "global_batch_seqs", "topology")

@@ -1,6 +1,5 @@
 """Padding that a search chooses without a request, and where it does not price it."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,15 +64,6 @@ def test_a_small_gain_pads_nothing(uneven: Program, monkeypatch: pytest.MonkeyPa
     assert result.alternative is None and chosen(result).schedule.padded == ()
 
 
-@pytest.mark.parametrize(("num_heads", "memory", "padded"), [(16, None, ()), (25, 1000, (("heads", 8),))])
-def test_requested_padding_without_effect_is_no_error(num_heads: int, memory: int | None, padded: Multiples) -> None:
-    """Eight devices divide 16 heads; nothing fits into 1,000 bytes."""
-    request = Request(layout="tensor", mesh="model=8", pad="heads")
-    result = searched(wide(num_heads, num_layers=1), replace(MACHINE, memory_bytes=memory), request)
-    assert (result.best is None) == (memory is not None)
-    assert next(iter(result.programs.values())).form.padded == padded
-
-
 @pytest.mark.parametrize("request_", [Request(layout="tensor"), Request(mesh="model=8")])
 def test_requested_layouts_are_not_padded(uneven: Program, request_: Request) -> None:
     assert searched(uneven, MACHINE, request_).alternative is None
@@ -96,39 +86,6 @@ def test_a_padded_form_without_a_layout_is_rejected_with_its_reason(monkeypatch:
     assert result.best is not None and result.alternative is None
     (reason,) = (reason for reason in result.rejected if reason.code is Code.NOT_PLACED)
     assert str(reason) == "heads padded: no layout shards a batch of 2 over 8 devices."
-
-
-def test_forms_depend_on_what_the_best_layout_shards_and_communicates(plain: Search) -> None:
-    result = plain
-    step = result.best.step_seconds
-    quiet, loud = {"matmuls": step}, {"weights between devices": step}
-
-    def forms(mesh: str, seconds: dict[str, float], num_stages: int = 1, **changes: Any) -> list[Any]:
-        best = replace(result.best, mesh=spanax.MeshShape.of(mesh), seconds=seconds, num_stages=num_stages)
-        return alternatives._forms(replace(result, candidates=(best,), **changes))
-
-    assert forms("context=8", loud) == forms("data=2,model=4", quiet) == forms("data=8", loud, 2) != []
-    assert forms("context=8", quiet) == forms("data=8", loud) == forms("data=4,fsdp=2", loud) == []
-    assert forms("context=8", loud, pins={"heads": None}) == []
-
-
-def test_padding_must_be_used_and_stages_count_with_their_margin(uneven: Program, plain: Search) -> None:
-    result = plain
-
-    def padded(mesh: str, num_stages: int, stage_margin: float) -> Search:
-        best = replace(
-            result.best,
-            mesh=spanax.MeshShape.of(mesh),
-            num_stages=num_stages,
-            step_seconds=result.best.step_seconds / 2,
-        )
-        find = lambda program, model: replace(result, candidates=(best,), programs={"none": program})  # noqa: E731
-        return alternatives.with_padding(result, find, lambda padded: 0.0, uneven, stage_margin)
-
-    assert padded("model=8", 1, 0.0).alternative == padded("model=8", 1, 9.0).alternative is not None
-    assert padded("model=8", 1, 0.0).layouts_priced == 2 * result.layouts_priced
-    assert padded("context=8", 1, 0.0).alternative is None  # no axis is sharded over `model`
-    assert padded("model=8", 2, 0.5).alternative is not None and padded("model=8", 2, 0.9).alternative is None
 
 
 BOUND = [(25, FORBIDDEN), (25, {}), (12, {})]

@@ -98,14 +98,6 @@ def test_the_chosen_layout_equals_one_device() -> None:
     [
         ("multitask", "data=8", {"data": ("batch", "vocab")}, {"vocab": ("data",)}),
         ("moe", "expert=4,model=2", {"model": ("experts", "heads", "vocab")}, {"experts": ("expert", "model")}),
-        pytest.param(
-            "moe",
-            "data=2,expert=2,model=2",
-            {"data": ("batch", "mlp")},
-            {"mlp": ("data", "model")},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("moe", "data=8", {"data": ("batch", "mlp")}, {"mlp": ("data",)}, marks=pytest.mark.slow),
         ("mlp", "data=2,model=4", {"data": ("batch", "hidden")}, {"hidden": ("data", "model")}),
         ("unet", "data=4,context=2", {"context": ("height",)}, {}),
     ],

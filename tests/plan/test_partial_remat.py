@@ -1,13 +1,10 @@
 """Partial remat policies that a search chooses: where, with how many layers, and what it traces for it."""
 
 import functools
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -106,64 +103,6 @@ def test_a_program_without_layers_or_memory_limit_or_fitting_layout_is_unchanged
         assert with_partial_remat(each, 0.0) is each
 
 
-def test_seeds_are_the_fastest_that_recompute_and_those_too_large() -> None:
-    best = before().best
-    candidates = [replace(best, remat=remat) for remat in ("none", "full", "dots", "full")]
-    too_large = [replace(best, step_seconds=seconds, num_stages=1 + (seconds == 1)) for seconds in (1, 2, 3, 4, 5, 6)]
-    result = replace(before(), candidates=tuple(candidates), too_large=tuple(too_large))
-    assert partial_remat._seeds(result, 6.0) == candidates[1:3] + too_large[1:3]
-    assert partial_remat._seeds(result, 3.0) == candidates[1:3] + too_large[1:2]
-
-
-COSTS = {"none": (10.0, 100.0), "dots": (11.0, 60.0), "full": (14.0, 20.0)}
-"""Seconds and bytes of a step under each policy."""
-
-
-@pytest.mark.parametrize(
-    ("limit", "seed", "is_large", "expected"),
-    [
-        (50, "none", True, {"full:5": 12.5, "full:2,dots": 11.75}),
-        (50, "dots", True, {"full:2,dots": 11.75}),
-        (50, "full", False, {"full:5": 12.5, "full:2,dots": 11.75}),
-        (60, "dots", False, {}),  # all 8 layers
-        (65, "dots", False, {"dots:7": 10.875}),
-        (25, "none", True, {"full:7,dots": 13.625}),
-        (100, "none", True, {}),
-        (19, "none", True, {}),
-    ],
-)
-def test_estimates_are_linear_in_the_number_of_layers(
-    limit: int, seed: str, is_large: bool, expected: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    candidate = replace(before().best, remat=seed)
-
-    def priced(result: Search, seed: Candidate, program: Program) -> Any:
-        seconds, num_bytes = COSTS[program.remat]
-        return partial_remat._Point(replace(seed, step_seconds=seconds, upper_bytes=num_bytes), program)
-
-    monkeypatch.setattr(partial_remat, "_priced", priced)
-    result = replace(before(), candidates=() if is_large else (candidate,))
-    estimates = list(partial_remat._estimates(result, candidate, limit, 8))
-    assert {str(each.policy): each.seconds for each in estimates} == expected
-    assert all(each.lighter.upper_bytes > limit for each in estimates)
-
-
-@pytest.mark.parametrize(("saved", "expected"), [(20, [3]), (12, [3, 5]), (0, [3])])
-def test_a_second_policy_is_traced_where_the_first_implies_it(
-    saved: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Per layer, of an excess of 60."""
-
-    def priced(result: Search, seed: Candidate, program: Program) -> Any:
-        return partial_remat._Point(replace(seed, upper_bytes=100 - saved * int(program.remat[5])), program)
-
-    monkeypatch.setattr(partial_remat, "_priced", priced)
-    lighter = partial_remat._Point(replace(before().best, upper_bytes=100), program())
-    estimate = partial_remat._Estimate(1.0, partial_remat.PartialPolicy("full", 3), lighter)
-    points = partial_remat._traced(before(), estimate, 40, Counter())
-    assert [point.program.remat for point in points] == [f"full:{count}" for count in expected]
-
-
 @functools.cache
 def before() -> Search:
     """The search without partial policies."""
@@ -197,48 +136,7 @@ def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.search_seconds > before().search_seconds
 
 
-def test_a_guess_of_too_few_layers_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpolated between other policies, or as the layers of two loops: the price of the guess has the slope."""
-    estimates = partial_remat._estimates
-
-    def short(*args: Any) -> Iterator[Any]:
-        return (replace(each, policy=replace(each.policy, num_layers=1)) for each in estimates(*args))
-
-    monkeypatch.setattr(partial_remat, "_estimates", short)
-    result, traced = priced_forms(before(), monkeypatch)
-    assert traced == ["full:1,dots", between().best.remat] and result.best == between().best
-    assert result.rejected[Reason(Code.NOT_PARTIAL)] == 1
-
-
-def test_a_number_of_layers_that_the_loss_lacks_is_rejected_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimates = partial_remat._estimates
-
-    def long(*args: Any) -> Iterator[Any]:
-        return (replace(each, policy=replace(each.policy, num_layers=99)) for each in estimates(*args))
-
-    monkeypatch.setattr(partial_remat, "_estimates", long)
-    result = with_partial_remat(before(), 0.0)
-    assert result.candidates == before().candidates and result.partial_remat is None
-    (reason,) = set(result.rejected) - set(before().rejected)
-    assert reason.code is Code.NO_REMAT and str(reason).startswith("remat full:99,dots: remat 'full:99,dots' is for")
-
-
-def test_a_policy_that_is_slower_than_estimated_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, traced = priced_forms(before(), monkeypatch, slower=2.0)
-    assert result.candidates == before().candidates and result.partial_remat is None
-    assert result.rejected[Reason(Code.NOT_PARTIAL)] == len(traced) > 0
-
-
 def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_remat, "PARTIAL_REMAT_MARGIN", 0.5)
     result, traced = priced_forms(before(), monkeypatch)
     assert result is before() and traced == []
-
-
-def test_stages_count_with_their_margin_and_are_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = before().best
-    fast = replace(best, num_stages=2, step_seconds=between().best.step_seconds)
-    result = replace(before(), candidates=(fast, best))
-    assert partial_remat._seeds(result, np.inf)[0] == best
-    assert priced_forms(result, monkeypatch)[1] == []
-    assert with_partial_remat(result, 0.5).best == between().best

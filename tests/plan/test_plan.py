@@ -304,16 +304,6 @@ def test_the_chosen_plan_has_the_pin() -> None:
         spanax.plan(program(), spanax.cluster("a100:8"), pin={"vocap": "model"})
 
 
-@pytest.mark.slow
-def test_arguments_of_the_trace_take_precedence() -> None:
-    case = zoo.ZOO["gpt"]
-    actual = spanax.trace(
-        build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, microbatches=2, remat="full"
-    )
-    schedule = spanax.plan(actual, spanax.cluster("a100:8")).schedule
-    assert (schedule.remat, schedule.microbatches) == ("full", 2)
-
-
 def test_on_an_unknown_chip_data_or_fsdp_is_chosen_by_memory() -> None:
     state = sum(leaf.num_bytes for leaf in program().leaves)
     chip = dataclasses.replace(spanax.cluster("cpu:8").chip, peak_flops={})

@@ -46,11 +46,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "unknown layout 'fdsp'.",
         "did you mean 'fsdp'?",
     ),
-    "an unknown layout on a mesh": (
-        lambda: plan(program(), layout="fdsp", mesh="fsdp=8"),
-        "unknown layout 'fdsp'.",
-        "did you mean 'fsdp'?",
-    ),
     "a sequence without tensor": (lambda: plan(program(), layout="fsdp+seq"), "unknown layout 'fsdp+seq'.", "known:"),
     "a sequence without tensor, as an option": (
         lambda: plan(program(), layout="fsdp", sequence_parallel=True),
@@ -92,35 +87,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "'batch' of size 12 is not divisible by 8: 12 % 8 = 4.",
         "a batch of 8 or 16 (--global-batch-size 8), or a smaller mesh axis",
     ),
-    "a batch that is smaller than the mesh": (
-        lambda: plan(program(size=4), layout="fsdp"),
-        "'batch' of size 4 is not divisible by 8: 4 % 8 = 4.",
-        "a batch of 8 (--global-batch-size 8), or a smaller mesh axis",
-    ),
-    "a batch that two mesh axes split": (
-        lambda: plan(program(size=4), layout="hsdp", mesh="data=2,fsdp=4"),
-        "'batch' of size 4 is not divisible by 8: 4 % 8 = 4.",
-        "a batch of 8",
-    ),
     "experts where there are none": (
         lambda: plan(program(), layout="expert", mesh="data=4,expert=2"),
         "mesh axis 'expert' (2) has nothing to shard in this program under layout 'expert'.",
-        "mesh data=8, layout 'data'",
-    ),
-    "experts everywhere where there are none": (
-        lambda: plan(program(), layout="expert", mesh="expert=8"),
-        "mesh axis 'expert' (8) has nothing to shard in this program under layout 'expert'.",
         "mesh data=8, layout 'data'",
     ),
     "more experts asked for than there are": (
         lambda: plan(program("moe"), layout="expert", mesh="expert=16", devices=16),
         "mesh axis 'expert' (16) has nothing to shard in this program under layout 'expert'.",
         "mesh data=2,expert=8, layout 'expert'",
-    ),
-    "a sequence where there is none": (
-        lambda: plan(program(), layout="context", mesh="data=4,context=2"),
-        "mesh axis 'context' (2) has nothing to shard in this program under layout 'context'.",
-        "mesh data=8, layout 'data'",
     ),
     "no dim that tensor parallelism can split": (
         lambda: plan(odd(), layout="tensor"),
@@ -130,11 +105,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no parameter that can be stored split": (
         lambda: plan(odd(), layout="fsdp"),
         "no parameter is divisible by 8: fsdp would shard nothing in storage.",
-        "a smaller mesh axis, or layout 'data'",
-    ),
-    "no moment that can be stored split": (
-        lambda: plan(odd(), layout="zero1"),
-        "no parameter is divisible by 8: zero1 would shard nothing in storage.",
         "a smaller mesh axis, or layout 'data'",
     ),
     "no moment at all": (
@@ -170,18 +140,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "the plan was made for another program.",
         "make a plan for this model and batch",
     ),
-    "a plan of another batch": (
-        lambda: resolver_of(program(), plan(program(size=32), layout="data")),
-        "the plan was made for another program.",
-        "make a plan for this model and batch",
-    ),
     "a plan that is no JSON": (lambda: Plan.from_json("{"), "this is not a plan file.", ""),
-    "a plan that is other JSON": (lambda: Plan.from_json("[1]"), "this is not a plan file.", ""),
-    "a plan that lacks its leaves": (
-        lambda: Plan.from_json('{"version": 1, "mesh": {}, "layout": {"name": "a", "computed": []}, "pins": []}'),
-        "this is not a plan file.",
-        "",
-    ),
     "a plan of a later version": (
         lambda: Plan.from_json('{"version": 99}'),
         "cannot read the plan.",

@@ -1,7 +1,6 @@
 """Space: every mesh is there once, can be planned, and resolves as the family it is priced with."""
 
 import functools
-import random
 from collections import Counter
 
 import jax
@@ -16,15 +15,13 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.peak_memory import Meshes, memory_use, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.partition import as_masks
-from spanax.plan.sharding.resolve import Resolver, resolve
-from spanax.plan.space import AXES, Family, families, layout_on, mesh_of
+from spanax.plan.sharding.resolve import Resolver
+from spanax.plan.space import Family, families, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 
 PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]
-BITS = {axis: 1 << index for index, axis in enumerate(AXES)}
 
 
 @functools.cache
@@ -35,16 +32,6 @@ def space(name: str, cluster: str, batch_size: int = 32) -> tuple[list[Family], 
 
 def members(result: list[Family]) -> list[tuple[Family, int]]:
     return [(family, column) for family in result for column in range(family.num_stages.size)]
-
-
-def some(name: str, cluster: str, count: int) -> list[tuple[Family, int]]:
-    """Members at random, the same ones every time."""
-    return random.Random(name + cluster).sample(members(space(name, cluster)[0]), count)
-
-
-def own_resolver(program: Program, family: Family, column: int) -> Resolver:
-    mesh = spanax.MeshShape(tuple(zip(AXES, map(int, family.sizes[:, column]), strict=True)))
-    return resolve(program, layout_on(family.storing, family.sequence, mesh), mesh, {})
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -73,21 +60,6 @@ def test_the_space_of_a_gpt_on_8_devices_by_hand() -> None:
     assert not rejected
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_member_resolves_like_the_resolver_of_its_family(place: tuple[str, str]) -> None:
-    program = workload(place[0])
-    for family, column in members(space(*place)[0]):
-        separate, shared = own_resolver(program, family, column), family.resolver
-        several = [[axis for axis, size in each.mesh.axes if size > 1] for each in (separate, shared)]
-        assert several[0] == several[1]
-        for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
-            labels = program.step.axes.classes[value]
-            mine, theirs = (as_masks(each.used(labels, leaf.shape), BITS) for each in (separate, shared))
-            assert mine == theirs, (leaf.path, separate.mesh, shared.mesh)
-            mine, theirs = (as_masks(each.placed(leaf, labels)[0], BITS) for each in (separate, shared))
-            assert mine == theirs, (leaf.path, separate.mesh, shared.mesh)
-
-
 def priced(
     program: Program, cluster: spanax.Cluster, resolver: Resolver, family: Family, index: int
 ) -> tuple[float, float]:
@@ -102,14 +74,6 @@ def priced(
         Meshes(grid.sizes, num_stages=stages, num_microbatches=each, in_flight=each, scale=each),
     )
     return float(seconds[0]), float(memory.peak_bytes[0])
-
-
-@pytest.mark.parametrize("place", [("gpt-nano", "cpu:8"), ("moe-nano", "a100:2x8")])
-def test_a_member_of_a_family_costs_the_same_as_alone(place: tuple[str, str]) -> None:
-    program, cluster = workload(place[0]), spanax.cluster(place[1])
-    for family, column in some(*place, 8):
-        alone = priced(program, cluster, own_resolver(program, family, column), family, column)
-        assert priced(program, cluster, family.resolver, family, column) == pytest.approx(alone, rel=1e-12)
 
 
 class Padded(nnx.Module):

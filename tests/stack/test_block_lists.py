@@ -3,24 +3,19 @@
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import spanax
-from spanax.models.gpt import GPT, GPTConfig, example_batch, loss
 from spanax.stack.layer_loop import layers_of
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "stack_errors.txt"
-LISTED = GPTConfig(64, seq_len=8, num_layers=3, num_heads=2, embed_dim=16, dropout=0.5, scan_layers=False)
-TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8), dtype=np.int32)
 X = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
 
 
@@ -106,29 +101,6 @@ def test_a_loop_that_passes_x_on_runs_as_one(forward: Callable[[Any, Any], Any],
         forward in (paired, twice)
     )
     assert ("checkpoint" in program or "remat" in program) == (remat == "full")
-
-
-@pytest.mark.slow
-def test_a_stacked_list_gpt_equals_the_scanned_gpt() -> None:
-    listed = GPT(LISTED, nnx.Rngs(0))
-    stacked = spanax.stack(listed, TOKENS)
-    for _ in range(2):
-        np.testing.assert_allclose(stacked(TOKENS), listed(TOKENS), rtol=1e-5, atol=1e-6)
-    for number, block in enumerate(listed.blocks):
-        kernel, count = stacked.blocks.up.kernel[number], stacked.blocks.drop.rngs.count[number]
-        np.testing.assert_array_equal(kernel, block.up.kernel)
-        assert count == block.drop.rngs.count[...] == 4
-    stacked.eval(), listed.eval()
-    np.testing.assert_allclose(stacked(TOKENS), listed(TOKENS), rtol=1e-5, atol=1e-6)
-
-    def program(build: Callable[[nnx.Rngs], GPT]) -> spanax.Program:
-        return spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=example_batch(2, 8), loss=loss)
-
-    item = program(lambda rngs: spanax.stack(GPT(LISTED, rngs)))
-    other = program(functools.partial(GPT, replace(LISTED, scan_layers=True)))
-    assert item.fingerprint == other.fingerprint
-    names = [[op.name for op in each.step.graph.body.ops] for each in (item, other)]
-    assert sorted(names[0]) == sorted(names[1])
 
 
 def test_the_original_model_is_unchanged() -> None:
@@ -390,12 +362,3 @@ def test_messages_equal_the_golden_file() -> None:
     assert text == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
     blocks = text.strip().split("\n\n")
     assert all(len(block.splitlines()) <= 5 and "0x" not in block and "<function" not in block for block in blocks)
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_with_other_operations_raises(loop: Callable[[Any, Any], Any]) -> None:
-    listed = Deep(loop)
-    stacked = spanax.stack(listed)
-    # What JAX does to a token without asking it ends in JAX's own error.
-    with pytest.raises((spanax.SpanaxError, TypeError), match="loop over `blocks`|Token"):
-        jax.block_until_ready(nnx.jit(lambda model, x: model(x))(stacked, X))

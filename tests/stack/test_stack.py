@@ -166,20 +166,6 @@ def test_a_layer_is_an_independent_block() -> None:
     equal(nnx.state(nnx.List(stack)), nnx.state(nnx.List(blocks)))
 
 
-def test_stacks_stack() -> None:
-    def pair(rngs: nnx.Rngs) -> spanax.Stack:
-        return spanax.Stack(Normed, 2, rngs=rngs)
-
-    stack = spanax.Stack(pair, 3, rngs=nnx.Rngs(0))
-    assert stack.mix.kernel.shape == (3, 2, 16, 16) and len(stack[0]) == 2
-    stack.eval()
-    x = X
-    for layer in stack:
-        for block in layer:
-            x = block(x)
-    np.testing.assert_allclose(stack(X), x, rtol=1e-5, atol=1e-6)
-
-
 def test_a_stack_is_an_ordinary_nnx_module() -> None:
     make = lambda: spanax.Stack(Normed, 3, rngs=nnx.Rngs(0))  # noqa: E731
     stack, shapes = make(), nnx.state(nnx.eval_shape(make))

@@ -16,12 +16,10 @@ import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
-from spanax.plan.advice.summary import summarize
-from spanax.plan.candidates.loss_chunks import chunks_to_try, saved_bytes, search_in_chunks, suiting_chunks
+from spanax.plan.candidates.loss_chunks import saved_bytes, search_in_chunks, suiting_chunks
 from spanax.plan.evaluate import evaluate
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan, Schedule
-from spanax.show.search import search_text
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
 from spanax.train.run import Run
@@ -94,14 +92,9 @@ def compiled(plan: Plan) -> Any:
     [
         pytest.param("data", "data=8", 1, marks=pytest.mark.slow),
         ("fsdp", "fsdp=8", 2),
-        pytest.param("data+tensor", "data=2,model=4", 1, marks=pytest.mark.slow),
         pytest.param("context", "data=2,context=4", 1, marks=pytest.mark.slow),
         pytest.param("pipeline", "pipe=2,data=2", 4, marks=pytest.mark.slow),
-        pytest.param("data", "data=1", 1, marks=pytest.mark.slow),
-        pytest.param("tensor", "model=8", 1, marks=pytest.mark.slow),
         pytest.param("fsdp+tensor+seq", "fsdp=4,model=2", 2, marks=pytest.mark.slow),
-        pytest.param("zero2", "data=8", 2, marks=pytest.mark.slow),
-        pytest.param("hsdp", "data=2,fsdp=4", 1, marks=pytest.mark.slow),
     ],
 )
 def test_chunked_losses_equal_one_device_without_chunks(layout: str, mesh: str, microbatches: int) -> None:
@@ -176,42 +169,6 @@ def test_a_search_chunks_only_where_that_makes_a_faster_layout_fit() -> None:
     assert find(traced, tight).best is None
     chunked = search_in_chunks(lambda form: find(form, tight), traced, tight)
     assert chunked.best is not None and chunked.program_of(chunked.best).loss_chunks > 1
-
-
-@pytest.mark.slow
-def test_if_nothing_fits_loss_chunks_are_suggested() -> None:
-    # A row a device: no microbatch makes its logits smaller.
-    batch = {name: jax.ShapeDtypeStruct((4, 512), "int32") for name in BATCH}
-    traced = spanax.trace(build=lambda rngs: Net(rngs), optimizer=optax.sgd(0.3), batch=batch, loss=loss)
-    roomy = dataclasses.replace(spanax.cluster("cpu:4"), memory_bytes=1 << 40)
-    find = functools.partial(spanax.search, pipeline=False, mesh="data=4")
-    result = find(traced, roomy)
-    assert result.best is not None and chunks_to_try(result) == (1, 0)
-    tight = dataclasses.replace(roomy, memory_bytes=4 * 512 * VOCAB)
-    result = find(traced, tight)
-    assert result.best is None and chunks_to_try(result)[0] > 1 and chunks_to_try(result)[1] > 0
-    assert "it fits with --loss-chunks" in search_text(summarize(result), 5)
-    assert chunks_to_try(find(traced.variant(loss_chunks=4), tight)) == (1, 0)
-    with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+"):
-        spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))
-
-
-def test_auto_does_not_chunk_small_logits() -> None:
-    build = lambda rngs: nnx.Sequential(nnx.Linear(256, 512, rngs=rngs), nnx.tanh, nnx.Linear(512, 4, rngs=rngs))  # noqa: E731
-    traced = spanax.trace(
-        build=build,
-        optimizer=optax.sgd(0.1),
-        batch={"x": jax.ShapeDtypeStruct((64, 256), "float32"), "y": jax.ShapeDtypeStruct((64,), "int32")},
-        loss=lambda model, batch: library(model(batch["x"]), batch["y"]),
-    )
-    machine = spanax.cluster("cpu:2")
-    plan = spanax.plan(traced, machine, layout="data", loss_chunks="auto")
-    assert plan.schedule.loss_chunks == 1 and "logits in one chunk" in plan.why
-    assert suiting_chunks(traced, plan, machine)[0] == 1
-
-
-def library(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def test_an_invalid_number_of_chunks_raises() -> None:

@@ -19,12 +19,7 @@ from spanax.train.run import Run
 
 LAYOUTS = {
     "fsdp": {"layout": "fsdp", "mesh": "fsdp=8"},
-    "tensor, 2 microbatches": {"layout": "fsdp+tensor", "mesh": "fsdp=4,model=2", "schedule": Schedule(microbatches=2)},
-    "uneven stages": {
-        "layout": "pipeline",
-        "mesh": "pipe=2,data=2",
-        "schedule": Schedule(num_stages=2, microbatches=4),
-    },
+    "stages": {"layout": "pipeline", "mesh": "pipe=2,data=2", "schedule": Schedule(num_stages=2, microbatches=4)},
 }
 
 

@@ -19,7 +19,6 @@ from spanax.models import gpt
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
 from spanax.train.config import TrainConfig
-from spanax.train.run import Run
 from spanax.train.trainer import train
 
 SIZE, STEPS = 8, 2
@@ -55,7 +54,7 @@ TRIED += [("scanned, three layers, dropout", policy) for policy in ("dots:1", "f
 TRIED += [(name, "full:1") for name in ("scanned", "scanned, its own remat, dropout", "unrolled, its own remat")]
 
 # Every kind of layers, and of what the forward pass draws and changes; `slow` is all of it.
-QUICK = [("scanned", "full"), *TRIED[14:17], ("unrolled, its own remat", "full:1")]
+QUICK = [("scanned", "full"), *TRIED[14:16], ("unrolled, its own remat", "full:1")]
 
 
 @functools.cache
@@ -175,17 +174,6 @@ def test_a_loop_in_two_parts_equals_one_loop(policy: str, is_reverse: bool) -> N
     result = jax.jit(jax.value_and_grad(rematerialized(loss, policy), argnums=(0, 1, 2)))(*args)
     for item, other in zip(jax.tree.leaves(expected), jax.tree.leaves(result), strict=True):
         np.testing.assert_allclose(other, item, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(item).max()))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_continues_under_another_remat_policy(tmp_path: Any) -> None:
-    name, plan = "scanned", spanax.plan(program("scanned"), spanax.cluster("cpu:1"))
-    run = spanax.start(program(name), plan)
-    run.step(CASES[name].batch(SIZE))
-    run.save(tmp_path).wait()
-    other: Run = spanax.restore(program(name).variant(remat="full"), plan, tmp_path)
-    losses = [float(each.step(CASES[name].batch(SIZE))["loss"]) for each in (run, other)]
-    assert other.num_steps == 2 and abs(losses[0] - losses[1]) <= TOLERANCE * losses[0]
 
 
 def test_train_passes_the_policy_on(tmp_path: Any) -> None:

@@ -14,7 +14,6 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError
-from spanax.show.live.events import line
 from spanax.train.config import TrainConfig
 from spanax.train.state import weights
 from spanax.train.trainer import train
@@ -287,24 +286,3 @@ def test_the_trainer_loads_initial_weights_once(tmp_path: Path) -> None:
         run("fourth", init_partial=True)
     recorded = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[0])
     assert recorded["init"] == str(tmp_path / "first")
-
-
-def test_the_trainer_lists_what_a_partial_init_loaded(tmp_path: Path) -> None:
-    def begun(out: str, build: Any, **settings: Any) -> list[dict[str, Any]]:
-        workload = spanax.Workload(
-            build=build, batch={"x": BATCH}, loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
-            optimizer=optax.sgd(0.1), source=[{"x": np.ones(16, "float32")}] * 8,
-        )  # fmt: skip
-        report_text: list[dict[str, Any]] = []
-        config = TrainConfig(workload="mine", layout="data", steps=1, output_dir=str(tmp_path / out), **settings)
-        train(lambda **_: workload, config, jax.devices()[:2], report_text.append)
-        return report_text
-
-    begun("base", lambda rngs: nnx.Linear(16, 4, rngs=rngs))
-    reported = begun(
-        "tuned", lambda rngs: nnx.LoRALinear(16, 4, lora_rank=2, rngs=rngs), init=str(tmp_path / "base"),
-        init_partial=True,
-    )  # fmt: skip
-    (event,) = [event for event in reported if event["event"] == "init"]
-    assert event["loaded"] == ("bias", "kernel") and len(event["missing"]) == 2 and event["unexpected"] == ()
-    assert "2 of 4 arrays" in line(event) and "lora_a" in line(event)

@@ -95,16 +95,6 @@ def test_other_parameters_are_listed_and_never_loaded(started: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_custom_train_step_continues_with_more_steps(tmp_path: Path) -> None:
-    """It contains the schedule, which follows from `--steps` and `--learning-rate`."""
-    run(tmp_path / "run", tiny(owns_step=True))
-    events = run(tmp_path / "run", tiny(owns_step=True), resume=True, steps=4)
-    assert events[-1]["steps"] == 4
-    with pytest.raises(ConfigError, match="differs from the one that saved step 4"):
-        run(tmp_path / "run", tiny(jnp.sin, owns_step=True), resume=True, steps=6)
-
-
-@pytest.mark.slow
 def test_with_other_versions_only_arrays_are_compared(started: Path) -> None:
     step = started / "checkpoints" / "2"
     saved = json.loads((step / "meta.json").read_text())

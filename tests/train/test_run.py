@@ -13,7 +13,6 @@ from flax import nnx
 import spanax
 import zoo
 from sampling import sampled
-from spanax.step import sharded_function
 from spanax.step.placement import assert_placed
 from spanax.trace.program import Program
 from spanax.train.run import Run
@@ -85,32 +84,6 @@ def test_arrays_with_other_shardings_are_detected() -> None:
     assert "planned P" in text and "(None, 'fsdp')" in text
 
 
-def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that ignores the plan: no constraints on values or results."""
-    replay, jit = sharded_function.Replay, jax.jit
-
-    def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any, instead: Any) -> Any:
-        return replay(graph, [None] * len(constraints), {}, mesh, instead)
-
-    def unpinned(function: Any, **options: Any) -> Any:
-        return jit(function, donate_argnums=options.get("donate_argnums", ()))
-
-    monkeypatch.setattr(sharded_function, "Replay", no_op)
-    monkeypatch.setattr(jax, "jit", unpinned)
-
-
-@pytest.mark.parametrize("layout", ["zero1", "zero2"])
-def test_a_step_that_ignores_its_plan_is_detected(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler splits the parameters like the moments, and leaves them so."""
-    run = start("mlp", layout, "fsdp=8")
-    unconstrained(monkeypatch)
-    sharded = [jax.device_put(v, p.sharding(run.mesh)) for v, p in zip(batch().values(), run.plan.batch, strict=True)]
-    rows = dict(zip(batch(), sharded, strict=True))
-    for _ in range(2):
-        run.step(rows)
-    assert misplaced(run)
-
-
 @pytest.mark.parametrize(("layout", "mesh"), [("zero1", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")])
 def test_inputs_and_outputs_of_the_compiled_step_are_as_planned(layout: str, mesh: str) -> None:
     run = start("mlp", layout, mesh)
@@ -150,30 +123,12 @@ def test_steps_compile_once(name: str, layout: str, mesh: str, compilations: lis
     assert len(compilations) == 1
 
 
-def test_a_step_that_drifts_compiles_again(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start("mlp", "zero1", "fsdp=8")
-    unconstrained(monkeypatch)
-    run.step(batch())
-    compilations.clear()
-    run.step(batch())
-    assert compilations
-
-
 def test_the_old_state_is_donated() -> None:
     run = start()
     before = list(run.state)
     run.step(batch())
     assert all(array.is_deleted() for array in before)
     assert not any(array.is_deleted() for array in run.state)
-
-
-def test_steps_are_counted() -> None:
-    run = start()
-    assert run.num_steps == 0
-    for _ in range(2):
-        run.step(batch())
-    assert run.num_steps == 2
-    assert int(run.arrays()["optimizer.step"]) == 2
 
 
 # What comes back
@@ -236,13 +191,6 @@ def test_an_evaluation_is_in_evaluation_mode() -> None:
     assert evaluated != pytest.approx(float(run.step(batch("cnn"))["loss"]), rel=1e-3)
 
 
-def test_parameters_by_path_and_kind() -> None:
-    run = start("cnn")
-    assert set(run.params()) == {leaf.path for leaf in run.program.leaves if leaf.kind == "param"}
-    assert set(run.arrays("other")) == {f"{n}.{s}" for n in ("stem_norm", "depthwise_norm") for s in ("mean", "var")}
-    assert set(run.arrays()) == {leaf.path for leaf in run.program.leaves}
-
-
 def test_metrics_are_the_dict_of_the_step() -> None:
     run = start()
     metrics = run.step(batch())
@@ -278,23 +226,6 @@ def plain() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return metrics, gradients(run)
 
 
-def test_gradients_are_those_of_the_loss() -> None:
-    grads = nnx.grad(zoo.squared_error)(linear().model(), batch())
-    expected = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(grads)}
-    for path, gradient in plain()[1].items():
-        reference = expected[path.partition(".trace.")[2]].get_value()
-        np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_microbatches_give_the_same_gradients(microbatches: int) -> None:
-    run = linear(microbatches=microbatches)
-    metrics = run.step(batch())
-    assert float(metrics["loss"]) == pytest.approx(float(plain()[0]["loss"]), rel=1e-5)
-    for path, gradient in gradients(run).items():
-        np.testing.assert_allclose(gradient, plain()[1][path], rtol=1e-4, atol=1e-7)
-
-
 def test_clipping() -> None:
     norm = float(plain()[0]["grad_norm"])
     run = linear(clip_norm=norm / 4)
@@ -326,15 +257,6 @@ def test_statistics_are_updated_by_every_microbatch() -> None:
     for part in (slice(0, None, 2), slice(1, None, 2)):
         forward(model, batch("cnn")["x"][part])
     np.testing.assert_allclose(run.arrays()["stem_norm.mean"], model.stem_norm.mean[...], rtol=1e-4, atol=1e-6)
-
-
-def test_dropout_draws_new_numbers_each_step() -> None:
-    run = start("dropout")
-    counts = []
-    for _ in range(3):
-        counts.append(int(run.arrays()["drop.rngs.count"]))
-        run.step(batch())
-    assert counts == sorted(set(counts))
 
 
 # What is refused

@@ -17,7 +17,6 @@ from programs import Net
 from sampling import sampled
 from spanax.errors import DataError, NumbersError, SpanaxError
 from spanax.train.config import TrainConfig
-from spanax.train.record import events
 from spanax.train.run import Run
 from spanax.train.trainer import train
 
@@ -131,10 +130,6 @@ def losses(reported: list[dict[str, Any]]) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in reported if event["event"] == "step"}
 
 
-def happened(out: Path, *names: str) -> list[tuple[str, int]]:
-    return [(event["event"], event["step"]) for event in events.read(out).records if event["event"] in names]
-
-
 def test_a_call_ends_at_a_save_or_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
     _, item = trained(tmp_path / "one", batches(), monkeypatch)
     lengths, reported = trained(tmp_path / "four", batches(), monkeypatch, steps_per_call=4)
@@ -156,25 +151,6 @@ def test_traced_steps_go_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_halt_names_the_step_inside_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
     with pytest.raises(NumbersError, match=f"step {BAD + 1} is bad: loss is nan"):
         trained(tmp_path / "run", batches(BAD), monkeypatch, steps_per_call=4, save_every=0)
-
-
-OUTCOMES = [("rollback", ("rolled_back", 5)), ("skip", ("skipped", BAD + 1))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy, outcome", OUTCOMES)
-def test_a_bad_step_in_a_call_has_the_same_effect_as_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any, policy: str, outcome: tuple[str, int]
-) -> None:
-    inputs = {"on_bad_step": policy, "steps": 11}
-    item = trained(tmp_path / "one", batches(BAD), monkeypatch, **inputs)[1]
-    lengths, reported = trained(tmp_path / "three", batches(BAD), monkeypatch, steps_per_call=3, **inputs)
-    assert 3 in lengths
-    names = ("bad_step", "skipped", "rolled_back")
-    assert (
-        happened(tmp_path / "three", *names) == happened(tmp_path / "one", *names) == [("bad_step", BAD + 1), outcome]
-    )
-    np.testing.assert_equal(losses(reported), losses(item))
 
 
 def test_the_last_batches_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:

@@ -1,44 +1,25 @@
-"""`spanax train` from the outside: its events, its folder, and what survives a kill -9."""
+"""`spanax train` from the outside: its events, and its folder."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from boards import shown
-from launched import arrays
 from spanax.commands.report import page_of
 from spanax.plan.plan import Plan
 from spanax.show.live.events import line
 from spanax.show.page.document import document
-from spanax.train.record.events import read
 from spanax.train.record.report import run_report
-from spanax.train.record.time_account import TimeAccount, account
 from spanax.train.store import manifest
 
 WORKLOAD = """
-import os, re, signal, sys
 import spanax
 from spanax.models import gpt
-
-def stop(event, args):
-    # So that a test kills this process at a moment of its choice.
-    if event in ("open", "os.mkdir") and re.fullmatch(os.environ["STOP_AT"], str(args[0])):
-        if len(stops) == int(os.environ["STOP_AFTER"]):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        stops.append(event)
-
-stops = []
-if "STOP_AT" in os.environ:
-    sys.addaudithook(stop)
 
 def tiny(batch_size=8, seq_len=16, vocab_size=256):
     config = gpt.GPTConfig(vocab_size, seq_len, num_layers=2, num_heads=4, embed_dim=16, dropout=0.1)
@@ -125,88 +106,3 @@ def test_a_run_folder_has_a_prediction_and_a_page(place: Path, uninterrupted: li
     assert sum(price.memory[kind] for kind in kinds) == uninterrupted[0]["state_bytes_per_device"]
     text, loss = document(page_of(run_report(place / "uninterrupted"))), f"{uninterrupted[-1]['train_loss']:.4g}"
     assert "Predicted and measured" in text and loss in text and "could not be" not in text
-
-
-def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> None:
-    """Train until an entry whose name matches is opened or made once more than `after`, and kill the process there."""
-    argv, env = command(place, "train", "tiny.py:tiny", "--output-dir", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
-    env |= {"STOP_AT": stop_at, "STOP_AFTER": str(after)}
-    with open(place / f"{out}.err", "w") as errors:
-        process = subprocess.Popen(argv, cwd=place, env=env, stdout=errors, stderr=errors)
-    try:
-        status = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert status and status.si_code == os.CLD_STOPPED, (place / f"{out}.err").read_text()
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.slow
-def test_killed_in_training_then_resumed_is_bit_equal(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
-    before = time.time()
-    start_and_kill(place, "killed", r"\.6\.new\w*\.[0-9a-f]{32}")
-    saved = manifest.steps(place / "killed" / "checkpoints")
-    events = train(place, "killed", "--resume")
-    assert saved == [2, 4] and events[0]["step"] == 4
-    assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == uninterrupted[-1]["train_loss"]
-    recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
-    if TRACK:
-        assert shown(place / "killed", "loss") == shown(place / "uninterrupted", "loss")
-        assert [step for step, _ in shown(place / "killed", "loss")] == list(range(1, 9))
-    same_bits(place / "killed", place / "uninterrupted")
-    begin = next(event for event in read(place / "killed").records if event["event"] == "begin")
-    adds_up(account(place / "killed"), before, begin["time"])
-
-
-def adds_up(times: TimeAccount, before: float, begin: float) -> None:
-    """The account covers the time since the first process was started, and counts steps taken twice apart."""
-    first, second = times.attempts
-    assert (first.outcome, second.outcome) == ("killed", "finished") and times.reached == 8
-    assert before - 0.1 < first.began < begin, "the kernel and time.time() differ by ticks"
-    assert times.wall_seconds == pytest.approx(second.ended - first.began)
-    assert all(seconds >= 0 for seconds in times.seconds.values())
-    assert all(times.seconds[name] > 0 for name in ("step", "compile", "save", "start", "restart", "restore"))
-    # The first step of an attempt counts as compiling.
-    assert (times.seconds["recomputed"] > 0) == (first.last_step > second.first_step + 1)
-
-
-@pytest.mark.slow
-def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
-    folder = place / "cut" / "checkpoints"
-    start_and_kill(place, "cut", r"\.manifest\.json\.\w+\.new", after=1)
-    assert manifest.steps(folder) == [2] and [path.name[:5] for path in manifest.unfinished(folder)] == ["4.new"]
-    train(place, "cut", "--resume")
-    assert not manifest.unfinished(folder)
-    same_bits(place / "cut", place / "uninterrupted")
-
-
-def same_bits(item: Path, other: Path) -> None:
-    mine, theirs = arrays(item), arrays(other)
-    assert mine.keys() == theirs.keys()
-    for path, array in mine.items():
-        np.testing.assert_array_equal(array, theirs[path], err_msg=path)
-
-
-@pytest.mark.slow
-def test_another_mesh_continues_with_the_same_data(place: Path, uninterrupted: list[dict[str, Any]]) -> None:
-    """More steps of the undisturbed run, on one device."""
-    events = train(place, "uninterrupted", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
-    assert events[0]["step"] == 8 and events[-1]["steps"] == 9
-    assert np.isfinite(events[-1]["train_loss"])
-
-
-@pytest.mark.slow
-def test_a_mixture_of_tables_continues_with_the_same_rows_on_another_mesh(place: Path) -> None:
-    for name, field in (("a.jsonl", "content"), ("b.jsonl", "text")):
-        rows = (json.dumps({field: f"{name} {number} to be or not to be"}) for number in range(400))
-        (place / name).write_text("\n".join(rows))
-    data = ["--data", "a.jsonl=0.75,b.jsonl=0.25", "--field", "content,text", "--tokenizer", "bpe:300"]
-    uninterrupted = train(place, "mixed", *data, "--mesh", "data=1", "--devices", "1")
-    assert [part["share"] for part in uninterrupted[0]["data"]] == [0.75, 0.25]
-    shutil.copytree(place / "mixed", place / "moved")
-    for step in ("6", "8"):
-        shutil.rmtree(place / "moved" / "checkpoints" / step)
-    events = train(place, "moved", "--resume", "--mesh", "fsdp=4", "--devices", "4")
-    losses = [[e["loss"] for e in result if e["event"] == "step"][-4:] for result in (uninterrupted, events)]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

@@ -133,10 +133,6 @@ def by_nnx(build: Any, batch: Any) -> list[float]:
     return [float(step(model, optimizer, batch)) for _ in range(3)]
 
 
-def planned(program: spanax.Program) -> spanax.Plan:
-    return spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp")
-
-
 EXPLICIT: list[Any] = [Net, Stacked, Reshard, Dot, Linear, Annotated, Constrained, Mapped, PartlyMapped]
 AUTO = [Net, Stacked, Annotated, Constrained, Mapped, PartlyMapped]
 CASES = [(kind, AxisType.Explicit) for kind in EXPLICIT] + [(kind, AxisType.Auto) for kind in AUTO]
@@ -161,34 +157,6 @@ def test_a_program_under_a_mesh_of_the_user_trains_as_in_nnx(build: Any, kind: A
         losses += [float(run.evaluate(BATCH)["loss"]) if build is not Stacked else expected[2]]
         assert run.model() is not None and run.arrays()
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_variants_are_traced_under_the_same_mesh(tmp_path: Any) -> None:
-    """Remat, microbatches, gradients, checks and checkpoints of a program that was traced under an Explicit mesh."""
-    with jax.set_mesh(user_mesh(AxisType.Explicit)):
-        batch = jax.device_put(BATCH, P("data"))
-        program = spanax.trace(build=Stacked, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
-        plain = spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
-    plan = planned(program)
-    for base, variants in (
-        (program, [program.variant(remat="full"), program.variant(records_gradients=True)]),
-        (plain, [plain.variant(microbatches=2)]),
-    ):
-        first = float(spanax.start(base, planned(base)).step(BATCH)["loss"])
-        for variant in variants:
-            run = spanax.start(variant, planned(variant))
-            np.testing.assert_allclose(float(run.step(BATCH)["loss"]), first, rtol=1e-5)
-    with jax.set_mesh(user_mesh(AxisType.Explicit)):
-        report = spanax.check(plain, planned(plain), "cpu:8", level=1, cache=False)
-    assert report.compiled.state_bytes == planned(plain).state_bytes()
-    with jax.set_mesh(user_mesh(AxisType.Explicit)):
-        run = spanax.start(program, plan)
-        run.step(batch)
-        run.save(tmp_path).wait()
-        resumed = spanax.restore(program, plan, tmp_path)
-        assert float(resumed.step(batch)["loss"]) == float(run.step(batch)["loss"])
-        assert run.steps([batch, batch])["loss"].shape == (2,)
 
 
 class Asserting(Constrained):

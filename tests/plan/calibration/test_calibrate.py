@@ -13,7 +13,6 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.calibration.calibrate import Calibration, calibrate
 from spanax.plan.calibration.constants import CONSTANTS, Constant, slowed
-from spanax.plan.calibration.fit import COMMON_WIDTH, MODEL_ERROR, fitted
 from spanax.plan.calibration.measured import MeasuredStep, StepSeconds
 from spanax.plan.candidate import Search, plan_of
 from spanax.plan.evaluate import Evaluation, evaluate
@@ -107,12 +106,6 @@ def test_noise_larger_than_the_correction_changes_nothing() -> None:
     assert clear.is_applied and clear.errors[1] < 0.02
 
 
-def test_noise_widens_what_is_expected() -> None:
-    on, truth = "cpu:8", {constant.name: 2.0 for constant in CONSTANTS}
-    clear, noisy = (calibrate(measured(on, truth, [0], noise=noise), spanax.cluster(on)) for noise in (0.01, 0.5))
-    assert noisy.is_applied and noisy.steps[0].uncertainty > 2 * clear.steps[0].uncertainty > 2 * MODEL_ERROR
-
-
 def test_a_run_of_another_program_has_less_weight() -> None:
     on, truth = "cpu:8", {constant.name: 2.0 for constant in CONSTANTS}
     (step,) = measured(on, truth, [0])
@@ -167,12 +160,3 @@ def test_all_constants_together_are_the_speed_of_the_machine() -> None:
         twice = slowed(machine, {constant.name: 2.0 for constant in CONSTANTS})
         for step in measured(on, {}, [0, -1]):
             assert step.predicted(twice) == pytest.approx(2 * step.predicted(machine), rel=1e-6)
-
-
-def test_the_fit_is_the_posterior_of_a_linear_model() -> None:
-    """One measurement of the sum of all: the prior's common width decides how much of it is believed."""
-    shares = np.asarray([[0.5, 0.5]])
-    posterior = fitted(lambda x: shares @ x, np.asarray([0.4]), np.asarray([COMMON_WIDTH]), 2)
-    spread = shares @ posterior.factors
-    assert 0.15 < float(spread[0]) < 0.25 and posterior.factors[0] == pytest.approx(posterior.factors[1])
-    assert float(posterior.uncertainty(shares)[0]) > 0.3

@@ -167,11 +167,6 @@ def large(num_chosen: int, factor: float | None = 1.0) -> Program:
     return workload.trace(learning_rate=1e-3, num_steps=10)
 
 
-def test_more_experts_per_token_cost_more() -> None:
-    costs = [seconds(large(count), "h100:8", "expert", "data=2,expert=4")["matmuls"] for count in (1, 2, 4)]
-    assert costs == sorted(costs) and len(set(costs)) == 3
-
-
 def test_the_busiest_device_determines_the_step_only_where_experts_are_sharded() -> None:
     def costs(layout: str, mesh: str) -> list[dict[str, float]]:
         return [seconds(large(2), "h100:8", layout, mesh, imbalance=load) for load in (1.0, 1.5, 3.0)]
@@ -181,17 +176,6 @@ def test_the_busiest_device_determines_the_step_only_where_experts_are_sharded()
         values = [each[term] for each in sharded]
         assert values == sorted(values) and len(set(values)) == 3
     assert replicated[0] == replicated[1] == replicated[2]
-
-
-def test_small_groups_pad_more_of_a_tile() -> None:
-    """Sorted tokens in a kernel: a fourth of the rows of each group take no less than a fourth of the time."""
-
-    def cost(num_tokens: int, by_kernel: bool) -> float:
-        program = formed("sorted", 1024, num_tokens)
-        return seconds(program, "h100:1", "data", "data=1", grouped_matmul=by_kernel)["matmuls"]
-
-    ratios = [cost(num_tokens, False) / cost(num_tokens, True) for num_tokens in (65536, 4096, 1024)]
-    assert 3.9 < ratios[0] <= 4 and ratios[0] > ratios[1] > ratios[2] > 1
 
 
 def test_less_than_the_mean_is_refused() -> None:

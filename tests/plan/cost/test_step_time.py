@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,21 +13,19 @@ from flax import nnx
 import spanax
 import zoo
 from byo import corpus
-from programs import array, small_gpt, workload, zoo_program
+from programs import array, small_gpt, workload
 from spanax.errors import SpanaxError
-from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
-from spanax.plan.candidate import Candidate
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.kernel_rates import VECTOR_SHARE
 from spanax.plan.cost.roofline import TILE, matmul_seconds, shard_counts
-from spanax.plan.cost.step_time import IDLE, Costs, Grid, Table, price
+from spanax.plan.cost.step_time import IDLE, Costs, Grid, price
 from spanax.plan.place import resolver_of
 from spanax.plan.search import search
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.plan.spmd.terms import KINDS, Matmuls, Terms
-from spanax.trace.analysis.op_groups import Phase, contraction_flops
+from spanax.plan.spmd.terms import Matmuls, Terms
+from spanax.trace.analysis.op_groups import contraction_flops
 from spanax.trace.program import Program
 
 
@@ -57,31 +54,7 @@ def cost(program: Program, layout: str, mesh: str, cluster: spanax.Cluster | Non
     return price(terms(program, layout, mesh), cluster or spanax.cluster("h100", shape.size), each)
 
 
-def slowed(cluster: spanax.Cluster, inside: float = 1.0, between: float = 1.0) -> spanax.Cluster:
-    """The same cluster with links so many times slower."""
-
-    def link(arguments: Link | None, times: float) -> Link:
-        assert arguments is not None
-        return dataclasses.replace(
-            arguments,
-            bytes_per_second=arguments.bytes_per_second / times,
-            latency_seconds=arguments.latency_seconds * times,
-            start_seconds=arguments.start_seconds * times,
-        )
-
-    chip = dataclasses.replace(
-        cluster.chip, inside=link(cluster.chip.inside, inside), between=link(cluster.chip.between, between)
-    )
-    return dataclasses.replace(cluster, chip=chip)
-
-
 # Ways
-
-
-def test_shard_counts() -> None:
-    table = shard_counts(np.asarray([[2, 1], [3, 4], [5, 8]]))
-    assert table.T.tolist() == [[1, 2, 3, 6, 5, 10, 15, 30], [1, 1, 4, 4, 8, 8, 32, 32]]
-    assert shard_counts(np.zeros((0, 2), int)).tolist() == [[1, 1]]
 
 
 # Works
@@ -146,36 +119,6 @@ def test_a_thin_matmul_takes_its_bytes_over_the_memorys_rate() -> None:
     assert seconds("v5p", one_matmul(8, 8192, 8192)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("chip", ["h100", "a100", "v5e", "cpu"])
-def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> None:
-    dtype = "bf16" if chip != "cpu" else "fp32"
-    for m, n, k in ((4096, 4096, 4096), (128, 128, 8192), (8192, 256, 64)):
-        full = seconds(chip, one_matmul(m, n, k, dtype=dtype))
-        # A second tile, on an idle core, takes no longer.
-        assert full <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
-        assert full < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
-        assert full < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
-        split = seconds(chip, one_matmul(m, n, k, size_axes=(1, 0, 0, 0), dtype=dtype), ways=2)
-        assert full / 2 <= split <= full
-
-
-def test_a_long_sum_with_few_tiles_is_divided_into_parts() -> None:
-    chip, k = chip_named("a100"), 2**20
-    assert chip.num_cores and chip.memory_bytes_per_second
-    by_one_core = 2 * TILE**2 * k * chip.num_cores / (chip.flops_per_second("bf16") * chip.sustained_share)
-    num_bytes = 2 * (2 * TILE * k) / (chip.memory_bytes_per_second * chip.memory_share)
-    assert num_bytes < seconds("a100", one_matmul(TILE, TILE, k)) < 0.05 * by_one_core
-    # What is written in parts is counted: the same work in many tiles takes less.
-    assert seconds("a100", one_matmul(32 * TILE, 32 * TILE, k // 1024)) < seconds("a100", one_matmul(TILE, TILE, k))
-
-
-def test_a_narrow_result_takes_narrow_tiles() -> None:
-    # As a convolution, which reads less than the matmul it is: no bytes to wait for.
-    both = [dataclasses.replace(one_matmul(2**20, n, 8192), num_bytes=np.zeros((1, 3))) for n in (64, 128)]
-    narrow, wide = (seconds("a100", works) for works in both)
-    assert narrow == pytest.approx(wide / 2, rel=0.05)
-
-
 @pytest.mark.parametrize("dtype", ["fp8", "fp4", "bf16"])
 def test_activations_are_cast_before_the_matmuls_with_weights(dtype: str) -> None:
     chip, n = chip_named("b200"), 8192
@@ -191,14 +134,6 @@ def test_activations_are_cast_before_the_matmuls_with_weights(dtype: str) -> Non
     bytes_cast = 0 if dtype == "bf16" else 3 * 2 * n * n
     by_hand = bytes_cast / (chip.memory_bytes_per_second * chip.memory_share)
     assert added == {"weight": pytest.approx(by_hand, abs=1e-9), "gradient of the weight": 0}
-
-
-def test_four_bit_matmuls_are_faster_than_eight_bit() -> None:
-    fp4, fp8 = (seconds("b200", one_matmul(8192, 8192, 8192, dtype=dtype)) for dtype in ("fp4", "fp8"))
-    chip = chip_named("b200")
-    assert fp4 / fp8 == pytest.approx(chip.flops_per_second("fp8") / chip.flops_per_second("fp4"), rel=0.05)
-    with pytest.raises(SpanaxError, match="does not compute in fp4"):
-        seconds("h100", one_matmul(8, 8, 8, dtype="fp4"))
 
 
 def test_a_depthwise_convolution_runs_on_vector_units_and_a_grouped_one_on_tensor_cores() -> None:
@@ -275,104 +210,10 @@ def test_sharded_storage_updates_less_and_gathers_more() -> None:
     assert zero1["weights between devices"][0] > 0  # what was updated in parts is gathered
 
 
-def test_a_recomputed_forward_pass_gathers_freed_weights_again() -> None:
-    stored, once, again = (
-        price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), arguments).terms
-        for arguments in (
-            Assumptions(),
-            Assumptions(repeats_forward=True),
-            Assumptions(repeats_forward=True, gathers_again=True),
-        )
-    )
-    name = "weights between devices"
-    assert stored[name][0] == once[name][0] < again[name][0] < 1.5 * once[name][0]
-    assert stored["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
-
-
-def test_passes_over_the_logits_affect_only_memory_traffic_outside_layers() -> None:
-    once, thrice = (
-        price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), arguments).terms
-        for arguments in (Assumptions(), Assumptions(touched_around=3.0))
-    )
-    assert once["memory"][0] < thrice["memory"][0] < 3 * once["memory"][0]
-    assert once["update"][0] == thrice["update"][0]
-
-
-def test_a_host_dispatches_collectives_of_activations_like_kernels() -> None:
-    slow, cluster = Assumptions(dispatch_seconds=1.0), spanax.cluster("a100", 8)
-    seconds = {}
-    for layout, mesh, sizes in (("data", "data=8", (8,)), ("tensor", "model=8", (8,)), ("tensor", "model=8", (1,))):
-        each = terms(small_gpt(), layout, mesh)
-        count = each.memory_traffic.kernels[: Phase.UPDATE].sum()
-        seconds[layout, sizes] = price(each, cluster, grid(sizes), slow).step_seconds[0] - count
-    # Two sums in each pass of both blocks, and those around the layers.
-    assert seconds["tensor", (8,)] >= 2.1 * 8 > 1 > abs(seconds["data", (8,)])
-    assert abs(seconds["tensor", (1,)]) < 1
-
-
 def test_one_device_communicates_nothing() -> None:
     result = cost(small_gpt(), "data", "data=1").terms
     for name in ("gradient sync", "weights between devices", "activations between devices", *IDLE):
         assert result[name][0] == 0
-
-
-def test_remat_increases_flops() -> None:
-    full, none = (cost(small_gpt(remat=remat), "data", "data=8").terms["matmuls"][0] for remat in (True, False))
-    assert none < full < 4 / 3 * none * 1.05
-
-
-@functools.cache
-def candidates(cluster: spanax.Cluster) -> tuple[Candidate, ...]:
-    return search(workload("gpt-nano"), cluster, remat=(), top=10_000).candidates
-
-
-@pytest.mark.parametrize("times", [{"inside": 4.0}, {"between": 4.0}])
-def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
-    cluster = spanax.cluster("a100:2x8")
-    fast, slow = candidates(cluster), candidates(slowed(cluster, **times))
-    before = {(c.layout, c.mesh, c.num_stages, c.schedule, c.microbatches): c for c in fast}
-    assert len(before) == len(fast) == len(slow)
-    ratios = []
-    for each in slow:
-        other = before[each.layout, each.mesh, each.num_stages, each.schedule, each.microbatches]
-        assert all(each.seconds[name] >= other.seconds[name] * (1 - 1e-9) - 1e-12 for name in each.seconds)
-        ratios.append(each.step_seconds / other.step_seconds)
-    assert max(ratios) > 1.05
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "mesh"), [("gpt", "fsdp+tensor+seq", "fsdp=2,model=2"), ("moe", "expert", "data=2,expert=2")]
-)
-def test_many_meshes_at_once_cost_the_same_as_each_alone(name: str, layout: str, mesh: str) -> None:
-    program, cluster = zoo_program(name), spanax.cluster("a100:4x8")
-    result = terms(program, layout, mesh)
-    sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)]
-    together = price(result, cluster, grid(*sizes))
-    for index, each in enumerate(sizes):
-        alone = price(result, cluster, grid(each))
-        assert alone.flops[0] == pytest.approx(together.flops[index], rel=1e-12)
-        assert alone.step_seconds[0] == pytest.approx(together.step_seconds[index], rel=1e-12)
-        for key, values in alone.terms.items():
-            assert values[0] == pytest.approx(together.terms[key][index], rel=1e-12)
-
-
-def test_a_cached_table_equals_one_built_for_each_grid() -> None:
-    result, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
-    two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
-    table = Table(cluster, result.axes, [two, four], Assumptions())
-    for each in (two, four):
-        together = price(result, cluster, each, table=table.select(each))
-        assert (together.step_seconds == price(result, cluster, each).step_seconds).all()
-
-
-def test_matmuls_that_differ_in_one_number_have_separate_rows() -> None:
-    cluster, alone = spanax.cluster("a100:8"), grid((8,))
-    shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
-    table = Table(cluster, ("data",), [alone], Assumptions()).select(alone)
-    result = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
-    assert result[0] == result[2] > 1.5 * result[1]
-    narrow = one_matmul(4096, 4096, 4096, dtype="fp32")
-    assert table.matmul_seconds(narrow)[0, 0] > 1.5 * result[0]
 
 
 # Pipelines
@@ -391,73 +232,11 @@ def test_stages_wait_for_each_other() -> None:
     assert 0.4 * work < idle(staged) < work
 
 
-def test_interleaving_has_a_smaller_bubble() -> None:
-    program, cluster = small_gpt(num_layers=4), spanax.cluster("h100:4")
-    plain, chunked = (
-        cost(program, "data", "data=2", cluster, stages=2, microbatches=4, scale=0.25, schedule=name, num_chunks=count)
-        for name, count in (("1f1b", 1), ("interleaved", 2))
-    )
-    assert idle(chunked) < idle(plain)
-
-
 def idle(costs: Costs) -> float:
     return sum(float(costs.terms[name][0]) for name in IDLE)
 
 
 # Collectives
-
-
-def moved(program: Program, layout: str, mesh: str, kind: str, **fields: Any) -> float:
-    """Global bytes of a kind of collective in a step."""
-    moves = terms(program, layout, mesh).collectives
-    chosen = moves.kind == KINDS.index(kind)
-    for name, value in fields.items():
-        chosen &= getattr(moves, name) == value
-    return float((moves.num_bytes * moves.runs)[chosen].sum())
-
-
-def test_data_parallel_reduces_every_gradient_once() -> None:
-    program = zoo_program("mlp")
-    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
-    reduced = moved(program, "data", "data=8", "all-reduce")
-    assert params <= reduced <= params + 64  # and the loss
-    assert moved(program, "data", "data=8", "all-gather") == moved(program, "data", "data=8", "reduce-scatter") == 0
-
-
-def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
-    program = spanax.trace(
-        build=lambda rngs: nnx.Sequential(nnx.Linear(16, 128, rngs=rngs), nnx.Linear(128, 16, rngs=rngs)),
-        optimizer=optax.adam(0.1),
-        batch=array(4096, 16),  # larger than the weights: their gradients move
-        loss=lambda model, batch: jnp.square(model(batch)).mean(),
-    )
-    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
-    kernels = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2)
-    assert moved(program, "fsdp", "fsdp=8", "reduce-scatter") == params
-    gathered = moved(program, "fsdp", "fsdp=8", "all-gather")
-    # Without a loop over layers, weights gathered in the forward pass are reused in the backward pass.
-    assert kernels <= gathered <= 2 * params
-
-
-def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
-    def loss(model: Any, batch: jax.Array) -> jax.Array:
-        return jnp.square(model(batch) + model(batch + 1.0)).mean()
-
-    program = spanax.trace(
-        build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
-        optimizer=optax.adam(0.1),
-        batch=array(4096, 16),
-        loss=loss,
-    )
-    assert moved(program, "fsdp", "fsdp=8", "all-gather") == 4 * 16 * 32
-
-
-def test_megatron_reduces_activations_twice_per_block_and_pass() -> None:
-    config = zoo.GPT_SCAN
-    each = 4 * 16 * config.seq_len * config.embed_dim
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        result = moved(small_gpt(), "tensor", "model=8", "all-reduce", in_layers=True, batched=True, phase=phase)
-        assert result == config.num_layers * 2 * each
 
 
 # What a chip cannot

@@ -50,6 +50,19 @@ def predicted(schedule: str, p: int, m: int, v: int, times: tuple[float, ...], h
     )
 
 
+def test_small_timelines_by_hand() -> None:
+    """F takes 1, the full backward pass 2; also with half a second to send, a split backward, and a slow stage."""
+    times = StageSeconds.equal(2)
+    sent = simulate(orders("1f1b", 2, 2), times, hop_seconds=0.5)
+    assert (sent.seconds, sent.busy_seconds, sent.peak_in_flight) == (10.0, (6.0, 6.0), (2, 1))
+    assert sent.bubble_fraction == pytest.approx(8 / 20) and sent.bubble_over_ideal == pytest.approx(8 / 12)
+    assert simulate(orders("1f1b", 2, 2), times).seconds == 9.0
+    assert simulate(orders("zero-bubble", 2, 2), times).seconds == 7.0
+    assert simulate(orders("interleaved", 1, 3, 2), times, hop_seconds=100.0).seconds == 18.0
+    slow = simulate(orders("1f1b", 4, 64), StageSeconds(*((1, 1, 3, 1),) * 3))
+    assert slow.seconds == (1 + 1) + 64 * 9 + (2 + 2), "it waits for two forwards, and two backwards follow it"
+
+
 @pytest.mark.parametrize("schedule, p, m, v", PLAIN + INTERLEAVED)
 def test_the_published_bubble_equals_the_simulation(schedule: str, p: int, m: int, v: int) -> None:
     for times in TIMES:

@@ -209,22 +209,6 @@ def test_a_ring_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
     assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [{"remat": "full"}, {"remat": "dots"}])
-def test_under_remat_and_in_microbatches(schedule: Any) -> None:
-    plan = ring_plan("scan", "data=2,context=4", microbatches=2, **schedule)
-    problems = differences(numbers(spanax.start(program("scan"), plan)), on_one_device("scan"))
-    assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
-
-
-@pytest.mark.slow
-def test_only_keys_and_values_pass_around_a_ring() -> None:
-    text = spanax.start(program("causal"), ring_plan("causal", "context=8")).lower().compile().as_text()
-    assert "collective-permute" in text and "all-to-all" not in text
-    gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
-    assert not gathered, gathered[:2]
-
-
 def test_a_plan_records_its_ring(tmp_path: Any) -> None:
     plan = ring_plan("causal", "context=8")
     plan.save(tmp_path / "plan.json")

@@ -138,14 +138,6 @@ def test_a_continued_loop_logs_each_step_once(tmp_path: Path) -> None:
     assert reported.said[0] == ("begin", 3, 5) and ("back", 3) in reported.said
 
 
-def test_a_new_run_does_not_overwrite_another(tmp_path: Path) -> None:
-    with track("", tmp_path, run_of()) as tracking:
-        tracking.log(1, {"loss": 0})
-    with pytest.raises(WriteError, match="already contains a run"), track("", tmp_path, run_of()):
-        pass
-    assert len(read(tmp_path)) == 1
-
-
 def test_a_loop_without_a_run_logs_any_metrics(tmp_path: Path) -> None:
     import jax.numpy as jnp
     from flax import nnx
@@ -183,13 +175,6 @@ def test_a_loop_without_a_run_continues_after_its_step(tmp_path: Path) -> None:
             pass
     with pytest.raises(SpanaxError, match="`step` is that of the run"), track("", tmp_path, run_of(3), step=3):
         pass
-
-
-def test_a_failing_tracker_is_in_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with track([Told("begin")], tmp_path, run_of()) as tracking:
-        tracking.log(1, {"loss": 0})
-    assert [line["event"] for line in read(tmp_path)] == ["warning", "step"]
-    assert "tracker 'Told' failed" in capsys.readouterr().err
 
 
 def test_the_last_step_is_logged_when_the_loop_fails(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -166,23 +165,6 @@ def test_a_deleted_array_raises_and_leaves_no_file(tmp_path: Path) -> None:
 # ---- damage
 
 
-def test_every_flip_and_truncation_is_detected(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    files = sorted(path for path in (tmp_path / "1").rglob("*") if path.is_file() and path.stat().st_size)
-    assert len(files) >= 7
-    rng = random.Random(0)
-    for trial in range(200):
-        path = files[trial % len(files)]
-        full = path.read_bytes()
-        place = rng.randrange(len(full))
-        flipped = bytes([*full[:place], full[place] ^ (1 << rng.randrange(8)), *full[place + 1 :]])
-        path.write_bytes(flipped if trial % 2 else full[:place])
-        result = checkpoint.verify(tmp_path)
-        assert len(result) == 1 and path.name in result[0], (path, place, trial % 2)
-        path.write_bytes(full)
-    assert checkpoint.verify(tmp_path) == []
-
-
 def flip(step: Path) -> str:
     """Flips a bit in the largest array file; the file's name."""
     path = max((step / "arrays").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
@@ -211,17 +193,6 @@ def test_a_damaged_step_is_skipped_with_a_warning(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path, targets(), warn=no_warning)
     assert all(part in str(error.value) for part in (flipped, "step 2: plan.json: missing", "step 1: extra: extra"))
     assert [record.state for record in checkpoint.describe(tmp_path)] == ["bad"] * 3
-
-
-def test_the_default_warning_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path, 1)
-    saved(tmp_path, 2)
-    flip(tmp_path / "2")
-    checkpoint.restore(tmp_path, targets())
-    out, err = capfd.readouterr()
-    assert (
-        out == "" and err.startswith("spanax: WARNING: skipped damaged checkpoint: step 2: ") and err.count("\n") == 1
-    )
 
 
 def test_a_missing_checkpoint_names_the_folder(tmp_path: Path) -> None:
@@ -514,15 +485,3 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _, stderr = child.communicate(timeout=240)
         assert child.returncode == -signal.SIGKILL, (where, stderr.decode())
     return root
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", DEATHS)
-def test_a_kill_at_any_moment_leaves_an_intact_step(graves: Path, where: str) -> None:
-    root, left = graves / where, values(2 if DEATHS[where] else 1)
-    assert names(root) != ["1"]
-    assert {step.state for step in checkpoint.describe(root)} <= {"good", "unfinished"}, "nobody saves any more"
-    assert_same(checkpoint.restore(root, targets(), warn=no_warning).arrays, left)
-    saved(root, 3)
-    assert names(root) == ["1", "3"] and checkpoint.verify(root) == []
-    assert_same(checkpoint.restore(root, targets(), step=1).arrays, left)
