@@ -13,10 +13,11 @@ from flax import nnx
 from jax.extend import core
 
 
-def difference(first: Any, second: Any, path: str = "") -> str:
+def difference(first: Any, second: Any, path: str = "", seen: set[int] | None = None) -> str:
     """Returns the first difference between two blocks other than array values, or an empty string.
 
-    Functions are equal if their code and closures are, such as the initializers that two equal calls return.
+    Functions are equal if their code and closures are, such as the initializers that two equal calls return. `seen` has
+    the objects that were compared already.
 
     Example:
       >>> make = lambda width: nnx.Linear(4, width, rngs=nnx.Rngs(0))
@@ -25,10 +26,7 @@ def difference(first: Any, second: Any, path: str = "") -> str:
       >>> difference(make(4), make(8))
       '`bias` is float32[4] and float32[8]'
     """
-    return _difference(first, second, path, set())
-
-
-def _difference(first: Any, second: Any, path: str, seen: set[int]) -> str:
+    seen = set() if seen is None else seen
     if id(first) in seen:
         return ""
     if type(first) is not type(second):
@@ -36,7 +34,7 @@ def _difference(first: Any, second: Any, path: str, seen: set[int]) -> str:
     if isinstance(first, nnx.Variable):
         if not same(first.get_metadata(), second.get_metadata()):
             return f"{_subject(path)} has different metadata"
-        return _difference(first.get_value(), second.get_value(), path, seen)
+        return difference(first.get_value(), second.get_value(), path, seen)
     if isinstance(first, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         alike = first.shape == second.shape and first.dtype == second.dtype
         return "" if alike else f"{_subject(path)} is {_summary(first)} and {_summary(second)}"
@@ -49,8 +47,8 @@ def _difference(first: Any, second: Any, path: str, seen: set[int]) -> str:
         child_path = f"{path}.{name}" if path else str(name)
         if name not in children or name not in other_children:
             return f"{_subject(child_path)} is missing in one of them"
-        if difference := _difference(children[name], other_children[name], child_path, seen):
-            return difference
+        if mismatch := difference(children[name], other_children[name], child_path, seen):
+            return mismatch
     return ""
 
 

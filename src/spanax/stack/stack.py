@@ -14,9 +14,6 @@ from spanax.errors import StackError, UnknownNameError, nearest
 from spanax.stack.block_equality import difference
 from spanax.stack.layer_loop import layers_of
 
-ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
-"""The metadata keys under which NNX versions store the names of a variable's dims."""
-
 
 def _keeps_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
     """The `dots` policy as `spanax.trace` defines it, which also saves the results of convolutions."""
@@ -252,8 +249,6 @@ def _check_separate(blocks: Sequence[nnx.Module], path: str | None) -> None:
 def _rename_dims(module: nnx.Module, renamed: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
     """Applies `renamed` to the dim names of each annotated variable."""
     for _, variable in nnx.iter_graph(module):
-        if isinstance(variable, nnx.Variable):
-            for name in ANNOTATIONS:
-                names = variable.get_metadata().get(name)
-                if names is not None:
-                    variable.set_metadata(name, renamed(tuple(getattr(names, "spec", names))))
+        names = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
+        if names is not None:
+            variable.set_metadata("out_sharding", renamed(tuple(getattr(names, "spec", names))))

@@ -39,12 +39,8 @@ class CompiledFunction(PlacedProgram):
     @cached_property
     def updated(self) -> tuple[int, ...]:
         """The indices of the leaves that the function updates."""
-        body = self.program.step.graph.body
-        return tuple(
-            index
-            for index, (before, after) in enumerate(zip(body.inputs[: len(self.state)], body.outputs, strict=False))
-            if before != after
-        )
+        pairs = enumerate(self.program.step.updated)
+        return tuple(index for index, (before, after) in pairs if before != after)
 
     @cached_property
     def donated(self) -> tuple[int, ...]:
@@ -98,14 +94,7 @@ class CompiledFunction(PlacedProgram):
 
     def arguments(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the abstract arguments of `jitted`."""
-        state = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-            for leaf, sharding in zip(self.program.leaves, self.state, strict=True)
-        ]
-        batch = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(self.program.batch, self.batch, strict=True)
-        ]
+        state, batch = self.abstract
         return [state[index] for index in self.donated], [state[index] for index in self.read], batch
 
 

@@ -58,7 +58,10 @@ def abstract_arrays(
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes, dtypes and planned shardings of arrays."""
     pairs = zip(leaves, placements, strict=True)
-    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]
+    return [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh), weak_type=leaf.weak_type)
+        for leaf, place in pairs
+    ]
 
 
 def flagged(plan: Plan, requested: str | None, devices: Sequence[Any]) -> Plan:

@@ -1,6 +1,6 @@
 """The train step of a program and its evaluation, compiled under the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,15 +10,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spanax.hardware.flags import for_platform
+from spanax.plan.pipeline.stages import inside_stage
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.operands import OperandSharding, operand_shardings
+from spanax.plan.sharding.resolve import Constraint
+from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.step.guard import Guard
 from spanax.step.guarded_step import GuardedStep
 from spanax.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.step.pipeline.layer_padding import PaddedStep
+from spanax.step.pipeline.pipeline import pipelined_replay
 from spanax.step.placement import abstract_arrays, platform_of, to_device, to_host
 from spanax.step.replay.replay import Replay
-from spanax.step.sharded_function import sharded_function
 from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
 
 
@@ -62,11 +69,37 @@ class PlacedProgram:
     def replay(
         self, traced: StepAnalysis, padded: PaddedStep | None = None, *, is_step: bool, inputs_only: bool = False
     ) -> Replay:
-        """Returns the replay of the step or of the evaluation."""
-        replay = sharded_function(
-            self.program, self.plan, self.mesh, self.rows, traced, padded, is_step=is_step, inputs_only=inputs_only
-        )
-        return replace(replay, defers_errors=self.is_simulated)
+        """Returns the replay of a step, or of an evaluation, under the sharding constraints of the plan.
+
+        Args:
+          traced: the step or the evaluation.
+          padded: the step around a pipeline with padded rows.
+          is_step: whether `traced` is the step.
+          inputs_only: constrain only inputs and outputs, no intermediate values.
+        """
+        plan = self.plan
+        rows = self.rows
+        # An evaluation takes the layers without padding, whose number is not a multiple of the stages.
+        is_unpadded = not is_step and rows is not None and rows.is_padded
+        resolver = resolver_of(self.program, inside_stage(plan) if is_unpadded else plan)
+
+        def replay(traced: StepAnalysis) -> Replay:
+            constraints = resolver.constraints(traced)
+            pinned: list[Constraint | None] = [None] * len(constraints)
+            if inputs_only:
+                return Replay(traced.graph, pinned, {}, self.mesh)
+            deferred = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
+            uses = operand_shardings(resolver, traced, constraints)
+            unconstrained = _unconstrained(traced, uses, constraints)
+            pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]
+            return Replay(traced.graph, pinned, uses, self.mesh, deferred)
+
+        if inputs_only or not is_step:
+            result = replay(traced if padded is None else padded.step)
+        else:
+            padded_replay = None if padded is None else (replay(padded.step), padded)
+            result = pipelined_replay(replay(traced), traced, plan.schedule, rows, padded_replay)
+        return replace(result, defers_errors=self.is_simulated)
 
     def _replicated(self, count: int) -> list[NamedSharding]:
         return [NamedSharding(self.mesh, PartitionSpec())] * count
@@ -178,3 +211,33 @@ class TrainStep(PlacedProgram):
 
 def _constrained(array: Any, sharding: NamedSharding) -> Any:
     return array if sharding.mesh.size == 1 else jax.lax.with_sharding_constraint(array, sharding)
+
+
+def _unconstrained(
+    traced: StepAnalysis, op_shardings: Mapping[Op, OperandSharding], constraints: Sequence[Constraint | None]
+) -> set[int]:
+    """Returns uniform values that an operation reshards for itself, and those that only such values depend on.
+
+    They are computed where they are used: a constraint to another sharding would gather them.
+    """
+    resharded = {
+        value
+        for op, use in op_shardings.items()
+        for value, constraint in zip(op.inputs, use.inputs, strict=True)
+        if constraint
+    }
+    loops = (op for op in traced.graph.ops() if op.name == "scan")
+    carried = (pair for op in loops for pair in traced.graph.wires(op).inputs)
+    resharded |= {outer for outer, inner in carried if constraints[outer] != constraints[inner]}
+    unconstrained = resharded & traced.uniform
+    pinned = {*traced.graph.body.outputs} - resharded
+    for op in reversed([*traced.graph.ops()]) if unconstrained else ():
+        if op.outputs and unconstrained.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
+            unconstrained |= traced.uniform.intersection(op.inputs)
+            continue
+        pairs = traced.graph.wires(op).inputs if op.bodies else ()
+        used = {outer for outer, inner in pairs if inner not in unconstrained - pinned}
+        passed = {outer for outer, _ in pairs} - used
+        unconstrained |= traced.uniform & passed
+        pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - resharded - passed)
+    return unconstrained - pinned

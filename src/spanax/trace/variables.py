@@ -1,7 +1,4 @@
-"""Flattens model and optimizer into a list of arrays and merges them back: the only interface to Flax NNX.
-
-NNX has renamed its annotations four times in a year; only this file uses their names.
-"""
+"""Flattens model and optimizer into a list of arrays and merges them back: the only interface to Flax NNX."""
 
 import functools
 import inspect
@@ -29,7 +26,8 @@ OPTIMIZER = "optimizer"
 OPTIMIZER_STATE = "opt_state"
 """Flax's attribute for Optax state, also inside a module; its Variables may have the type of their parameters."""
 
-ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
+ANNOTATION = "out_sharding"
+"""The metadata of a Variable that names its dims; Flax stores the older names under this one."""
 
 
 @dataclass(frozen=True)
@@ -361,13 +359,13 @@ def _annotation(variable: Any) -> tuple[Any, ...] | None:
     if not isinstance(variable, nnx.Variable):
         return None
     metadata = variable.get_metadata()
-    for name in ANNOTATIONS:
-        sharding = metadata.get(name)
-        if sharding is not None:
-            names = tuple(getattr(sharding, "spec", sharding))
-            rules = dict(metadata.get("sharding_rules") or ())
-            return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
-    return None
+    sharding = metadata.get(ANNOTATION)
+    if sharding is None:
+        return None
+    rules = dict(metadata.get("sharding_rules") or ())
+    return tuple(
+        rules.get(name, name) if isinstance(name, str) else name for name in getattr(sharding, "spec", sharding)
+    )
 
 
 @contextmanager

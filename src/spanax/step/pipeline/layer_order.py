@@ -5,7 +5,6 @@ the number of layers, some rows are padding. The public state always has the lay
 operates on rows, which is equivalent as long as every operation treats all layers alike; others raise an error.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,6 +159,4 @@ def _rows(array: Any, layers: Any, dim: int) -> Any:
     return jnp.where(is_layer, rows, jnp.zeros((), array.dtype))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _compiled_rows(array: Any, layers: Any, dim: int) -> Any:
-    return _rows(array, layers, dim)
+_compiled_rows = jax.jit(_rows, static_argnums=2)

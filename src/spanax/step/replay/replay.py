@@ -118,9 +118,20 @@ class Replay:
             return lookup
         use = self.uses.get(op)
         ins = ins if use is None else self._as_used(op, ins, use)
-        computed = (strategy(self, op, ins, use) for strategy in STRATEGIES)
-        outs = next(outs for outs in computed if outs is not None)
-        return self._as_planned(op, outs, use)
+        return self._as_planned(op, self._results(op, ins, use), use)
+
+    def _results(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> Sequence[Any]:
+        """Computes an operation without bodies."""
+        if op.name in DROPPED:
+            return ins[:1]
+        if self.defers_errors and is_callback(op):
+            return with_deferred_errors(self.graph, op, ins)
+        if op.outputs and self.unreduced.of(op.outputs[0]):
+            return evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
+        if use is not None and use.is_local and self.mesh.size > 1:
+            return _shard_by_shard(self, op, ins, use)
+        outs = _single_contraction(self, op, ins, use)
+        return op.bind(ins) if outs is None else outs
 
     def _sharded_lookup(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
         """Computes a lookup in a sharded table inside of a stage, where the compiler cannot; None for others."""
@@ -216,30 +227,10 @@ class Replay:
         return (*(self.mesh.shape[axis] for axis in self.unreduced.of(value)), *self.graph.shape(value))
 
 
-Strategy = Callable[[Replay, Op, Sequence[Any], OperandSharding | None], list[Any] | None]
-"""Computes an operation without bodies; None if it does not apply."""
-
-
-def _dropped(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-    return list(ins[:1]) if op.name in DROPPED else None
-
-
-def _deferred_callback(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-    return with_deferred_errors(replay.graph, op, ins) if replay.defers_errors and is_callback(op) else None
-
-
-def _partial_sums(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-    if not op.outputs or not replay.unreduced.of(op.outputs[0]):
-        return None
-    return evaluate_partial_sums(replay.graph, op, ins, replay.unreduced, replay.mesh, replay.manual)
-
-
-def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
+def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding) -> list[Any]:
     """Computes an operation on each shard in `shard_map`, so that the compiler does not partition it."""
     mesh = replay.mesh
     manual = replay.manual
-    if use is None or not use.is_local or mesh.size == 1:
-        return None
     specs = [
         tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
@@ -260,7 +251,7 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
 
 
 def _single_contraction(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-    """Computes a matmul in the form that is fast on CPUs."""
+    """Computes a matmul in the form that is fast on CPUs; None for other operations and where there is none."""
     if op.name != "dot_general" or platform_of(replay.mesh) != "cpu":
         return None
     known: Sequence[Constraint | None]
@@ -269,21 +260,6 @@ def _single_contraction(replay: Replay, op: Op, ins: Sequence[Any], use: Operand
     else:
         known = [replay.constraints[value] for value in op.inputs] if use is None else use.inputs
     return single_contraction(op, ins, known, replay.manual)
-
-
-def _as_traced(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-    return op.bind(ins)
-
-
-STRATEGIES: tuple[Strategy, ...] = (
-    _dropped,
-    _deferred_callback,
-    _partial_sums,
-    _shard_by_shard,
-    _single_contraction,
-    _as_traced,
-)
-"""How an operation is computed: by the first strategy that applies."""
 
 
 @functools.lru_cache(maxsize=4096)

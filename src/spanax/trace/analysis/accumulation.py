@@ -5,8 +5,6 @@ each device can accumulate its own, with one reduction after the loop. The same 
 a sum and used only by a carry. Sets of mesh axes are bit masks.
 """
 
-import functools
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
 from spanax.trace.jaxpr.linear import linear_operands
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
-from spanax.trace.jaxpr.provenance import propagated
+from spanax.trace.jaxpr.provenance import Origin, origins
 
 REDUCED_BEFORE = frozenset({"broadcast_in_dim", "cumsum", "dot_general", "select_n"})
 """Linear operations whose operands are reduced before: their results may be larger, or sums of their own."""
@@ -129,10 +127,6 @@ def is_sum(graph: Graph, op: Op) -> bool:
     return op.name in SUMS and bool(jnp.issubdtype(graph.avals[op.outputs[0]].dtype, jnp.inexact))
 
 
-def _union(masks: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, masks, 0)
-
-
 def recurrences(graph: Graph, batch: frozenset[int | None], classes: Sequence[Labels]) -> list[Op]:
     """Returns the loops in which every iteration needs all weights: over time, over tied layers, of a solver.
 
@@ -163,8 +157,8 @@ def invariant(graph: Graph, loops: Iterable[Op]) -> frozenset[int]:
         inside = graph.within(loop.bodies[-1])
         varying = {*inside.body.inputs}.difference(inner for _, inner in const_pairs(graph, loop))
         varying.update(op.inputs[0] for op in inside.ops() if op.family is Family.GATHER)
-        bits = propagated(inside, dict.fromkeys(varying, 1), lambda op, operands: _union(operands))
+        is_varying = origins(inside, dict.fromkeys(varying, Origin.BATCH))
         bodies = (inside.body, *(body for op in inside.ops() for body in op.bodies))
         inputs = (value for body in bodies for value in body.inputs)
-        values.update(value for value in (*inputs, *inside.producers) if not bits[value])
+        values.update(value for value in (*inputs, *inside.producers) if not is_varying[value])
     return frozenset(values)

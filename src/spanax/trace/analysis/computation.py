@@ -76,7 +76,8 @@ class Computation:
     def of(step: Traced, leaves: Sequence[Leaf]) -> "Computation":
         """Returns the computation of a traced step; `leaves` are the leaves of its state."""
         graph = step.graph
-        values = _Values(graph).of_all()
+        values = {value: _digest("input", str(index)) for index, value in enumerate(graph.body.inputs)}
+        _run(graph, graph.body, values)
         gradients = {mark: value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
         after = zip(leaves, graph.body.outputs, strict=False)
         other_state = {leaf.path: value for leaf, value in after if not gradients or leaf.kind == "other"}
@@ -140,52 +141,38 @@ class Computation:
         return messages
 
 
-@dataclasses.dataclass(frozen=True)
-class _Values:
-    """Computes the digests of the values of a graph."""
+def _run(graph: Graph, body: Body, texts: dict[int, str]) -> list[str]:
+    """Adds the digests of the values of a body to those of its inputs, and returns those of its outputs."""
 
-    graph: Graph
+    def read(value: int) -> str:
+        if value not in texts:
+            texts[value] = _of_constant(graph.constants[value])
+        return texts[value]
 
-    def of_all(self) -> dict[int, str]:
-        """Returns the digest of every value of the outermost body."""
-        texts = {value: _digest("input", str(index)) for index, value in enumerate(self.graph.body.inputs)}
-        self._run(self.graph.body, texts)
-        return texts
+    for op in body.ops:
+        operands = [read(value) for value in op.inputs]
+        if op.name in IDENTITIES and len(op.inputs) == len(op.outputs):
+            results = operands
+        elif op.name in REMAT and op.bodies:
+            (inner,) = op.bodies
+            results = _run(graph, inner, dict(zip(inner.inputs, operands, strict=True)))
+        else:
+            text = _of_op(graph, op, operands)
+            avals = [_of_aval(graph.avals[value]) for value in op.outputs]
+            results = [_digest(text, str(index), aval) for index, aval in enumerate(avals)]
+        texts.update(zip(op.outputs, results, strict=True))
+    return [read(value) for value in body.outputs]
 
-    def _run(self, body: Body, texts: dict[int, str]) -> list[str]:
-        """Adds the digests of a body to those of its inputs, and returns those of its outputs."""
 
-        def read(value: int) -> str:
-            if value not in texts:
-                texts[value] = _of_constant(self.graph.constants[value])
-            return texts[value]
-
-        for op in body.ops:
-            operands = [read(value) for value in op.inputs]
-            if op.name in IDENTITIES and len(op.inputs) == len(op.outputs):
-                results = operands
-            elif op.name in REMAT and op.bodies:
-                (inner,) = op.bodies
-                results = self._run(inner, dict(zip(inner.inputs, operands, strict=True)))
-            else:
-                text = self._of_op(op, operands)
-                results = [_digest(text, str(index), self._aval(value)) for index, value in enumerate(op.outputs)]
-            texts.update(zip(op.outputs, results, strict=True))
-        return [read(value) for value in body.outputs]
-
-    def _of_op(self, op: Op, ins: Sequence[str]) -> str:
-        if op.name in OPAQUE:
-            return _digest(op.name, *_primitives(list(op.params.values())), *ins)
-        bodies = []
-        for body in op.bodies:
-            digests = {value: _digest("argument", str(index)) for index, value in enumerate(body.inputs)}
-            bodies.append(_digest(*self._run(body, digests)))
-        body_params = BODIES.get(op.name, ())
-        params = {key: value for key, value in op.params.items() if key not in body_params}
-        return _digest(op.name, _plain(params), *bodies, *ins)
-
-    def _aval(self, value: int) -> str:
-        return _of_aval(self.graph.avals[value])
+def _of_op(graph: Graph, op: Op, ins: Sequence[str]) -> str:
+    if op.name in OPAQUE:
+        return _digest(op.name, *_primitives(list(op.params.values())), *ins)
+    bodies = []
+    for body in op.bodies:
+        digests = {value: _digest("argument", str(index)) for index, value in enumerate(body.inputs)}
+        bodies.append(_digest(*_run(graph, body, digests)))
+    params = {key: value for key, value in op.params.items() if key not in BODIES.get(op.name, ())}
+    return _digest(op.name, _plain(params), *bodies, *ins)
 
 
 def _digest(*texts: str) -> str:

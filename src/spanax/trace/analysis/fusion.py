@@ -5,7 +5,7 @@ kernel. The result does not depend on the layout.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ class Access:
 
 def memory_plan(graph: Graph) -> dict[Body, "Kept"]:
     """Returns, for every body, the values stored in memory between kernels; all others live inside one kernel."""
-    return {body: Kept(graph, body) for body in _bodies(graph.body)}
+    bodies = (graph.body, *(body for op in graph.ops() for body in op.bodies))
+    return {body: Kept(graph, body) for body in bodies}
 
 
 def accesses(graph: Graph, body: Body) -> tuple[list[Access], int]:
@@ -139,13 +140,6 @@ class Kept:
         self.kept.add(value)
         if value in self._fused and value not in self.written:
             self.written.add(value)
-
-
-def _bodies(body: Body) -> Iterator[Body]:
-    yield body
-    for op in body.ops:
-        for inner in op.bodies:
-            yield from _bodies(inner)
 
 
 def _is_along_last(graph: Graph, op: Op) -> bool:

@@ -61,7 +61,7 @@ def op_groups(
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = ancestors_of_loss(traced)
     for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
-        phase = phase_of(traced.axes, op, forward)
+        phase = phase_of_values(traced.axes, (*op.outputs, *op.inputs), forward, num_results=len(op.outputs))
         related = _related(traced.axes, op) if is_joined else ()
         groups.setdefault(((_signature(traced.graph, keys, op), related), phase, in_layers), []).append((op, runs))
     return [
@@ -128,11 +128,6 @@ def ancestors_of_loss(traced: Traced) -> list[bool]:
     targets[_loss(traced)] = True
     is_feeding = feeds(graph, targets)
     return [feeding or target for feeding, target in zip(is_feeding, targets, strict=True)]
-
-
-def phase_of(axes: Axes, op: Op, forward: list[bool]) -> Phase:
-    """Returns the phase in which an operation runs."""
-    return phase_of_values(axes, (*op.outputs, *op.inputs), forward, num_results=len(op.outputs))
 
 
 def phase_of_values(axes: Axes, values: Sequence[int], forward: list[bool], num_results: int | None = None) -> Phase:

@@ -13,6 +13,7 @@ from spanax.batch_dims import ExampleDims, most_common
 from spanax.trace.axes.discover import Dims
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.provenance import reachable
 from spanax.trace.variables import Leaf
 
 LEAST_SHARE = 0.5
@@ -148,13 +149,7 @@ def _work(dims: Dims) -> dict[int, int]:
     links = dims.links()
     work = dict[int, int](direct)
     for label in links:
-        reached = {label}
-        stack = [label]
-        while stack:
-            for other in links.get(stack.pop(), set()) - reached:
-                reached.add(other)
-                stack.append(other)
-        work[label] = max(direct[other] for other in reached)
+        work[label] = max(direct[other] for other in reachable(label, links))
     return work
 
 

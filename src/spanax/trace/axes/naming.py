@@ -6,7 +6,7 @@ names apply, the one with the strongest evidence wins.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -87,7 +87,7 @@ def name_classes(
     _claim_selected(dims, claims, in_params)
     _claim_slots(dims, origins, claims)
     _claim_attention(dims, origins, claims)
-    _claim_by_kernels(dims, claims, leaves)
+    _claim_by_kernels(dims, claims, leaves, in_params)
     uses = _strongest(claims)
     for leaf, value in zip(leaves, inputs, strict=False):
         for label, annotation in zip(dims.classes(value), leaf.annotation or (), strict=False):
@@ -305,7 +305,7 @@ _EVIDENCE = {
 }
 
 
-def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf]) -> None:
+def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf], in_params: InParams) -> None:
     """Claims the residual stream, the only class that inner classes share kernels with, and the inner classes."""
     partners: dict[int, set[int]] = defaultdict(set)
     kernels: Counter[int] = Counter()
@@ -326,11 +326,5 @@ def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf]) -> Non
             _claim(claims, label, "mlp")
         else:
             _claim(claims, label, "hidden" if kernels[label] > 1 else "features")
-    for label in _labels(dims, leaves):
+    for label in in_params:
         claims.setdefault(label, Counter({"features": 0}))
-
-
-def _labels(dims: Dims, leaves: Sequence[Leaf]) -> Iterable[int]:
-    for leaf, value in zip(leaves, dims.graph.body.inputs, strict=False):
-        if leaf.kind == "param":
-            yield from (label for label in dims.classes(value) if label is not None)

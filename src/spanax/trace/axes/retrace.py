@@ -13,7 +13,7 @@ from spanax.batch_dims import num_examples
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Kind
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, from_jaxpr
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op, difference, from_jaxpr
 from spanax.trace.optimizers.wrapped import with_logged
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -58,7 +58,8 @@ def matching(written: Graph, graph: Graph, num_layers: int = 0) -> Graph:
     """
     if len(written.avals) != len(graph.avals) or written.constants.keys() != graph.constants.keys():
         raise _refused("it traces to other operations", num_layers)
-    _check_same(written.body, graph.body, num_layers)
+    if different := difference(written.body, graph.body):
+        raise _refused(different, num_layers)
     return graph
 
 
@@ -81,18 +82,6 @@ def dividing(num_layers: int) -> str:
     """Returns a text that lists the numbers of parts that divide the layers evenly."""
     counts = [str(count) for count in range(2, num_layers + 1) if num_layers % count == 0]
     return f"stages (times chunks) that divide {num_layers} layers: {', '.join(counts)}"
-
-
-def _check_same(first: Body, second: Body, num_layers: int) -> None:
-    same = (first.inputs, first.outputs, len(first.ops)) == (second.inputs, second.outputs, len(second.ops))
-    for old, new in zip(first.ops, second.ops, strict=False) if same else ():
-        same = (old.name, old.inputs, old.outputs) == (new.name, new.inputs, new.outputs)
-        if not same or len(old.bodies) != len(new.bodies):
-            raise _refused(f"its `{old.name}` becomes `{new.name}`", num_layers)
-        for first_body, second_body in zip(old.bodies, new.bodies, strict=True):
-            _check_same(first_body, second_body, num_layers)
-    if not same:
-        raise _refused("it traces to other operations", num_layers)
 
 
 def _refused(why: str, num_layers: int) -> ResizeError:

@@ -311,6 +311,19 @@ def _while_wires(op: Op) -> Wires:
     return Wires((*test_inputs, *body_inputs), tuple(zip(op.outputs, body.outputs, strict=True)), tuple(carry_pairs))
 
 
+def difference(first: Body, second: Body) -> str:
+    """Returns how two bodies differ in operations or in their values; empty if they do not."""
+    if (first.inputs, first.outputs, len(first.ops)) != (second.inputs, second.outputs, len(second.ops)):
+        return "it traces to other operations"
+    for old, new in zip(first.ops, second.ops, strict=True):
+        same = (old.name, old.inputs, old.outputs) == (new.name, new.inputs, new.outputs)
+        if not same or len(old.bodies) != len(new.bodies):
+            return f"its `{old.name}` becomes `{new.name}`"
+        if inner := next(filter(None, map(difference, old.bodies, new.bodies)), ""):
+            return inner
+    return ""
+
+
 def _walk(body: Body) -> Iterator[Op]:
     for op in body.ops:
         yield op

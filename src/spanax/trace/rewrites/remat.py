@@ -61,14 +61,10 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
     def run(*args: Any) -> Any:
         closed, shapes = jaxpr_of(function, *args)
         graph = from_jaxpr(closed, frozenset(), as_traced=True)
-
-        def results(*leaves: Any) -> list[Any]:
-            return _evaluate(graph, leaves, policy, in_layer=policy == "none")
-
-        if (parts := partial_policy(policy)) is not None:
-            override = _partial(graph, parts)
-            results = lambda *leaves: evaluate(graph, leaves, override)  # noqa: E731
-        elif policy != "none" and not _has_layers(graph.body):
+        parts = partial_policy(policy)
+        override = _layers_under(graph, policy, in_layer=policy == "none") if parts is None else _partial(graph, parts)
+        results: Callable[..., list[Any]] = lambda *leaves: evaluate(graph, leaves, override)  # noqa: E731
+        if parts is None and policy != "none" and not _has_layers(graph.body):
             if policy == "full":
                 raise _no_layer(policy)
             results = jax.checkpoint(results, policy=_saveable(policy))
@@ -108,11 +104,6 @@ def _saveable(policy: str) -> Callable[..., Any]:
     return saveable
 
 
-def _evaluate(graph: Graph, args: Sequence[Any], policy: str, *, in_layer: bool) -> list[Any]:
-    """Evaluates a graph with its layers under the policy."""
-    return evaluate(graph, args, _layers_under(graph, policy, in_layer=in_layer))
-
-
 def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
     """Returns the override that evaluates layers, and operations that contain layers, under the policy."""
 
@@ -124,7 +115,7 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
             return None  # a remat of chunks is not the model's
 
         def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
-            return _evaluate(graph.within(body), args, policy, in_layer=in_layer or is_layer)
+            return evaluate(graph.within(body), args, _layers_under(graph, policy, in_layer=in_layer or is_layer))
 
         def saving(body: Body, args: Sequence[Any], *, prevent_cse: bool) -> Sequence[Any]:
             remat = {"policy": _saveable(policy), "prevent_cse": prevent_cse}

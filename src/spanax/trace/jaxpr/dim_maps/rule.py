@@ -1,6 +1,6 @@
 """Adds a user's primitive to the table, by a function that states which of its dims correspond."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from spanax.trace.jaxpr.dim_maps import table  # noqa: F401  (a user's row replaces one of the table)
 from spanax.trace.jaxpr.dim_maps.registry import TABLE, Padding, Row, aligned
@@ -43,19 +43,6 @@ class Recorder:
     def keep_whole(self, value: int, dim: int) -> None:
         """Records that the operation works along a dim of its result (sort, cumsum): rows depend on other rows."""
         self._others.append(Relation(Kind.ALONG, ((value, dim),)))
-
-    def pieces(self, concatenated: Dim, parts: Sequence[Dim]) -> None:
-        """Records that a dim is the concatenation of others."""
-        self._others.append(Relation(Kind.PARTS, (concatenated, *parts)))
-
-    def merged(self, left: tuple[int, Sequence[int]], right: tuple[int, Sequence[int]]) -> None:
-        """Records that two runs of dims have the same elements in row-major order, as in a reshape."""
-        first, second = (tuple((value, dim) for dim in dims) for value, dims in (left, right))
-        self._others.append(Relation(Kind.FACTORS, first, second))
-
-    def drawn(self, source: Dim, selection: Dim) -> None:
-        """Records that a dim is a selection along another, by indices known only at run time."""
-        self._others.append(Relation(Kind.SELECTED, (source, selection)))
 
     def relations(self) -> Iterator[Relation]:
         """Yields all recorded relations."""

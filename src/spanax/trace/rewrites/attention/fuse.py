@@ -4,7 +4,7 @@ The rewrite precedes differentiation, so that autodiff uses the gradient of the 
 (scan, remat, cond). Functions with a custom derivative are left unchanged.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import jax
 from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
+from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import (
@@ -73,7 +74,8 @@ def fuse_attention(
         matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
         num_leaves = len(jax.tree.leaves(args[:num_states]))
-        examples = _dependents(graph, (*graph.body.inputs[num_leaves:], *graph.captured))
+        seeds = dict.fromkeys((*graph.body.inputs[num_leaves:], *graph.captured), Origin.BATCH)
+        examples = {value for value, origin in enumerate(origins(graph, seeds)) if origin}
         outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples, {})
         if context == RING:
             _check(matches)
@@ -124,25 +126,6 @@ def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str)
     shapes = [jax.eval_shape(partial(canonical, order=order), graph.avals[value]) for value, order in match.operands]
     fit = kernel_of(kernel, match.form, *shapes)
     return Mismatch(fit.why, op) if isinstance(fit, Unfit) else replace(match, kernel=fit)
-
-
-def _dependents(graph: Graph, values: Iterable[int]) -> set[int]:
-    """Returns the values that depend on some values, with those inside of bodies."""
-    result = {*values}
-    size = -1
-    while size < len(result):  # a carry may depend on a value after an iteration only
-        size = len(result)
-        for op in graph.ops():
-            if op.bodies:
-                wires = graph.wires(op)
-                result.update(inner for outer, inner in wires.inputs if outer in result)
-                result.update(first for first, after in wires.carried if after in result)
-                result.update(outer for outer, inner in wires.outputs if inner in result)
-                is_chosen = op.name == "cond" and op.inputs[0] in result
-                result.update(op.outputs if is_chosen else ())
-            elif result.intersection(op.inputs):
-                result.update(op.outputs)
-    return result
 
 
 def _evaluate(
