@@ -8,52 +8,62 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Graph, Op, scan_
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A scan over layers or microbatches, with its operands and results by role.
-
-    Attributes:
-      op: the scan.
-      num_consts, num_carried: how many of its operands every iteration reads unchanged, and how many are carried.
-      consts, carried, scanned: its operands; each iteration reads one slice of those that are scanned.
-      body_consts, body_carried, body_scanned: the same as values of the body.
-      results, stacked: the final carry, and the results with one slice per iteration.
-    """
+    """A scan over layers or microbatches, with its operands and results by role."""
 
     op: Op
     num_consts: int
     num_carried: int
-    consts: tuple[int, ...]
-    carried: tuple[int, ...]
-    scanned: tuple[int, ...]
-    body_consts: tuple[int, ...]
-    body_carried: tuple[int, ...]
-    body_scanned: tuple[int, ...]
-    results: tuple[int, ...]
-    stacked: tuple[int, ...]
 
     @property
     def body(self) -> Body:
         """The body of one iteration."""
         return self.op.bodies[0]
 
+    @property
+    def body_consts(self) -> tuple[int, ...]:
+        """The consts, as values of the body."""
+        return self.body.inputs[: self.num_consts]
+
+    @property
+    def body_carried(self) -> tuple[int, ...]:
+        """The carry of an iteration, as values of the body."""
+        return self.body.inputs[self.num_consts : self.num_consts + self.num_carried]
+
+    @property
+    def body_scanned(self) -> tuple[int, ...]:
+        """The slices of the stacked operands, as values of the body."""
+        return self.body.inputs[self.num_consts + self.num_carried :]
+
+    @property
+    def consts(self) -> tuple[int, ...]:
+        """The operands that every iteration reads unchanged."""
+        return self.op.inputs[: self.num_consts]
+
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """The initial carry."""
+        return self.op.inputs[self.num_consts : self.num_consts + self.num_carried]
+
+    @property
+    def scanned(self) -> tuple[int, ...]:
+        """The stacked operands; each iteration reads one slice."""
+        return self.op.inputs[self.num_consts + self.num_carried :]
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The final carry."""
+        return self.op.outputs[: self.num_carried]
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The stacked results, one slice per iteration."""
+        return self.op.outputs[self.num_carried :]
+
 
 def loop_of(graph: Graph, op: Op) -> Loop:
     """Returns a scan with its operands and results classified."""
     num_consts, num_carried = scan_counts(graph, op)
-    num_before = num_consts + num_carried
-    inside = op.bodies[0].inputs
-    return Loop(
-        op,
-        num_consts,
-        num_carried,
-        consts=op.inputs[:num_consts],
-        carried=op.inputs[num_consts:num_before],
-        scanned=op.inputs[num_before:],
-        body_consts=inside[:num_consts],
-        body_carried=inside[num_consts:num_before],
-        body_scanned=inside[num_before:],
-        results=op.outputs[:num_carried],
-        stacked=op.outputs[num_carried:],
-    )
+    return Loop(op, num_consts, num_carried)
 
 
 LOOPS = frozenset({"scan", "while"})
