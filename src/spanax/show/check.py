@@ -120,7 +120,9 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     rows = []
     for each, numbers in equal.items():
         runs = sum(collectives[number - 1].runs for number in numbers)
-        names = "" if not each.tensors else each.tensors[0] + (f" +{len(each.tensors) - 1}" if each.tensors[1:] else "")
+        names = "".join(each.tensors[:1])
+        if len(each.tensors) > 1:
+            names += f" +{len(each.tensors) - 1}"
         shape = each.shapes if len(each.shapes) < 32 else f"{each.shapes[:28]} ..."
         size = bytes_text(replace(each, runs=runs).num_bytes)
         rows.append((f"{numbers[0]}", each.kind, each.axes, shape, f"{runs}", size, names, _short_line(each.source)))

@@ -154,8 +154,12 @@ def _assigned_bytes(dumped: Path) -> dict[str, int]:
     num_bytes = {"arguments": 0, "temporaries": 0, "other": 0}
     for size, description in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
         if "thread-local" not in description and " color " not in description:
-            purpose = "temporaries" if "temp" in description else "other"
-            num_bytes["arguments" if " parameter " in description else purpose] += int(size)
+            purpose = "other"
+            if " parameter " in description:
+                purpose = "arguments"
+            elif "temp" in description:
+                purpose = "temporaries"
+            num_bytes[purpose] += int(size)
     return num_bytes | {"assigned": sum(num_bytes.values())}
 
 

@@ -123,29 +123,29 @@ def quoted(
     for name in clusters:
         quote = Quote(str(name))
         try:
-            quote = replace(quote, cluster=cluster_of(name))
-            quote = _answered(quote, search_on, plan_of)
+            cluster = cluster_of(name)
+        except SpanaxError as error:
+            quotes.append(_with_problem(quote, error))
+            continue
+        quote = replace(quote, cluster=cluster)
+        try:
+            quote = _answered(quote, search_on(cluster), plan_of)
         except SpanaxError as error:
             quote = _with_problem(quote, error)
-        if quote.cluster is not None:
-            try:
-                quote = replace(quote, largest=largest_on(quote.cluster))
-            except SpanaxError as error:
-                quote = _with_problem(quote, error)
+        try:
+            quote = replace(quote, largest=largest_on(cluster))
+        except SpanaxError as error:
+            quote = _with_problem(quote, error)
         quotes.append(quote)
     return Quotes(tuple(quotes))
 
 
-def _answered(
-    quote: Quote, search_on: Callable[[Cluster], Search], plan_of: Callable[[Cluster, Search], Plan]
-) -> Quote:
+def _answered(quote: Quote, search: Search, plan_of: Callable[[Cluster, Search], Plan]) -> Quote:
     """Returns the answer of a cluster with its search, and with its plan or why nothing fits."""
-    cluster = quote.cluster
-    assert cluster is not None
-    summary = summarize(search_on(cluster))
-    quote = replace(quote, summary=summary, dollars_per_hour=cluster.chip.dollars_per_hour)
+    summary = summarize(search)
+    quote = replace(quote, summary=summary, dollars_per_hour=search.cluster.chip.dollars_per_hour)
     if summary.best is not None:
-        return replace(quote, plan=plan_of(cluster, summary.search))
+        return replace(quote, plan=plan_of(search.cluster, search))
     fits_with = "; or with ".join(summary.remedies)
     return replace(quote, problem=f"nothing fits: {summary.shortfall}; it fits with {fits_with}")
 
