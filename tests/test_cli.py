@@ -39,6 +39,10 @@ FLAGS = {
         "xla_flags",
         "num_epochs", "offload", "pad", *RECIPE,
     },
+    "generate": {
+        "chat", "checkpoint", "json", "layout", "max_new_tokens", "mesh", "min_p", "num_samples", "prompt", "prompts",
+        "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p", "traceback", "workload",
+    },
     "models": {"json", "name"},
     "axes": {"embed", "global_batch_size", "json", "layers", "seq_len", "traceback", "workload"},
     "check": {
@@ -129,7 +133,7 @@ BAD: dict[str, tuple[int, str]] = {
     "epochs of data without a length": (65, "train stream.py:workload --num-epochs 1"),
     "a flag of another tool": (2, "train --per_device_batch_size 4"),
     "a table of numbers": (2, "train --data numbers.csv"),
-    "no command yet": (2, "generate runs/a"),
+    "no command yet": (2, "evaluate runs/a"),
     "unknown optimizer state": (2, "train --optimizer-state bfloat8"),
     "an option that is none": (2, "train --xla-flags xla_dump_to=7"),
     "unknown option": (2, "train --xla-flags xla_max_concurrent_host_send_recv=1"),

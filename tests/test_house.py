@@ -35,6 +35,7 @@ ORDER: tuple[set[str], ...] = (
     {"check", "doctor"},
     {"show"},
     {"jit", "stack"},
+    {"decoding"},
     {"spanax"},
     {"models"},
     {"interop", "launch"},
@@ -309,7 +310,7 @@ OPENS_ELSEWHERE = {
     "show/check.py": {"Path(file).read_text()"},
     "commands/inspect.py": {"path.write_text(text)"},
     "commands/plan.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
-    "commands/probe.py": {
+    "commands/machine.py": {
         "command.out.is_dir()", "command.out.parent.is_dir()",
         "command.out.write_text(probe(devices(command.devices), seconds=command.seconds))",
     },

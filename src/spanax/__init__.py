@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spanax.check.check import check as check
     from spanax.check.report import Report as Report
+    from spanax.decoding.decoder import decode as decode
+    from spanax.decoding.generate import generate as generate
     from spanax.errors import CompilerError as CompilerError
     from spanax.errors import DataError as DataError
     from spanax.errors import NumbersError as NumbersError
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "check.check": "check",
     "check.report": "Report",
+    "decoding.decoder": "decode",
+    "decoding.generate": "generate",
     "errors": "CompilerError DataError NumbersError SpanaxError WriteError",
     "hardware.cluster": "Cluster cluster local",
     "hardware.mesh": "MeshShape",

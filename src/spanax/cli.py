@@ -12,12 +12,12 @@ from spanax.commands import (
     check,
     checkpoint,
     compare,
-    doctor,
+    generate,
     inspect,
     launch,
+    machine,
     models,
     plan,
-    probe,
     report,
     train,
     weights,
@@ -54,14 +54,15 @@ COMMANDS: dict[str, Verb] = {
     "train": Verb(TrainConfig, train.answer, train.parse),
     "plan": Verb(plan.PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
+    "generate": Verb(generate.GenerateCommand, generate.answer),
     "models": Verb(models.ModelsCommand, models.answer),
     "axes": Verb(models.AxesCommand, models.axes_answer),
-    "probe": Verb(probe.ProbeCommand, probe.answer),
+    "probe": Verb(machine.ProbeCommand, machine.probe_answer),
     "compare": Verb(compare.CompareCommand, compare.answer),
     "inspect": Verb(inspect.InspectCommand, inspect.answer),
     "checkpoint": Verb(checkpoint.CheckpointCommand, checkpoint.answer),
     "report": Verb(report.ReportCommand, report.answer),
-    "doctor": Verb(doctor.DoctorCommand, doctor.answer),
+    "doctor": Verb(machine.DoctorCommand, machine.doctor_answer),
     "import": Verb(weights.ImportCommand, weights.import_answer),
     "export": Verb(weights.ExportCommand, weights.export_answer),
     "export-rules": Verb(weights.ExportRulesCommand, weights.rules_answer),
@@ -71,7 +72,7 @@ COMMANDS: dict[str, Verb] = {
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
 SHELLS = ("bash", "zsh", "fish")
 
-IN_PYTHON = ("generate", "evaluate")
+IN_PYTHON = ("evaluate",)
 """What a page shows in Python, and no command does yet."""
 
 

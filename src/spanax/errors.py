@@ -236,6 +236,14 @@ class LostStateError(SpanaxError, code="SPX410"):
     """Arrays were donated to a step that failed, and do not exist any more."""
 
 
+class DecodeError(SpanaxError, code="SPX411"):
+    """A model cannot be run token by token: it does not return logits, or no incremental form was found."""
+
+
+class CausalityError(DecodeError, code="SPX412"):
+    """The logits of a model depend on later tokens."""
+
+
 class DataError(SpanaxError, code="SPX501"):
     """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 

@@ -36,6 +36,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax check gpt2-xl --on v5e:4x4 --layout fsdp --global-batch-size 16 --fail-on warning",
         "spanax check gpt-nano --on cpu:8 --layout tensor --parity",
     ),
+    "generate": (
+        'spanax generate runs/a --prompt "def main"',
+        'spanax generate weights/llama --chat --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9',
+        "spanax generate runs/a --prompts prompts.txt > samples.jsonl",
+    ),
     "models": ("spanax models", "spanax models llama"),
     "axes": ("spanax axes gpt2", "spanax axes mine.py:workload --json"),
     "probe": ("spanax probe --out mine.toml", "spanax plan gpt2 --on mine.toml"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spanax import cli
-from spanax.commands.doctor import DoctorCommand, diagnose, is_well, verdicts_text
+from spanax.commands.machine import DoctorCommand, diagnose, is_well, verdicts_text
 from spanax.doctor import jax_probe
 from spanax.doctor.machine import Verdict
 from spanax.errors import SpanaxError

@@ -340,7 +340,7 @@ def _cumulative(equation: Equation) -> Iterator[Relation]:
     yield from (Relation(Kind.ALONG, ((out, axis),)) for out in equation.outputs)
 
 
-@row(Family.KERNEL, "top_k approx_top_k")
+@row(Family.KERNEL, "top_k approx_top_k", Padding())
 def _top_k(equation: Equation) -> Iterator[Relation]:
     rank = len(equation.shapes[0])
     outs = equation.outputs

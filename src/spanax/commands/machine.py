@@ -1,4 +1,4 @@
-"""`spanax doctor`: diagnoses the machine, its network and its software."""
+"""`spanax doctor` and `spanax probe`: diagnose the machine, its network and its software; measure its devices."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spanax.commands.answer import Answer
+from spanax.errors import WriteError
 from spanax.printable import printable
 from spanax.usage import wants_colors
 
@@ -35,7 +36,7 @@ class DoctorCommand:
     json: bool = False
 
 
-def answer(command: DoctorCommand) -> Answer:
+def doctor_answer(command: DoctorCommand) -> Answer:
     """Returns the diagnosis; exit code 1 if there is a problem.
 
     Raises:
@@ -95,3 +96,33 @@ def verdicts_text(verdicts: "Sequence[Verdict]", *, in_colours: bool = False) ->
 
 def _count_text(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+@dataclass(frozen=True)
+class ProbeCommand:
+    """Measure matmuls, memory and collectives of the available devices; writes a cluster file for spanax plan --on.
+
+    Attributes:
+      out: the cluster file to write.
+      devices: number of devices; simulated on the CPU if there are fewer.
+      seconds: approximate duration of the measurement.
+    """
+
+    out: Path = Path("cluster.toml")
+    devices: int | None = None
+    seconds: float = 30.0
+
+
+def probe_answer(command: ProbeCommand) -> Answer:
+    """Writes the cluster file, and returns the command that uses it.
+
+    Raises:
+      WriteError: the file cannot be written; raised before the measurement.
+    """
+    from spanax.hardware.probe import probe
+    from spanax.processes.devices import devices
+
+    if not command.out.parent.is_dir() or command.out.is_dir():
+        raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that exists")
+    command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
+    return Answer(f"measured; spanax plan ... --on {command.out}")

@@ -1,0 +1,200 @@
+"""`spanax generate`: text after prompts, by the model of a run or by imported weights."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from tyro.conf import Positional, arg
+
+from spanax.commands.answer import Answer
+from spanax.documents import json_line, read_bytes
+from spanax.errors import FileError, MissingError
+from spanax.printable import printable_lines
+
+if TYPE_CHECKING:
+    from spanax.interop.saved_model import SavedModel
+
+STDIN = "-"
+"""What stands for standard input in place of a file."""
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Generate text with the model of a run, or with imported weights.
+
+    A terminal gets the text, as it is generated; a pipe gets one JSON object for each generation.
+
+    Attributes:
+      checkpoint: a run folder, a folder of checkpoints, or the output of spanax import.
+      prompt: a prompt; several after one flag.
+      prompts: a file with one prompt per line, or - for standard input.
+      chat: put each prompt into the chat template of the imported tokenizer.
+      max_new_tokens: most tokens after each prompt.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw from this many most likely tokens.
+      top_p: draw from the fewest most likely tokens whose probabilities sum to this.
+      min_p: draw from tokens at least this times as likely as the most likely one.
+      repetition_penalty: above 1, makes tokens of the sequence less likely.
+      stop: a text that ends a generation; several after one flag. The end-of-text token always does.
+      seed: seed of the samples.
+      num_samples: generations for each prompt.
+      workload: the workload of the checkpoint, if its folder does not record it.
+      layout: name of a layout. Default: that of --mesh.
+      mesh: sizes of the mesh axes, such as fsdp=4,model=2. Default: the first device.
+      json: print JSON lines in a terminal too.
+      traceback: show the full traceback of an error.
+    """
+
+    checkpoint: Positional[Path]
+    prompt: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    prompts: str | None = None
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
+    seed: int = 0
+    num_samples: int = 1
+    workload: str | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    json: bool = False
+    traceback: bool = False
+
+
+def answer(command: GenerateCommand) -> Answer:
+    """Generates, and prints each text.
+
+    Raises:
+      SpanaxError: an argument is invalid, or the model cannot generate.
+      DataError: the checkpoint or the file of prompts cannot be read.
+    """
+    texts = _prompts(command)
+    from spanax.processes.devices import devices
+    from spanax.train.compilation_cache import enable_compilation_cache
+
+    enable_compilation_cache()
+    devices(None)
+    from spanax.interop.chat import chat_prompt
+    from spanax.interop.saved_model import load_model
+
+    saved = load_model(command.checkpoint, workload=command.workload, layout=command.layout, mesh=command.mesh)
+    prompts = [chat_prompt(saved.folder, text) for text in texts] if command.chat else texts
+    is_text = sys.stdout.isatty() and not command.json
+    options = _options(command, saved)
+    if is_text and len(prompts) * command.num_samples == 1:
+        return _streamed(saved, prompts, options, sys.stdout)
+    return _printed(saved, texts, prompts, options, command.num_samples, is_text=is_text)
+
+
+def _prompts(command: GenerateCommand) -> list[str]:
+    """Returns the prompts of the flags and of the file.
+
+    Raises:
+      SpanaxError: there is none.
+      DataError: the file cannot be read.
+    """
+    texts = list(command.prompt)
+    if command.prompts is not None:
+        is_stdin = command.prompts == STDIN
+        try:
+            content = sys.stdin.read() if is_stdin else read_bytes(command.prompts).decode()
+        except (OSError, ValueError) as error:
+            raise FileError(f"cannot read the prompts of '{command.prompts}'.", where=str(error)) from None
+        texts += [line for line in content.splitlines() if line.strip()]
+    if not texts:
+        raise MissingError("there is no prompt.", fix='--prompt "Once upon a time", or --prompts FILE, or --prompts -')
+    return texts
+
+
+def _options(command: GenerateCommand, saved: "SavedModel") -> dict[str, Any]:
+    """Returns the options of `spanax.generate`.
+
+    Raises:
+      SpanaxError: the checkpoint has no tokenizer.
+    """
+    if saved.tokenizer is None:
+        raise MissingError(
+            f"'{command.checkpoint}' has no tokenizer.", fix="spanax.generate in Python, with token ids as prompts"
+        )
+    names = (
+        "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples",
+        "layout", "mesh",
+    )  # fmt: skip
+    options = {name: getattr(command, name) for name in names}
+    ends = [] if saved.end_id is None else [saved.end_id]
+    return options | {"stop": [*command.stop, *ends], "tokenizer": saved.tokenizer}
+
+
+def _printed(
+    saved: "SavedModel",
+    texts: Sequence[str],
+    prompts: Sequence[str],
+    options: dict[str, Any],
+    num_samples: int,
+    *,
+    is_text: bool,
+) -> Answer:
+    from spanax.decoding.generate import generate
+
+    results = generate(saved.model, prompts, **options)
+    lines = []
+    for index, result in enumerate(results):
+        prompt = texts[index // num_samples]
+        if is_text:
+            lines.append(f"{prompt}{result.text}\n")
+            continue
+        lines.append(
+            json_line(
+                {
+                    "prompt": prompt,
+                    "text": result.text,
+                    "tokens": result.tokens,
+                    "log_probabilities": result.log_probabilities,
+                    "is_stopped": result.is_stopped,
+                    "step": saved.step,
+                }
+            )
+        )
+    return Answer("\n".join(lines))
+
+
+def _streamed(saved: "SavedModel", prompts: Sequence[str], options: dict[str, Any], out: TextIO) -> Answer:
+    """Prints one generation as it is generated."""
+    from spanax.decoding.generate import generate
+
+    steps = generate(saved.model, prompts, stream=True, **options)
+    out.write(printable_lines(prompts[0]))
+    for piece in _pieces(saved, options["stop"], (int(tokens[0]) for tokens in steps)):
+        out.write(printable_lines(piece))
+        out.flush()
+    out.write("\n")
+    return Answer()
+
+
+def _pieces(saved: "SavedModel", stops: Sequence[Any], tokens: Iterator[int]) -> Iterator[str]:
+    """Yields the text of tokens as soon as it is certain: a character may take several, and a stop is not printed."""
+    assert saved.tokenizer is not None
+    ends = [stop for stop in stops if isinstance(stop, str)]
+    longest = max(map(len, ends), default=0)
+    ids: list[int] = []
+    printed = 0
+    for token in tokens:
+        if token in stops:
+            break
+        ids.append(token)
+        text = saved.tokenizer.decode(ids)
+        if any(text.endswith(end) for end in ends):
+            end = next(end for end in ends if text.endswith(end))
+            yield text[printed : len(text) - len(end)]
+            return
+        certain = len(text.rstrip("\ufffd")) - longest
+        if certain > printed:
+            yield text[printed:certain]
+            printed = certain
+    yield saved.tokenizer.decode(ids)[printed:]

@@ -1,0 +1,163 @@
+"""Computes one position from the caches of the positions before it."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spanax.decoding.fill import Cache
+from spanax.decoding.forward import Forward
+from spanax.decoding.incremental import How, Part, Steps, Want, row_form
+from spanax.trace.jaxpr.dim_maps.registry import TABLE
+from spanax.trace.jaxpr.dim_maps.relations import Equation, Family
+from spanax.trace.jaxpr.interpret import as_traced, evaluate
+from spanax.trace.jaxpr.loops import loop_of
+
+Arrays = dict[Want, Any]
+"""Arrays by what is wanted of a value."""
+
+
+def cut(array: Any, rows: Sequence[int], position: Any) -> Any:
+    """Returns the row at a position, along each of some dims."""
+    for dim in rows:
+        array = lax.dynamic_slice_in_dim(array, position, 1, dim)
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class Advance:
+    """The computation of one position; inside loops over layers, `layers` has their indices, from the outermost."""
+
+    forward: Forward
+    position: Any
+    layers: tuple[Any, ...] = ()
+
+    def run(self, steps: Steps, inputs: Mapping[Want, Any], cache: Cache) -> tuple[Arrays, Cache]:
+        """Returns what a body computes, and the cache with the rows of this position."""
+        arrays = dict(inputs)
+        cache = dict(cache)
+        for part in steps.parts:
+            with nullcontext() if part.op is None else as_traced(part.op):
+                arrays |= self._part(part, arrays, cache)
+        return arrays, cache
+
+    def read(self, arrays: Mapping[Want, Any], want: Want) -> Any:
+        """Returns a computed array, or rows of a constant."""
+        if want in arrays:
+            return arrays[want]
+        return cut(jnp.asarray(self.forward.graph.constants[want.value]), want.rows, self.position)
+
+    def _part(self, part: Part, arrays: Mapping[Want, Any], cache: Cache) -> Arrays:
+        """Returns what a part computes; writes what it caches to `cache`."""
+        ins = [] if part.how is How.KEEP else [self.read(arrays, want) for want in part.operands]
+        if part.how is How.LOOP:
+            return self._over_layers(part, ins, cache)
+        if part.how is How.STATE:
+            return self._next_state(part, ins, cache)
+        if part.how is How.CALL:
+            return self._called(part, ins, cache)
+        if part.how is How.COMPUTE:
+            return self._computed(part, ins)
+        (want,) = part.results
+        if part.how is How.CUT:
+            return {want: cut(ins[0], want.rows, self.position)}
+        if part.how is How.KEEP:
+            return {want: self._cached(cache, want.value)}
+        rows = [part.order.index(dim) for dim in part.operands[0].rows]
+        self._write(cache, want.value, jnp.transpose(ins[0], part.order), rows)
+        return {want: jnp.transpose(self._cached(cache, want.value), [*np.argsort(part.order)])}
+
+    def _write(self, cache: Cache, value: int, array: Any, rows: Sequence[int] = ()) -> None:
+        """Writes an array to the cache of a value; along `rows`, to the position."""
+        cached = cache[value]
+        starts = [*self.layers, *(self.position if dim in rows else jnp.int32(0) for dim in range(array.ndim))]
+        array = array.astype(cached.dtype).reshape((1,) * len(self.layers) + array.shape)
+        cache[value] = lax.dynamic_update_slice(cached, array, starts)
+
+    def _cached(self, cache: Cache, value: int) -> Any:
+        array = cache[value]
+        for layer in self.layers:
+            array = lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
+        return array
+
+    def _computed(self, part: Part, ins: Sequence[Any]) -> Arrays:
+        op = part.op
+        want = part.results[0]
+        if not want.rows:
+            return dict(zip(part.results, op.bind(ins), strict=True))
+        if op.family is Family.IOTA:
+            dim = op.params["dimension"]
+            index = lax.broadcasted_iota(op.params["dtype"], self._shape(want.value, want.rows), dim)
+            return {want: index + self.position.astype(index.dtype) if dim in want.rows else index}
+        rows = row_form(op, want)
+        padding = TABLE[op.name].padding
+        assert rows is not None
+        assert padding is not None
+        shapes = [self._shape(value, dims) for value, dims in zip((*op.inputs, *op.outputs), rows, strict=True)]
+        outs = op.bind(ins, {**op.params, **padding.resized(Equation(op.eqn), shapes)})
+        return {want: outs[op.outputs.index(want.value)]}
+
+    def _shape(self, value: int, rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(1 if dim in rows else size for dim, size in enumerate(self.forward.graph.shape(value)))
+
+    def _called(self, part: Part, ins: Sequence[Any], cache: Cache) -> Arrays:
+        inside, after = self.run(part.inside, dict(zip(part.inside.inputs, ins, strict=True)), cache)
+        cache.update(after)
+        outputs = dict(zip(part.op.outputs, part.inside.body.outputs, strict=True))
+        return {want: self.read(inside, Want(outputs[want.value], want.rows)) for want in part.results}
+
+    def _next_state(self, part: Part, ins: Sequence[Any], cache: Cache) -> Arrays:
+        """Runs one iteration of a scan over positions."""
+        loop = loop_of(self.forward.graph, part.op)
+        carry = [self._cached(cache, value) for value in loop.body_carried]
+        rows = [array[0] for array in ins[loop.num_consts :]]
+        outs = evaluate(self.forward.graph.within(loop.body), [*ins[: loop.num_consts], *carry, *rows])
+        for value, array in zip(loop.body_carried, outs, strict=False):
+            self._write(cache, value, array)
+        by_value = dict(zip(part.op.outputs, outs, strict=True))
+        return {want: by_value[want.value][None] for want in part.results}
+
+    def _over_layers(self, part: Part, ins: Sequence[Any], cache: Cache) -> Arrays:
+        """Runs a scan over layers; its carry is the rows, and the caches of its layers, which it updates in place."""
+        steps = part.inside
+        loop = loop_of(self.forward.graph, part.op)
+        others = [want for want in steps.inputs if want.value not in loop.body_carried]
+        given = dict(zip(others, ins[len(part.slots) :], strict=True))
+        scanned = {want: array for want, array in given.items() if want.value in loop.body_scanned}
+        consts = {want: array for want, array in given.items() if want not in scanned}
+        slots = [Want(loop.body_carried[index], rows) for index, rows in part.slots]
+        ends = [Want(loop.body.outputs[index], rows) for index, rows in part.slots]
+        stacked = [want for want in part.results if want.value in loop.stacked]
+        inner = dict(zip(part.op.outputs, loop.body.outputs, strict=True))
+        tops = [Want(inner[want.value], tuple(row - 1 for row in want.rows)) for want in stacked]
+
+        def layer(carry: Any, rows: Any) -> Any:
+            current, caches = carry
+            index, parts = rows
+            here = replace(self, layers=(*self.layers, index))
+            inputs = consts | dict(zip(scanned, parts, strict=True)) | dict(zip(slots, current, strict=True))
+            arrays, caches = here.run(steps, inputs, caches)
+            return ([here.read(arrays, want) for want in ends], caches), [here.read(arrays, want) for want in tops]
+
+        names = cached_values(self.forward, steps)
+        indices = jnp.arange(part.op.params["length"], dtype=jnp.int32)
+        start = ins[: len(part.slots)], {name: cache[name] for name in names}
+        rows = indices, list(scanned.values())
+        (current, caches), parts = lax.scan(layer, start, rows, reverse=part.op.params["reverse"])
+        cache.update(caches)
+        last = {Want(loop.results[index], dims): row for (index, dims), row in zip(part.slots, current, strict=True)}
+        return last | dict(zip(stacked, parts, strict=True))
+
+
+def cached_values(forward: Forward, steps: Steps) -> list[int]:
+    """Returns the values that the steps of a body cache, in it and in the bodies inside."""
+    values = [part.results[0].value for part in steps.of(How.CACHE, How.KEEP)]
+    for part in steps.of(How.STATE):
+        values += loop_of(forward.graph, part.op).body_carried
+    for part in steps.of(How.LOOP, How.CALL):
+        values += cached_values(forward, part.inside)
+    return values

@@ -1,0 +1,380 @@
+"""`spanax.decode`: prefill and decode step of a causal model, derived from its forward pass."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spanax.decoding.advance import Advance, cut
+from spanax.decoding.fill import filled
+from spanax.decoding.forward import Forward, forward_of
+from spanax.decoding.incremental import How, Steps, Want, incremental
+from spanax.decoding.proof import prove
+from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import RAGGED, Op
+from spanax.trace.jaxpr.interpret import evaluate
+from spanax.trace.variables import Owner, take_apart
+
+BUCKET = 64
+"""The lengths of sequences are multiples of this, so that those of similar lengths share a compiled program."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "positions"], meta_fields=["form"])
+@dataclass(frozen=True)
+class Cache:
+    """What a decoder keeps of sequences.
+
+    Attributes:
+      arrays: by value of the forward pass, with the sequences along the first dim.
+      positions: the number of tokens of each sequence.
+      form: the form of the decoder that wrote it.
+    """
+
+    arrays: dict[int, jax.Array]
+    positions: jax.Array
+    form: "Form"
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+@dataclass(frozen=True)
+class Form:
+    """The sizes for which a decoder is derived: positions, and shape and dtype of the inputs of one sequence."""
+
+    length: int
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Incremental:
+    """The incremental form of a forward pass, for several sequences."""
+
+    forward: Forward
+    steps: Steps
+
+    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
+        """Returns the caches of sequences after their first `counts` positions."""
+
+        def one(arrays: Sequence[Any], count: Any) -> dict[int, Any]:
+            args = [*parameters, *(array[None] for array in arrays)]
+            return filled(self.forward, self.steps, args, count)[1]
+
+        return _over_rows(self.forward, one)(list(arrays), counts)
+
+    def step(
+        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the caches after it."""
+        forward = self.forward
+        per_token = forward.token_arrays
+        logits = Want(forward.logits, (1,))
+
+        def one(cache: dict[int, Any], rows: Sequence[Any], position: Any) -> Any:
+            given = dict(zip(forward.parameters, parameters, strict=True))
+            given |= {value: row[None, None] for value, row in zip(per_token, rows, strict=True)}
+            inputs = {
+                want: given[want.value] if want.value in per_token else cut(given[want.value], want.rows, position)
+                for want in self.steps.inputs
+            }
+            arrays, cache = Advance(forward, position).run(self.steps, inputs, cache)
+            return arrays[logits][0, 0], cache
+
+        return _over_rows(self.forward, one)(cache, list(rows), positions)
+
+    def recomputed(self) -> list[str]:
+        """Returns the lines of the model whose operations a step computes for all positions."""
+        return [*dict.fromkeys(filter(None, (op.where for op in _recomputed(self.forward, self.steps))))]
+
+    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
+        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """The same for a forward pass without an incremental form: the cache is the tokens, and a step computes all."""
+
+    forward: Forward
+
+    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
+        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
+
+    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
+        """Returns the arrays of sequences."""
+        return dict(zip(self.forward.arrays, arrays, strict=True))
+
+    def step(
+        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the arrays with it."""
+        cache = dict(cache)
+        sequences = jnp.arange(positions.shape[0])
+        for value, row in zip(self.forward.token_arrays, rows, strict=True):
+            cache[value] = cache[value].at[sequences, positions].set(row.astype(cache[value].dtype))
+        logits = self.full(parameters, [cache[value] for value in self.forward.arrays])
+        return logits[sequences, positions], cache
+
+
+def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> Any:
+    """Returns the logits [length, vocabulary] of one sequence."""
+    return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
+
+
+def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of one sequence as a function of several."""
+    if any(op.name == RAGGED for op in forward.graph.ops()):  # JAX cannot batch a matmul of ragged groups
+        return lambda *args: jax.lax.map(lambda row: function(*row), args)
+    return jax.vmap(function)
+
+
+def _recomputed(forward: Forward, steps: Steps) -> list[Op]:
+    inside = [op for part in steps.of(How.LOOP, How.CALL) for op in _recomputed(forward, part.inside)]
+    whole = (part.op for part in steps.of(How.COMPUTE) if not part.results[0].rows)
+    views = Family.VIEW, Family.RESIZE
+    return inside + [
+        op
+        for op in whole
+        if op.family not in views and op.name != "convert_element_type" and any(map(forward.follows_tokens, op.outputs))
+    ]
+
+
+class Decoder:
+    """Prefill and decode step of a model, derived from its forward pass; `spanax.decode` returns it.
+
+    Attributes:
+      recomputed: after the first prefill, the lines of the model that each step computes for all positions, since no
+        row of their results can be computed alone.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], Any],
+        function: Callable[..., Any],
+        length: int | None,
+        per_token: Sequence[str],
+        fallback: bool,
+    ):
+        self._model = model
+        self._function = function
+        self._length = length
+        self._per_token = tuple(per_token)
+        self._fallback = fallback
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._forms: dict[Form, Incremental | Recomputation] = {}
+        self._prefill = jax.jit(self.prefilled, static_argnums=0)
+        self._step = jax.jit(self.stepped, static_argnums=0, donate_argnums=2)
+        self.recomputed: tuple[str, ...] = ()
+
+    def prefill(self, tokens: Any, lengths: Any = None, **inputs: Any) -> tuple[jax.Array, Cache]:
+        """Returns the logits after the last token of each sequence, [batch, vocabulary], and the cache.
+
+        Args:
+          tokens: token ids [batch, tokens].
+          lengths: the number of tokens of each sequence, [batch], at least 1; the others are ignored. Default: all.
+          **inputs: the other arguments of the function, each with the sequences along dim 0.
+
+        Raises:
+          SpanaxError: the model has no incremental form, or fewer positions than `tokens`; a length is out of range.
+        """
+        tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        shape = tokens.shape
+        if len(shape) != 2 or 0 in shape:
+            raise RangeError(f"`tokens` has the shape {list(shape)}.", fix="token ids [batch, tokens]")
+        form = self._form(shape, inputs)
+        lengths = np.full(shape[0], shape[1], np.int32) if lengths is None else lengths
+        if not isinstance(lengths, jax.core.Tracer):
+            lengths = np.asarray(lengths, np.int32)
+            if lengths.shape != shape[:1] or lengths.min() < 1 or lengths.max() > shape[1]:
+                raise RangeError(
+                    f"`lengths` is {lengths.tolist()}, for tokens {list(shape)}.",
+                    fix=f"one number from 1 to {shape[1]} for each sequence",
+                )
+        logits, arrays = self._prefill(form, self.parameters(), [tokens, *inputs.values()], lengths)
+        return logits, Cache(arrays, jnp.asarray(lengths), form)
+
+    def step(self, token: Any, cache: Cache, **inputs: Any) -> tuple[jax.Array, Cache]:
+        """Returns the logits after one more token of each sequence, [batch, vocabulary], and the cache, which it frees.
+
+        Args:
+          token: a token id for each sequence, [batch].
+          cache: that of the tokens before; its arrays are donated.
+          **inputs: the arguments of the function that have one element for each token, [batch, ...].
+
+        Raises:
+          SpanaxError: a sequence has as many tokens as the cache has positions.
+        """
+        if not isinstance(cache.positions, jax.core.Tracer) and cache.positions.max() >= cache.form.length:
+            raise RangeError(
+                f"the cache is full: it has {cache.form.length} positions.",
+                fix=f"spanax.decode(..., length={2 * cache.form.length})",
+            )
+        rows = [jnp.asarray(token), *inputs.values()]
+        logits, arrays = self._step(cache.form, self.parameters(), cache.arrays, rows, cache.positions)
+        return logits, Cache(arrays, cache.positions + 1, cache.form)
+
+    def parameters(self) -> list[Any]:
+        """Returns the arrays of the model."""
+        return take_apart([Owner(self._model())])[1]
+
+    def derived(self, form: Form) -> Incremental | Recomputation:
+        """Returns the incremental form for some sizes, which was compared with the forward pass."""
+        if form not in self._forms:
+            self._forms[form] = self._derive(form)
+        return self._forms[form]
+
+    def _derive(self, form: Form) -> Incremental | Recomputation:
+        arrays = [jax.ShapeDtypeStruct((1, *shape), dtype) for _, shape, dtype in form.inputs]
+        names = [name for name, _, _ in form.inputs]
+        per_token = [name == names[0] or name in self._per_token for name in names]
+        call = lambda model, tokens, *others: self._function(model, tokens, **dict(zip(names[1:], others, strict=True)))  # noqa: E731
+        try:
+            forward = forward_of(call, self._model(), arrays, names, per_token)
+        except SpanaxError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise DecodeError(
+                f"the forward pass of {form.length} tokens fails.",
+                where=first_line(error),
+                fix="fewer tokens, if the model has fewer positions; a function of the model, for other inputs",
+            ) from error
+        try:
+            derived = Incremental(forward, incremental(forward))
+            prove(derived, self.parameters())
+        except CausalityError:
+            raise
+        except DecodeError as error:
+            if not self._fallback:
+                raise
+            warnings.warn(f"{first_line(error)} Each token computes the whole sequence.", stacklevel=4)
+            return Recomputation(forward)
+        self.recomputed = tuple(derived.recomputed())
+        return derived
+
+    def _form(self, shape: tuple[int, ...], inputs: Mapping[str, Any]) -> Form:
+        """Returns the form for a prefill.
+
+        Raises:
+          SpanaxError: it has more tokens than the cache, or the model cannot be derived.
+        """
+        if self._length is not None:
+            if shape[1] > self._length:
+                raise RangeError(f"{shape[1]} tokens are more than length={self._length}.", fix=f"length={shape[1]}")
+            return self._sized(self._length, inputs)
+        return self.form_for(2 * shape[1], inputs)
+
+    def _sized(self, length: int, inputs: Mapping[str, Any]) -> Form:
+        """Returns the form of a number of positions, derived and compared."""
+        sizes = [("tokens", (length,), "int32")]
+        for name, array in inputs.items():
+            rest = np.shape(array)[1:]
+            rest = (length, *rest[1:]) if name in self._per_token else rest
+            sizes.append((name, rest, str(jnp.result_type(array))))
+        form = Form(length, tuple(sizes))
+        self.derived(form)
+        return form
+
+    def compiled(self, function: Callable[..., Any], donated: int | None = None) -> Callable[..., Any]:
+        """Returns `function(decoder, static, ...)` without its first argument, compiled once for this decoder."""
+        if function not in self._compiled:
+            donate = () if donated is None else donated
+            self._compiled[function] = jax.jit(partial(function, self), static_argnums=0, donate_argnums=donate)
+        return self._compiled[function]
+
+    def form_for(self, length: int, inputs: Mapping[str, Any]) -> Form:
+        """Returns the form for sequences of at most `length` tokens: a little longer, if the model has the positions.
+
+        Raises:
+          SpanaxError: the model has fewer positions, or is not causal.
+        """
+        rounded = -(-length // BUCKET) * BUCKET
+        try:
+            return self._sized(rounded, inputs)
+        except CausalityError:
+            raise
+        except SpanaxError:  # of a model with fewer positions
+            return self._sized(length, inputs)
+
+    def prefilled(
+        self, form: Form, parameters: Sequence[Any], arrays: Sequence[Any], lengths: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        """Returns the logits [sequences, vocabulary] after the last tokens, and the caches."""
+        derived = self.derived(form)
+        padded = []
+        for array, is_per_token in zip(arrays, derived.forward.per_token, strict=True):
+            missing = form.length - array.shape[1] if is_per_token else 0
+            widths = [(0, missing if dim == 1 else 0) for dim in range(array.ndim)]
+            padded.append(jnp.pad(jnp.asarray(array), widths))
+        last = lengths - 1
+        cache = derived.fill(parameters, padded, last)
+        pairs = zip(padded, derived.forward.per_token, strict=True)
+        sequences = jnp.arange(lengths.shape[0])
+        rows = [array[sequences, last] for array, is_per_token in pairs if is_per_token]
+        return derived.step(parameters, cache, rows, last)
+
+    def stepped(
+        self, form: Form, parameters: Sequence[Any], arrays: dict[int, Any], rows: Sequence[Any], positions: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        """Returns the logits [sequences, vocabulary] of one more token at each position, and the caches."""
+        return self.derived(form).step(parameters, arrays, rows, positions)
+
+
+def called(model: Any, tokens: Any) -> Any:
+    """Returns the logits of a model that takes tokens alone."""
+    return model(tokens)
+
+
+def decode(
+    model: Any,
+    function: Callable[..., Any] | None = None,
+    *,
+    length: int | None = None,
+    per_token: Sequence[str] = (),
+    fallback: bool = False,
+) -> Decoder:
+    """Returns prefill and decode step of a causal model, derived from its forward pass.
+
+    Nothing is written for it in the model. The forward pass of one sequence is traced, in evaluation mode; an operation
+    whose rows belong to positions is computed for one position, and what later positions read of it is cached. Before
+    its first use, the result is compared with the forward pass, on random tokens.
+
+    Args:
+      model: an NNX model that maps tokens [batch, tokens] to logits [batch, tokens, vocabulary].
+      function: a function of the model, the tokens, and other inputs by name, that returns the logits. By default, the
+        model is called with the tokens.
+      length: the most tokens of a sequence, prompt included. By default, twice those of a prefill.
+      per_token: the names of inputs of `function` that have an element for each token, such as segment ids. Others,
+        such as the states of an encoder, are the same for all tokens.
+      fallback: where a causal model has no incremental form, warn with the reason, and compute the whole sequence for
+        each token. By default, `prefill` raises it.
+
+    Raises:
+      SpanaxError: an argument is invalid. `prefill` raises it if the model is not causal, with the line of the model.
+
+    Example:
+      >>> import spanax
+      >>> from flax import nnx
+      >>> from spanax.models import gpt
+      >>> model = gpt.GPT(gpt.GPTConfig(64, 16, num_layers=1, num_heads=2, embed_dim=16), nnx.Rngs(0))
+      >>> decoder = spanax.decode(model, length=16)
+      >>> tokens = np.array([[3, 1, 4, 1], [5, 9, 2, 0]])
+      >>> logits, cache = decoder.prefill(tokens, lengths=np.array([4, 3]))
+      >>> logits, cache = decoder.step(logits.argmax(-1), cache)
+      >>> logits.shape, cache.positions.tolist()
+      ((2, 64), [5, 4])
+    """
+    if not isinstance(model, nnx.Module):
+        raise ArgumentError.of("model", model, "an nnx.Module")
+    if length is not None and (not isinstance(length, int) or length < 2):
+        raise RangeError(f"`length` is {length!r}.", fix="length=1024")
+    return Decoder(lambda: model, function or called, length, per_token, fallback)

@@ -1,0 +1,87 @@
+"""Fills the caches of an incremental form from all positions of a sequence."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from spanax.decoding.forward import Forward
+from spanax.decoding.incremental import How, Part, Steps
+from spanax.trace.jaxpr.interpret import Values, evaluate, read
+from spanax.trace.jaxpr.loops import loop_of
+
+Cache = dict[int, Any]
+"""What is cached of a sequence, by value; that of values in loops is stacked along layers."""
+
+
+def filled(forward: Forward, steps: Steps, args: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
+    """Returns the outputs of a body for all positions, and what a step reads of the first `count` ones.
+
+    Args:
+      forward: the forward pass.
+      steps: the steps of the body.
+      args: the inputs of the body, for all positions.
+      count: the number of positions whose carry a scan over positions leaves in the cache.
+    """
+    graph = forward.graph
+    values: Values = dict(zip(steps.body.inputs, args, strict=True))
+    parts = {part.op: part for part in steps.of(How.LOOP, How.STATE, How.CALL)}
+    cache: Cache = {}
+    for op in steps.body.ops:
+        ins = read(graph, values, op.inputs)
+        part = parts.get(op)
+        if part is None:
+            outs = op.bind(ins)
+        else:
+            outs, inner = _filled_part(forward, part, ins, count)
+            cache |= inner
+        values.update(zip(op.outputs, outs, strict=True))
+    for part in steps.of(How.CACHE, How.KEEP):
+        (want,) = part.results
+        (array,) = read(graph, values, [want.value])
+        cache[want.value] = jnp.transpose(array, part.order) if part.order else array
+    return read(graph, values, steps.body.outputs), cache
+
+
+def _filled_part(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
+    if part.how is How.STATE:
+        return _over_positions(forward, part, ins, count)
+    if part.how is How.CALL:
+        return filled(forward, part.inside, ins, count)
+    return _over_layers(forward, part, ins, count)
+
+
+def _over_layers(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
+    loop = loop_of(forward.graph, part.op)
+    consts = ins[: loop.num_consts]
+    first = loop.num_consts + loop.num_carried
+
+    def layer(carry: list[Any], rows: list[Any]) -> Any:
+        outs, cache = filled(forward, part.inside, [*consts, *carry, *rows], count)
+        return outs[: loop.num_carried], (outs[loop.num_carried :], cache)
+
+    params = {key: part.op.params[key] for key in ("length", "reverse", "unroll")}
+    carry, (stacked, cache) = lax.scan(layer, list(ins[loop.num_consts : first]), list(ins[first:]), **params)
+    return [*carry, *stacked], cache
+
+
+def _over_positions(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
+    """Runs a scan over positions; what is cached is the carry after `count` of them."""
+    loop = loop_of(forward.graph, part.op)
+    consts = ins[: loop.num_consts]
+    first = loop.num_consts + loop.num_carried
+    body = forward.graph.within(loop.body)
+
+    def position(carry: Any, scanned: Any) -> Any:
+        latest, kept = carry
+        index, rows = scanned
+        outs = evaluate(body, [*consts, *latest, *rows])
+        latest = outs[: loop.num_carried]
+        kept = [jnp.where(index < count, new, old) for new, old in zip(latest, kept, strict=True)]
+        return (latest, kept), outs[loop.num_carried :]
+
+    start = list(ins[loop.num_consts : first])
+    indices = jnp.arange(forward.length, dtype=jnp.int32)
+    (latest, kept), stacked = lax.scan(position, (start, start), (indices, list(ins[first:])))
+    return [*latest, *stacked], dict(zip(loop.body_carried, kept, strict=True))

@@ -1,0 +1,156 @@
+"""The traced forward pass of one sequence, and what each of its values depends on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from spanax.errors import DecodeError, RangeError
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.jaxpr.interpret import Values, read, run
+from spanax.trace.jaxpr.provenance import Origin, origins
+from spanax.trace.program import Program
+from spanax.trace.tracing import trace_function
+from spanax.trace.variables import Owner
+
+CONTEXT = Origin.PARAM
+TOKENS = Origin.BATCH
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """The forward pass of one sequence from tokens [1, length] to logits [1, length, vocabulary].
+
+    Attributes:
+      program: the traced pass; its last output is the logits.
+      length: the number of positions.
+      per_token: whether each array after the parameters has an element for each token; the first one is the tokens.
+    """
+
+    program: Program
+    length: int
+    per_token: tuple[bool, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The operations of the pass."""
+        return self.program.step.graph
+
+    @property
+    def logits(self) -> int:
+        """The value of the logits."""
+        return self.graph.body.outputs[-1]
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """The inputs that are arrays of the model."""
+        return self.graph.body.inputs[: len(self.program.leaves)]
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """The other inputs, of which the tokens are the first."""
+        return self.graph.body.inputs[len(self.program.leaves) :]
+
+    @property
+    def token_arrays(self) -> tuple[int, ...]:
+        """The inputs that have an element for each token, of which the tokens are the first."""
+        return tuple(value for value, is_row in zip(self.arrays, self.per_token, strict=True) if is_row)
+
+    @cached_property
+    def _origins(self) -> list[int]:
+        seeds = zip(self.arrays, self.per_token, strict=True)
+        return origins(self.graph, {value: TOKENS if is_per_token else CONTEXT for value, is_per_token in seeds})
+
+    def follows_tokens(self, value: int) -> bool:
+        """Whether a value depends on tokens."""
+        return bool(self._origins[value] & TOKENS)
+
+    def follows_context(self, value: int) -> bool:
+        """Whether a value depends on inputs that are the same for all tokens, and on no token."""
+        return self._origins[value] == CONTEXT
+
+    def positions(self, value: int) -> tuple[int, ...]:
+        """Returns the dims of a value along which its rows belong to the positions of the sequence."""
+        classes = self.program.step.axes.classes
+        sequence = classes[self.arrays[0]][1]
+        dims = enumerate(zip(classes[value], self.graph.shape(value), strict=True))
+        return tuple(dim for dim, (label, size) in dims if label == sequence and size == self.length)
+
+
+def forward_of(
+    function: Callable[..., Any],
+    model: Any,
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    per_token: Sequence[bool],
+) -> Forward:
+    """Returns the forward pass of one sequence, in evaluation mode.
+
+    Args:
+      function: returns the logits, given the model and the arrays.
+      model: the model.
+      arrays: shape and dtype of the tokens, [1, length], and of other arrays of one sequence.
+      names: a name for each array.
+      per_token: whether each array has an element for each token.
+
+    Raises:
+      SpanaxError: the function cannot be traced, does not return logits, or reads more positions than the model has.
+    """
+    length = arrays[0].shape[1]
+
+    def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
+        nodes[0].eval()
+        return logits_of(function(nodes[0], *values), (1, length))
+
+    program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
+    forward = Forward(program, length, tuple(per_token))
+    _check_positions(forward)
+    return forward
+
+
+def _check_positions(forward: Forward) -> None:
+    """Checks that positions do not exceed the rows of a table, as of learned embeddings: JAX would clamp them.
+
+    Raises:
+      RangeError: they do.
+    """
+    graph = forward.graph
+    inputs = {*graph.body.inputs}
+    for op in graph.body.ops:
+        if op.name != "gather" or op.inputs[0] not in inputs:
+            continue
+        ops = graph.slice([op.inputs[1]])
+        if any(inputs.intersection(each.inputs) for each in ops):
+            continue
+        values: Values = {}
+        run(graph, ops, values)
+        (indices,) = read(graph, values, [op.inputs[1]])
+        dims = op.params["dimension_numbers"].start_index_map
+        rows = [graph.shape(op.inputs[0])[dim] for dim in dims]
+        if (indices.reshape(-1, len(dims)).max(0) >= jax.numpy.array(rows)).any():
+            raise RangeError(
+                f"the model has {min(rows)} positions, fewer than {forward.length} tokens.",
+                where=op.where,
+                fix=f"length={min(rows)}, or shorter prompts and fewer new tokens",
+            )
+
+
+def logits_of(results: Any, shape: tuple[int, int]) -> Any:
+    """Returns the first array [rows, positions, vocabulary] among the results of a model.
+
+    Raises:
+      SpanaxError: there is none.
+    """
+    arrays = jax.tree.leaves(results)
+    for array in arrays:
+        is_float = jax.numpy.issubdtype(getattr(array, "dtype", None), jax.numpy.floating)
+        if is_float and array.ndim == 3 and array.shape[:2] == shape:
+            return array
+    found = ", ".join(str(list(getattr(array, "shape", ()))) for array in arrays) or "nothing"
+    raise DecodeError(
+        f"a model that generates returns logits [batch, tokens, vocabulary]; of tokens {list(shape)}, this one returns "
+        f"{found}.",
+        fix="pass a function of the model: spanax.decode(model, lambda model, tokens: model(tokens).logits)",
+    )

@@ -1,0 +1,338 @@
+"""The incremental form of a forward pass: what one more position needs, and what is cached for it.
+
+The logits are wanted at one position. Going back through the program, an operation whose rows correspond is computed
+for that position alone. Where all positions of a value are wanted, as those of keys by the scores of attention, its
+row is computed, written to a cache, and the cache is read. An operation whose rows do not correspond, as a convolution,
+is computed for all positions from cached operands. Nothing here decides whether the model is causal: `proof` does.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from spanax.decoding.forward import Forward
+from spanax.trace.jaxpr.dim_maps.registry import TABLE
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Op, remat_of
+from spanax.trace.jaxpr.loops import Loop, loop_of
+from spanax.trace.jaxpr.provenance import propagated
+
+
+@dataclass(frozen=True)
+class Want:
+    """A value, of which only one row, that of the position, is wanted along the dims `rows`."""
+
+    value: int
+    rows: tuple[int, ...] = ()
+
+
+class How(Enum):
+    """How a wanted value is computed in a step.
+
+    COMPUTE: by its operation, on rows of operands.
+    CUT: as the row of the value at all positions.
+    CACHE: by writing the row to the cache of the value, and reading the cache.
+    KEEP: by reading the cache, filled once from inputs that do not change.
+    STATE: by one iteration of a scan over positions, from the cached carry.
+    LOOP: by a scan over layers, on rows of the carry.
+    CALL: by the body of a remat, on rows of its inputs.
+    """
+
+    COMPUTE = auto()
+    CUT = auto()
+    CACHE = auto()
+    KEEP = auto()
+    STATE = auto()
+    LOOP = auto()
+    CALL = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One operation of a step.
+
+    Attributes:
+      how: how it is computed.
+      op: the operation; of a cache, the one that computes the cached value, or None for an input.
+      results: what it computes.
+      operands: what it reads.
+      steps: those of the body of a loop over layers or of a call.
+      slots: what a loop over layers carries, as the positions in its carry, and the rows.
+      order: the order in which a cache has the dims of its value.
+    """
+
+    how: How
+    op: Any
+    results: tuple[Want, ...]
+    operands: tuple[Want, ...] = ()
+    steps: "Steps | None" = None
+    slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def inside(self) -> "Steps":
+        """The steps of its body."""
+        assert self.steps is not None
+        return self.steps
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """What one position computes of a body, in order; `inputs` are the wanted inputs of the body."""
+
+    body: Body
+    parts: tuple[Part, ...]
+    inputs: tuple[Want, ...]
+
+    def of(self, *hows: How) -> Iterator[Part]:
+        """Yields the parts that are computed in some ways."""
+        return (part for part in self.parts if part.how in hows)
+
+
+def incremental(forward: Forward) -> Steps:
+    """Returns what one position computes of a forward pass."""
+    body = forward.graph.body
+    derivation = _Derivation(forward, _entangled(forward), body, owned=forward.arrays)
+    return derivation.steps([Want(forward.logits, (1,))])
+
+
+def _entangled(forward: Forward) -> frozenset[int]:
+    """Returns the values that only elementwise work separates from an operation along the sequence.
+
+    Where all positions of one are wanted, they are computed from those of the operation. A cached row could contradict
+    them: the place of a later token in an expert is that of the current one, which took it.
+    """
+    graph = forward.graph
+
+    def transfer(op: Op, operands: list[int]) -> int:
+        if op.name in CONTRACTIONS:
+            return 0
+        if any(operands) or not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
+            return int(any(operands))
+        wants = [Want(value, forward.positions(value)) for value in op.outputs]
+        return int(any(not want.rows or row_form(op, want) is None for want in wants))
+
+    return frozenset(value for value, bit in enumerate(propagated(graph, {}, transfer)) if bit)
+
+
+@dataclass(eq=False)
+class _Derivation:
+    """The derivation for one body.
+
+    Attributes:
+      forward: the forward pass.
+      entangled: values that are not cached.
+      body: the body.
+      owned: its inputs that are cached here, and not by the surrounding body.
+      wants: the wanted rows of each value.
+      parts: the parts, from the last to the first.
+    """
+
+    forward: Forward
+    entangled: frozenset[int]
+    body: Body
+    owned: tuple[int, ...] = ()
+    wants: defaultdict[int, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+    parts: list[Part] = field(default_factory=list)
+
+    def steps(self, wanted: Iterable[Want]) -> Steps:
+        """Returns the steps that compute what is wanted of the body."""
+        self.need(wanted)
+        for op in reversed(self.body.ops):
+            direct = [Want(value, rows) for value in op.outputs for rows in self._direct(value)]
+            if direct:
+                self._compute(op, direct)
+        inputs = []
+        for value in self.body.inputs:
+            rows = self._direct(value) if value in self.owned else sorted(self.wants[value])
+            inputs += [Want(value, each) for each in rows]
+        return Steps(self.body, tuple(reversed(self.parts)), tuple(inputs))
+
+    def need(self, wanted: Iterable[Want]) -> None:
+        for want in wanted:
+            self.wants[want.value].add(want.rows)
+
+    def _direct(self, value: int) -> list[tuple[int, ...]]:
+        """Returns the rows of a value to compute, after those that a cache provides."""
+        rows = self.wants[value]
+        producer = self.forward.graph.producers.get(value)
+        if () in rows and self.forward.follows_context(value):
+            self.parts.append(Part(How.KEEP, producer, (Want(value),)))
+            rows = rows - {()}
+        if () in rows and self._is_cached(value):
+            row = Want(value, self.forward.positions(value))
+            order = _order(self.forward, value)
+            self.parts.append(Part(How.CACHE, producer, (Want(value),), (row,), order=order))
+            rows = rows - {()} | {row.rows}
+        return sorted(rows)
+
+    def _is_cached(self, value: int) -> bool:
+        """Whether the row of a value is computed and cached, where all positions are wanted."""
+        forward = self.forward
+        rows = forward.positions(value)
+        if not forward.follows_tokens(value) or len(rows) != 1:
+            return False
+        op = forward.graph.producers.get(value)
+        if op is None or value in self.entangled:
+            return value in self.owned
+        return self._has_rows(op, Want(value, rows)) and not self._expands(op, value)
+
+    def _expands(self, op: Op, value: int) -> bool:
+        """Whether an operation only repeats or widens a smaller operand, which is cached in its place."""
+        if op.family is not Family.VIEW and op.name != "convert_element_type":
+            return False
+        graph = self.forward.graph
+        operand = op.inputs[0]
+        is_sequence = self.forward.follows_tokens(operand) and len(self.forward.positions(operand)) == 1
+        return is_sequence and graph.num_bytes(operand) < graph.num_bytes(value)
+
+    def _has_rows(self, op: Op, want: Want) -> bool:
+        """Whether an operation computes the wanted rows without the others."""
+        if op.name == "scan":
+            loop = loop_of(self.forward.graph, op)
+            is_stacked = want.value in loop.stacked
+            if self._is_over_positions(loop):
+                return is_stacked and want.rows == (0,)
+            return not (is_stacked and 0 in want.rows)
+        return _is_call(op) if op.bodies else row_form(op, want) is not None
+
+    def _is_over_positions(self, loop: Loop) -> bool:
+        """Whether a scan runs forward over the positions of the sequence."""
+        forward = self.forward
+        stacked = [*loop.scanned, *loop.stacked]
+        is_over = any(0 in forward.positions(value) and forward.follows_tokens(value) for value in stacked)
+        return is_over and loop.op.params["length"] == forward.length
+
+    def _compute(self, op: Op, direct: list[Want]) -> None:
+        """Adds the parts that compute wanted results of an operation."""
+        if op.name == "scan" and self._scan(loop_of(self.forward.graph, op), direct):
+            return
+        if op.bodies and _is_call(op):
+            self._call(op, direct)
+            return
+        whole = {want.value for want in direct if not want.rows}
+        for want in direct:
+            if not want.rows:
+                continue
+            rows = None if op.bodies else row_form(op, want)
+            if rows is None:
+                self.parts.append(Part(How.CUT, op, (want,), (Want(want.value),)))
+                whole.add(want.value)
+            else:
+                operands = tuple(map(Want, op.inputs, rows))
+                self.parts.append(Part(How.COMPUTE, op, (want,), operands))
+                self.need(operands)
+        if whole:
+            operands = tuple(map(Want, op.inputs))
+            self.parts.append(Part(How.COMPUTE, op, tuple(map(Want, op.outputs)), operands))
+            self.need(operands)
+
+    def _call(self, op: Op, direct: list[Want]) -> None:
+        (body,) = op.bodies
+        inner = dict(zip(op.outputs, body.outputs, strict=True))
+        steps = _Derivation(self.forward, self.entangled, body).steps(
+            Want(inner[want.value], want.rows) for want in direct
+        )
+        outer = dict(zip(body.inputs, op.inputs, strict=True))
+        operands = tuple(Want(outer[want.value], want.rows) for want in steps.inputs)
+        self.parts.append(Part(How.CALL, op, tuple(direct), operands, steps))
+        self.need(operands)
+
+    def _scan(self, loop: Loop, direct: list[Want]) -> bool:
+        """Adds the part of a scan that computes rows; returns False if it does not."""
+        if not all(self._has_rows(loop.op, want) for want in direct):
+            return False
+        if self._is_over_positions(loop):
+            if loop.op.params["reverse"]:
+                return False
+            operands = (*map(Want, loop.consts), *(Want(value, (0,)) for value in loop.scanned))
+            self.parts.append(Part(How.STATE, loop.op, tuple(direct), operands))
+            self.need(operands)
+            return True
+        if not any(self.forward.follows_tokens(value) for value in loop.op.outputs):
+            return False
+        self._layers(loop, direct)
+        return True
+
+    def _layers(self, loop: Loop, direct: list[Want]) -> None:
+        """Adds a scan over layers: the rows of the carry that a layer reads are those that it computes."""
+        body = loop.body
+        slots = {(loop.results.index(want.value), want.rows) for want in direct if want.value in loop.results}
+        stacked = [
+            Want(body.outputs[loop.op.outputs.index(want.value)], tuple(row - 1 for row in want.rows))
+            for want in direct
+            if want.value in loop.stacked
+        ]
+        while True:
+            carried = [Want(body.outputs[index], rows) for index, rows in sorted(slots)]
+            steps = _Derivation(self.forward, self.entangled, body, loop.body_carried).steps([*carried, *stacked])
+            read = {
+                (loop.body_carried.index(want.value), want.rows)
+                for want in steps.inputs
+                if want.value in loop.body_carried
+            }
+            if read <= slots:
+                break
+            slots |= read
+        outer = dict(zip(body.inputs, loop.op.inputs, strict=True))
+        operands = [Want(loop.carried[index], rows) for index, rows in sorted(slots)]
+        for want in steps.inputs:
+            if want.value not in loop.body_carried:
+                shift = 1 if want.value in loop.body_scanned else 0
+                operands.append(Want(outer[want.value], tuple(row + shift for row in want.rows)))
+        part = Part(How.LOOP, loop.op, tuple(direct), tuple(operands), steps, tuple(sorted(slots)))
+        self.parts.append(part)
+        self.need(operands)
+
+
+def _order(forward: Forward, value: int) -> tuple[int, ...]:
+    """Returns the order of dims in which XLA multiplies a value: a cache in another order is copied by every step.
+
+    Batch dims, as those of heads, are first; the contracted dims of the right operand precede the others.
+    """
+    dims = range(len(forward.graph.shape(value)))
+    for op in forward.graph.readers.get(value, ()):
+        if op.name == "dot_general":
+            side = op.inputs.index(value)
+            contracted, batch = (each[side] for each in op.params["dimension_numbers"])
+            free = [dim for dim in dims if dim not in contracted and dim not in batch]
+            return (*batch, *free, *contracted) if side == 0 else (*batch, *contracted, *free)
+    return tuple(dims)
+
+
+def _is_call(op: Op) -> bool:
+    """Whether an operation runs one body once, on all of its operands."""
+    return op.name in REMAT or remat_of(op.eqn) is not None
+
+
+def row_form(op: Op, want: Want) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the rows of each operand and result from which an operation computes wanted rows; None if it cannot.
+
+    Example:
+      >>> import jax
+      >>> from spanax.trace.jaxpr.graph import from_jaxpr
+      >>> x = jax.ShapeDtypeStruct((4, 3), "float32")
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda x: (x + x.T.T, jax.lax.cumsum(x)))(x))
+      >>> add, cumsum = (graph.producers[value] for value in graph.body.outputs)
+      >>> row_form(add, Want(add.outputs[0], (0,))), row_form(cumsum, Want(cumsum.outputs[0], (0,)))
+      (((0,), (0,), (0,)), None)
+    """
+    row = TABLE.get(op.name)
+    if row is None or row.padding is None:
+        return None
+    result = len(op.inputs) + op.outputs.index(want.value)
+    along = op.dim_map.dims(Kind.ALONG)
+    found: list[set[int]] = [set() for _ in (*op.inputs, *op.outputs)]
+    for dim in want.rows:
+        if (result, dim) in along:
+            return None
+        relation = next((each for each in op.dim_map.relations if (result, dim) in each.dims), None)
+        if relation is None or relation.kind not in (Kind.SAME, Kind.REPEATED, Kind.NEW):
+            return None
+        if relation.kind is Kind.NEW and op.family is not Family.IOTA:
+            return None
+        for array, other in relation.dims:
+            found[array].add(other)
+    return tuple(tuple(sorted(dims)) for dims in found)

@@ -1,0 +1,170 @@
+"""Compares an incremental form with the full forward pass, and finds the line where a model is not causal."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spanax.decoding.forward import Forward
+from spanax.errors import CausalityError, DecodeError, first_line
+from spanax.trace.jaxpr.graph import Body, Op
+from spanax.trace.jaxpr.interpret import Values, read
+from spanax.trace.jaxpr.loops import loop_of
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""The largest difference of logits, relative to the largest logit, by the narrowest dtype of the model: rounding."""
+
+FALLBACK = "fallback=True, which computes the whole sequence for each token"
+
+NUM_STEPS = 2
+"""The number of steps after each prefill that are compared."""
+
+
+class Derived(Protocol):
+    """The part of an incremental form that is compared."""
+
+    @property
+    def forward(self) -> Forward:
+        """The forward pass."""
+
+    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Returns the logits of the forward pass."""
+
+    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
+        """Returns the caches of sequences after their first `counts` positions."""
+
+    def step(
+        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
+    ) -> tuple[Any, dict[int, Any]]:
+        """Returns the logits at a position of each sequence, and the caches after it."""
+
+
+def prove(derived: Derived, parameters: Sequence[Any]) -> None:
+    """Checks the logits of an incremental form on random sequences, of which later positions are garbage.
+
+    Raises:
+      CausalityError: the model is not causal; the error names the line.
+      DecodeError: they differ from those of the full forward pass for another reason.
+    """
+    forward = derived.forward
+    inputs = [_random(forward, index) for index in range(len(forward.arrays))]
+    garbage = [_random(forward, index, seed=1) for index in range(len(forward.arrays))]
+    expected = jax.jit(derived.full)(parameters, inputs)
+    try:
+        error = _largest_error(derived, parameters, inputs, garbage, np.asarray(expected, np.float64))
+    except (TypeError, ValueError, NotImplementedError) as failure:  # an operation that has no rows after all
+        raise DecodeError(
+            "no incremental form of this model was found.", where=first_line(failure), fix=FALLBACK
+        ) from None
+    if error <= _tolerance(forward):
+        return
+    where = _leak(forward, parameters, inputs, garbage)
+    if where is None:
+        raise DecodeError(
+            f"the incremental form of this model differs from its forward pass, by {error:.1e} of the largest logit.",
+            fix=FALLBACK,
+        )
+    raise CausalityError(
+        "this model is not causal: the logits of a position depend on later tokens.",
+        where=where,
+        fix="a causal mask in this line",
+    )
+
+
+def _largest_error(
+    derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any], expected: np.ndarray
+) -> float:
+    """Returns the largest difference of logits, relative to the largest logit."""
+    forward = derived.forward
+    length = forward.length
+    is_known = np.arange(length)
+    last = max(length - NUM_STEPS, 1)
+    fill = jax.jit(derived.fill)
+    step = jax.jit(derived.step)
+    largest = 0.0
+    for counts in ([0, length // 2], [last - 1, min(1, last - 1)]):
+        positions = np.array(counts, np.int32)
+        known = is_known < positions[:, None]
+        arrays = [
+            np.where(known.reshape(known.shape + (1,) * (given.ndim - 2)), given, other) if is_per_token else given
+            for given, other, is_per_token in zip(inputs, garbage, forward.per_token, strict=True)
+        ]
+        cache = fill(parameters, arrays, positions)
+        for _ in range(min(NUM_STEPS, length)):
+            chosen = np.arange(len(positions)), positions
+            rows = [array[chosen] for array, is_row in zip(inputs, forward.per_token, strict=True) if is_row]
+            logits, cache = step(parameters, cache, rows, positions)
+            difference = np.abs(np.asarray(logits, np.float64) - expected[chosen]).max()
+            largest = max(largest, float(difference)) if np.isfinite(difference) else np.inf
+            positions = np.minimum(positions + 1, length - 1)
+    return largest / max(float(np.abs(expected).max()), 1e-30)
+
+
+def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
+    """Returns two sequences of an input: token ids, ones, or normal floats; positions and segments are ones."""
+    aval = forward.graph.avals[forward.arrays[index]]
+    generator = np.random.default_rng((seed, index))
+    shape = (2, *aval.shape[1:])
+    if index == 0:
+        return generator.integers(0, forward.graph.shape(forward.logits)[-1], shape).astype(aval.dtype)
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return generator.normal(size=shape).astype(aval.dtype)
+    return np.ones(shape, aval.dtype)
+
+
+def _tolerance(forward: Forward) -> float:
+    dtypes = {str(getattr(aval, "dtype", "")) for aval in forward.graph.avals}
+    return max(TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE)
+
+
+def _leak(forward: Forward, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any]) -> str | None:
+    """Returns the line of the first operation whose first rows depend on later tokens; None if there is none."""
+    count = max(forward.length // 2, 1)
+    args = []
+    for source in (inputs, garbage):
+        arrays = []
+        for given, other, is_per_token in zip(inputs, source, forward.per_token, strict=True):
+            array = np.concatenate([given[:1, :count], other[:1, count:]], 1) if is_per_token else given[:1]
+            arrays.append(jnp.asarray(array))
+        args.append([*parameters, *arrays])
+    return _first_leak(forward, forward.graph.body, count, *args)
+
+
+def _first_leak(forward: Forward, body: Body, count: int, first: Sequence[Any], second: Sequence[Any]) -> str | None:
+    """Returns the line of the first leak of a body, evaluated on inputs whose first `count` rows are equal."""
+    both: tuple[Values, Values] = ({}, {})
+    for values, args in zip(both, (first, second), strict=True):
+        values.update(zip(body.inputs, args, strict=True))
+    for op in body.ops:
+        ins = [read(forward.graph, values, op.inputs) for values in both]
+        for values, operands in zip(both, ins, strict=True):
+            values.update(zip(op.outputs, op.bind(operands), strict=True))
+        if any(_differs(forward, value, count, *(values[value] for values in both)) for value in op.outputs):
+            return _inside(forward, op, count, *ins) or op.where
+    return None
+
+
+def _inside(forward: Forward, op: Op, count: int, first: Sequence[Any], second: Sequence[Any]) -> str | None:
+    """Returns the line of the first leak in the first iteration of a loop, or in the body of a call."""
+    if len(op.bodies) != 1:
+        return None
+    (body,) = op.bodies
+    if op.name != "scan":
+        return _first_leak(forward, body, count, first, second)
+    loop = loop_of(forward.graph, op)
+    fixed = loop.num_consts + loop.num_carried
+    args = [[*ins[:fixed], *(array[0] for array in ins[fixed:])] for ins in (first, second)]
+    return _first_leak(forward, body, count, *args)
+
+
+def _differs(forward: Forward, value: int, count: int, first: Any, second: Any) -> bool:
+    """Whether the first rows of a value along its positions differ."""
+    dims = forward.positions(value)
+    if len(dims) != 1 or not jnp.issubdtype(first.dtype, jnp.number):
+        return False
+    before, after = (np.asarray(lax.slice_in_dim(each, 0, count, axis=dims[0]), np.float64) for each in (first, second))
+    smallest = 1e-5 * float(np.abs(before).max(initial=0))
+    return not np.allclose(before, after, rtol=1e-3, atol=smallest, equal_nan=True)

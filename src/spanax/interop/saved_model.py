@@ -1,0 +1,103 @@
+"""A trained or imported model as an object, with its tokenizer."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+
+from spanax.decoding.decoder import called
+from spanax.entries.names import TOKENIZER
+from spanax.errors import WorkloadError
+from spanax.jit.init import init
+from spanax.jit.jit import jit
+from spanax.jit.objects import Objects
+from spanax.models.imported import is_imported
+from spanax.models.workloads import load
+from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
+from spanax.train.record.folder import recorded, saved_tokenizer
+from spanax.train.state import weights
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+@dataclass(frozen=True, eq=False)
+class SavedModel:
+    """A model with the parameters of a checkpoint.
+
+    Attributes:
+      model: the model.
+      step: the step of the checkpoint.
+      tokenizer: that of the run or of the import; None if it has none.
+      end_id: the end-of-text token.
+      folder: the folder that the weights were imported to; None if they were not.
+    """
+
+    model: nnx.Module
+    step: int
+    tokenizer: "tokenizers.Tokenizer | None"
+    end_id: int | None
+    folder: Path | None
+
+
+def load_model(
+    checkpoint: Path, *, workload: str | None = None, layout: str | None = None, mesh: str | None = None
+) -> SavedModel:
+    """Returns the model of a run, of a folder of checkpoints, or of weights that `import_weights` wrote.
+
+    Args:
+      checkpoint: the folder.
+      workload: the workload of the checkpoint, if its folder does not record it.
+      layout: as in `spanax.jit`.
+      mesh: as in `spanax.jit`; the first device by default.
+
+    Raises:
+      SpanaxError: the model is not recorded, or does not take tokens.
+      DataError: there is no intact checkpoint, or it is of another model.
+    """
+    import tokenizers
+
+    settings = recorded(checkpoint)
+    name = workload or (str(checkpoint) if is_imported(checkpoint) else settings.get("workload"))
+    if name is None:
+        raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
+    source = partial(load, name)
+    sizes = {"seq_len": settings["seq_len"]} if settings.get("seq_len") is not None else {}
+    definition = source(**sizes)
+    tokenizer = _tokenizer(checkpoint, settings, definition.tokenizer)
+    if definition.vocab_size is None:
+        raise WorkloadError(f"the model of '{name}' does not read tokens.", fix="a language model")
+    if tokenizer is not None and tokenizer.vocab_size != definition.vocab_size:
+        definition = source(**sizes, vocab_size=tokenizer.vocab_size)
+    if layout is None and mesh is None:
+        mesh = "data=1"
+    forward = jit(called, layout=layout, mesh=mesh)
+    batch = jax.ShapeDtypeStruct((len(jax.devices()), 8), "int32")  # every mesh axis divides these sequences
+    model = init(partial(_built, definition.build), like=forward, batch=batch)
+    placements = forward.plan.leaves
+    arrays, loaded = weights.load(forward.program, placements, forward.placement.mesh, checkpoint)
+    Objects.of((model,)).update([*arrays], [*arrays.values()])
+    engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    folder = Path(name) if is_imported(Path(name)) else None
+    return SavedModel(model, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
+
+
+def _built(build: Any) -> nnx.Module:
+    model = build(nnx.Rngs(0))
+    assert isinstance(model, nnx.Module)
+    return model
+
+
+def _tokenizer(checkpoint: Path, settings: dict[str, Any], default: str) -> Tokenizer | None:
+    """Returns the tokenizer that a run saved, that of imported weights, or the default of the workload."""
+    name = settings.get("tokenizer") or default
+    if is_imported(checkpoint):
+        path = checkpoint / TOKENIZER
+        return load_tokenizer(str(path)) if path.exists() else None
+    saved = saved_tokenizer(checkpoint)
+    if saved is not None:
+        return load_tokenizer(TrainedTokenizer(name, saved))
+    return load_tokenizer(name) if name == "bytes" or name.endswith(".json") else None

@@ -1,0 +1,161 @@
+"""Generation equals a loop over the whole sequence, on every mesh, with every rule of sampling."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import spanax
+from causal import Learned
+from spanax.decoding.sampling import Sampling, draw
+from spanax.models import llama, moe
+
+SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "mlp_dim": 64}
+CONFIG = llama.LlamaConfig(64, 64, **SIZES)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3], [5, 8, 9, 7, 9, 3, 2]]
+
+
+@pytest.fixture(scope="module")
+def model() -> llama.Llama:
+    return llama.Llama(CONFIG, nnx.Rngs(0))
+
+
+def greedy(model: nnx.Module, prompt: list[int], count: int) -> tuple[tuple[int, ...], list[float]]:
+    """The most likely tokens and their log-probabilities, from the forward pass of the whole sequence."""
+    ids, numbers = list(prompt), []
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    for _ in range(count):
+        logits = forward(model, jnp.array([ids + [0] * (20 - len(ids))]))
+        logits = (logits[0] if isinstance(logits, tuple) else logits)[0, len(ids) - 1]
+        numbers.append(float(jax.nn.log_softmax(logits).max()))
+        ids.append(int(logits.argmax()))
+    return tuple(ids[len(prompt) :]), numbers
+
+
+def test_greedy_tokens_are_those_of_the_forward_pass(model: llama.Llama) -> None:
+    for prompt, result in zip(PROMPTS, spanax.generate(model, PROMPTS, 10, temperature=0), strict=True):
+        tokens, log_probabilities = greedy(model, prompt, 10)
+        assert result.tokens == tokens
+        assert np.allclose(result.log_probabilities, log_probabilities, atol=1e-5)
+        assert result.text is None and not result.is_stopped
+
+
+RULES: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "temperature": 0.8}
+
+
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4,model=2", "fsdp=2", "model=2"])
+def test_samples_are_the_same_on_every_mesh_and_streamed(model: llama.Llama, mesh: str) -> None:
+    options = {"max_new_tokens": 6, "seed": 5, "num_samples": 2, **RULES}
+    expected = [result.tokens for result in spanax.generate(model, PROMPTS, **options)]
+    assert len(expected) == 8 and expected[0] != expected[1]
+    assert [result.tokens for result in spanax.generate(model, PROMPTS, mesh=mesh, **options)] == expected
+    steps = list(spanax.generate(model, PROMPTS, mesh=mesh, stream=True, **options))
+    assert [*map(tuple, np.transpose(steps).tolist())] == expected
+
+
+def test_an_expert_mesh_and_like() -> None:
+    config = moe.MoEConfig(64, 64, **SIZES, num_experts=4, capacity_factor=None)
+    model = moe.Mixtral(config, nnx.Rngs(0))
+    prompts = [*PROMPTS, *PROMPTS[::-1]]
+    expected = [greedy(model, prompt, 5)[0] for prompt in prompts]
+    step = spanax.jit(lambda model, tokens: model(tokens)[0], mesh="data=2,expert=4")
+    step.prepare(model, jax.ShapeDtypeStruct((8, 16), "int32"))
+    results = spanax.generate(model, prompts, 5, temperature=0, like=step)
+    assert [result.tokens for result in results] == expected
+
+
+def test_each_row_ends_at_its_stop(model: llama.Llama) -> None:
+    free = [result.tokens for result in spanax.generate(model, PROMPTS, 10, temperature=0)]
+    stop = free[0][3], free[0][4]
+    results = spanax.generate(model, PROMPTS, 10, temperature=0, stop=[stop, 1000])
+    assert results[0].tokens == free[0][:3] and results[0].is_stopped
+    assert len(results[0].log_probabilities) == 3
+    others = [result for result in results[1:] if not result.is_stopped]
+    assert others and all(len(result.tokens) == 10 for result in others)
+    rows = np.transpose(list(spanax.generate(model, PROMPTS, 10, temperature=0, stop=[stop], stream=True)))
+    assert rows[0].tolist() == [*free[0][:5], -1, -1, -1, -1, -1]
+
+
+class Letters:
+    """A tokenizer of one id for each letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 64 for letter in text if "A" <= letter <= "Z"]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(each + 64) for each in ids)
+
+
+def test_texts(model: llama.Llama) -> None:
+    (free,) = spanax.generate(model, ["ABC"], 4, temperature=0, tokenizer=Letters())
+    assert free.text == Letters().decode(free.tokens) and len(free.text) == 4
+    with pytest.raises(spanax.SpanaxError, match="cannot make the stop"):
+        spanax.generate(model, ["ABC"], 4, tokenizer=Letters(), stop=["a"])
+
+
+def test_a_trained_model_needs_no_new_derivation(model: llama.Llama) -> None:
+    """The arrays are those of the call; only another structure derives again."""
+    before = spanax.generate(model, [[1, 2]], 4, temperature=0)
+    old = model.head.kernel[...]
+    model.head.kernel[...] = -old
+    after = spanax.generate(model, [[1, 2]], 4, temperature=0)
+    assert after[0].tokens == greedy(model, [1, 2], 4)[0] != before[0].tokens
+    model.head.kernel[...] = old
+
+
+def test_log_probabilities_are_those_of_a_train_step(model: llama.Llama) -> None:
+    (result,) = spanax.generate(model, [PROMPTS[0]], 12, seed=1)
+    ids = jnp.array([[*PROMPTS[0], *result.tokens]])
+    numbers = jax.nn.log_softmax(model(ids))[0, jnp.arange(4, 16), jnp.array(result.tokens)]
+    assert np.allclose(result.log_probabilities, numbers, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": [[]]}, "prompt 0 is empty"),
+        ({"prompts": []}, "no prompt"),
+        ({"prompts": ["text"]}, "tokenizer="),
+        ({"prompts": "text"}, "`prompts`"),
+        ({"prompts": [[0.5]]}, "token ids"),
+        ({"temperature": -1}, "`temperature`"),
+        ({"temperature": float("nan")}, "`temperature`"),
+        ({"top_k": 0}, "`top_k`"),
+        ({"top_p": 1.5}, "`top_p`"),
+        ({"min_p": -0.1}, "`min_p`"),
+        ({"repetition_penalty": 0}, "`repetition_penalty`"),
+        ({"max_new_tokens": 0}, "`max_new_tokens`"),
+        ({"num_samples": True}, "`num_samples`"),
+        ({"stop": [[]]}, "stop is empty"),
+        ({"mesh": "data=4"}, "do not divide into 4"),
+        ({"model": Learned(nnx.Rngs(0)), "max_new_tokens": 64}, "64 positions"),
+    ],
+)
+def test_bad_input(model: llama.Llama, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(spanax.SpanaxError, match=words):
+        spanax.generate(**{"model": model, "prompts": [[1, 2], [3]], "max_new_tokens": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.6}, {1, 2}),
+        ({"top_p": 0.4}, {1}),
+        ({"min_p": 0.5}, {1, 2}),
+        ({"temperature": 0.0}, {1}),
+        ({"top_k": 3, "min_p": 0.9}, {1}),
+        ({"repetition_penalty": 50.0}, {0, 2, 3}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_each_rule_keeps_its_tokens(rules: dict[str, Any], kept: set[int]) -> None:
+    logits = jnp.tile(jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1])) + 30.0, (400, 1))
+    keys = jax.random.split(jax.random.key(0), 400)
+    seen = jnp.tile(jnp.arange(4) == 1, (400, 1)) if "repetition_penalty" in rules else None
+    tokens, numbers = draw(logits, keys, Sampling(**rules).checked(), seen)
+    assert set(tokens.tolist()) == kept
+    assert np.allclose(numbers, jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1]))[tokens], atol=1e-5)
