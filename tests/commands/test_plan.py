@@ -243,22 +243,23 @@ def test_a_complete_training_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "name", "problem"),
+    ("why", "schedule", "name", "problem"),
     [
-        ("fsdp+tensor", "fsdp+tensor on fsdp=4,model=2", ""),
-        ("data=2,fsdp=4", "hsdp on data=2,fsdp=4", ""),
-        ("pipeline", "pipeline on pipe=2,data=4", ""),
-        ("pipeline+fsdp", "pipeline+fsdp on pipe=2,fsdp=4", ""),
-        ("data=3", "", "needs 3 devices"),
+        ("fsdp+tensor", None, "fsdp+tensor on fsdp=4,model=2", ""),
+        ("data=2,fsdp=4", None, "hsdp on data=2,fsdp=4", ""),
+        ("pipeline", None, "pipeline on pipe=2,data=4", ""),
+        ("pipeline+fsdp", "interleaved", "pipeline+fsdp on pipe=2,fsdp=4", ""),
+        ("data=3", None, "", "needs 3 devices"),
     ],
 )
-def test_a_layout_is_shown_beside_the_best(why: str, name: str, problem: str) -> None:
-    text, data = ask(why=why, remat="none", loss_chunks=4)
+def test_a_layout_is_shown_beside_the_best(why: str, schedule: str | None, name: str, problem: str) -> None:
+    text, data = ask(why=why, pipeline_schedule=schedule, remat="none", loss_chunks=4)
     answer, best = data["why"], data["best"]
     assert problem in answer["problem"] and bool(answer["problem"]) == bool(problem) == ("rows" not in answer)
     if problem:
         return
     assert answer["plans"][1] == name and name in text and "difference" in text
+    assert (schedule or "") in answer["schedules"][1]
     rows = {(row["group"], row["term"]): row for row in answer["rows"]}
     assert rows["seconds", "step"]["first"] == best["step_seconds"] < rows["seconds", "step"]["second"]
     moved = {term: row["first"] for (group, term), row in rows.items() if group == "bytes moved" and row["first"]}
