@@ -13,8 +13,10 @@ import generated_pages
 import spanax
 from sampling import sampled
 from spanax.models.workloads import load
+from spanax.plan import choose
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Candidate, Search, plan_of
+from spanax.plan.candidates.request import Request
 from spanax.plan.evaluate import evaluated
 from spanax.trace.program import Program
 
@@ -81,7 +83,7 @@ def choices() -> str:
     """What the planner takes, and the rule that it follows."""
     lines: list[tuple[object, ...]] = [("workload, batch", "machine", "fastest that fits", "step, MFU", "because")]
     for workload, batch_size, on in CHOICES:
-        search_result = searched(workload, batch_size, on)
+        search_result = choose.searched(traced(workload, batch_size), spanax.cluster(on), Request(attention="auto"))
         item = search_result.best
         assert item is not None
         mfu = search_result.model_flops / (

@@ -24,7 +24,7 @@ from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
 from spanax.show.search import bytes_by_collective, ranked_text, search_text
-from spanax.units import bytes_text
+from spanax.units import MEASURES, bytes_text
 
 SMALL = with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16)
 
@@ -243,22 +243,23 @@ def test_a_complete_training_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "name", "problem"),
+    ("why", "schedule", "name", "problem"),
     [
-        ("fsdp+tensor", "fsdp+tensor on fsdp=4,model=2", ""),
-        ("data=2,fsdp=4", "hsdp on data=2,fsdp=4", ""),
-        ("pipeline", "pipeline on pipe=2,data=4", ""),
-        ("pipeline+fsdp", "pipeline+fsdp on pipe=2,fsdp=4", ""),
-        ("data=3", "", "needs 3 devices"),
+        ("fsdp+tensor", None, "fsdp+tensor on fsdp=4,model=2", ""),
+        ("data=2,fsdp=4", None, "hsdp on data=2,fsdp=4", ""),
+        ("pipeline", None, "pipeline on pipe=2,data=4", ""),
+        ("pipeline+fsdp", "interleaved", "pipeline+fsdp on pipe=2,fsdp=4", ""),
+        ("data=3", None, "", "needs 3 devices"),
     ],
 )
-def test_a_layout_is_shown_beside_the_best(why: str, name: str, problem: str) -> None:
-    text, data = ask(why=why, remat="none", loss_chunks=4)
+def test_a_layout_is_shown_beside_the_best(why: str, schedule: str | None, name: str, problem: str) -> None:
+    text, data = ask(why=why, pipeline_schedule=schedule, remat="none", loss_chunks=4)
     answer, best = data["why"], data["best"]
     assert problem in answer["problem"] and bool(answer["problem"]) == bool(problem) == ("rows" not in answer)
     if problem:
         return
     assert answer["plans"][1] == name and name in text and "difference" in text
+    assert (schedule or "") in answer["schedules"][1]
     rows = {(row["group"], row["term"]): row for row in answer["rows"]}
     assert rows["seconds", "step"]["first"] == best["step_seconds"] < rows["seconds", "step"]["second"]
     moved = {term: row["first"] for (group, term), row in rows.items() if group == "bytes moved" and row["first"]}
@@ -306,8 +307,14 @@ def test_what_moves_is_named_by_its_path_or_line(why: str, terms: list[str]) -> 
     for line in terms:
         assert any(re.match(line, term) for term in moved), (line, moved)
     assert not any(name in term for name in ("stack.py", "accumulation.py") for term in moved)
-    shown = text.partition("\nwhat moves")[2]
-    assert all(f"{name}: " in shown for name, _ in sums), "each collective has a row"
+    assert not any(re.search(r"\), | more$|kernel, ", term) for term in moved), "each value has its own row"
+    shown = re.findall(r"^what moves +(.+?): .* ([+-][\d.]+) (\w+)$", text, re.MULTILINE)
+    passes = {re.sub(r": (\w+) .*", r": \1 ", row["term"]) for row in rows if row["group"] == "what moves"}
+    assert all(each in text for each in passes), "each collective has a row of each pass"
+    units = MEASURES["bytes"].units
+    for row in (row for row in rows if row["group"] == "bytes moved"):
+        more = sum(float(number) * units[unit] for name, number, unit in shown if name == row["term"])
+        assert more == pytest.approx(row["second"] - row["first"], rel=0.01, abs=8), f"the rows of {row['term']} add up"
 
 
 def test_the_seconds_of_a_term_are_those_of_what_it_computes() -> None:

@@ -181,9 +181,7 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
 
 def _check(command: PlanCommand) -> None:
     require("plan", command.workload, ",".join(_clusters(command)), "a100-80gb:8")
-    command.request.check_layout()
-    if command.why is not None:
-        command.request.beside(command.why).check_layout()
+    command.request.check_layout(command.why)
     command.precision.check_dtype()
     check_numbers(command.recipe)
     check_numbers(command.request)
@@ -259,13 +257,15 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.plan.choose import decided
     from spanax.show.search import search_json, search_text
 
-    search, program = _search(command, load, machine)
+    request = command.request
+    best = replace(command, request=request.placed(request.layout, request.mesh))  # without what is for --why alone
+    search, program = _search(best, load, machine)
     calibrated: Extra = ([], {})
     if command.calibrate:
         before = search
         calibration = _calibration(command, program, machine)
         machine = calibration.cluster
-        search, _ = _search(command, load, machine, program)
+        search, _ = _search(best, load, machine, program)
         calibrated = _calibrated(command, calibration, before, search)
     search, compiled = with_best_compiled(search) if command.compile else (search, ())
     summary = summarize(search)
@@ -274,7 +274,7 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     if search.best is None:
         lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)
-    plan = decided(program, machine, _request(command), search)
+    plan = decided(program, machine, _request(best), search)
     for more_lines, more_data in _extras(command, load, summary, plan, program):
         lines, data = lines + more_lines, data | more_data
     return Answer("\n".join(lines), data)

@@ -27,7 +27,7 @@ from spanax.plan.plan import Plan, Prediction, path_pattern
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.space import storing_of
 from spanax.plan.spmd.compiler import Compiler
-from spanax.plan.spmd.count_terms import collectives_by_value, count_terms, matmuls_by_value
+from spanax.plan.spmd.count_terms import collectives_by_value, count_terms, matmuls_by_group
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import HOP, MemoryTraffic, Terms, table
@@ -231,16 +231,17 @@ class Evaluation:
         """
         sharded = self.layout.sharded
         traced = sharded.traced
-        places, matmuls = matmuls_by_value(sharded, compiler=Compiler.of(self.cluster))
+        groups, matmuls = matmuls_by_group(sharded, compiler=Compiler.of(self.cluster))
         touched = traced.touched_bytes
         rows = [(num_bytes, sharded.axes_of(number), *place) for number, place, num_bytes in touched]
         traffic = table(MemoryTraffic, rows, kernels=self.layout.terms.memory_traffic.kernels)
         terms = replace(self.layout.terms, matmuls=matmuls, memory_traffic=traffic)
         seconds = row_seconds(terms, self.cluster, self.grid, self.assumptions)
-        names = value_names(sharded, {value for value, _ in places})
+        names = value_names(sharded, {op.outputs[0] for group in groups for op, _ in group.ops})
         result: Counter[str] = Counter()
-        for (value, phase), (row,) in zip(places, seconds.matmuls.tolist(), strict=True):
-            result[_at("matmuls", phase, names[value])] += row
+        for group, (row,) in zip(groups, seconds.matmuls.tolist(), strict=True):
+            for op, runs in group.ops:
+                result[_at("matmuls", group.phase, names[op.outputs[0]])] += row * runs / group.runs
         for (number, place, _), (row,) in zip(touched, seconds.memory.tolist(), strict=True):
             axes = axes_text(sharded, traced.first_values[number])
             result[_at("memory", Phase(place[1]), axes)] += row

@@ -1,6 +1,7 @@
 """Formats two plans side by side: seconds, memory and collectives of a step, and the placement of arrays."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 MOST = 8
-"""The number of rows that the text lists of a group of `BY_VALUE`; JSON has all of them."""
+"""The number of rows that the text lists of a group of `BY_VALUE`, if that is one of each term and pass; it adds up the
+others. JSON has all of them."""
 
 MOVES = "what moves"
 COMPUTES = "seconds of"
@@ -71,18 +73,35 @@ def difference_text(data: Mapping[str, Any]) -> str:
 
 
 def _most_different(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the rows that differ most, at least one of each term or collective."""
-    ordered = sorted(rows, key=lambda row: -abs(row["second"] - row["first"]))
-    firsts = {row["term"].partition(": ")[0]: index for index, row in reversed([*enumerate(ordered)])}
-    chosen = sorted(range(len(ordered)), key=lambda index: index not in firsts.values())[:MOST]
-    return [ordered[index] for index in sorted(chosen)]
+    """Returns the rows that differ most, at least one of each term and pass, then the sums of the others."""
+    differing = sorted((row for row in rows if _more(row)), key=lambda row: -abs(_more(row)))
+    firsts = {_pass(row): row for row in reversed(differing)}
+    by_rank = sorted(differing, key=lambda row: row is not firsts[_pass(row)])
+    num_shown = max(MOST, len(firsts))
+    others = defaultdict[str, list[Mapping[str, Any]]](list)
+    for row in by_rank[num_shown:]:
+        others[_pass(row)[0]].append(row)
+    shown = sorted(by_rank[:num_shown], key=lambda row: -abs(_more(row)))
+    for name, left in others.items():
+        sums = {side: sum(row[side] for row in left) for side in ("first", "second")}
+        shown += left if len(left) == 1 else [{**left[0], "term": f"{name}: {len(left)} others", **sums}]
+    return shown
+
+
+def _more(row: Mapping[str, Any]) -> float:
+    return float(row["second"] - row["first"])
+
+
+def _pass(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the term or collective of a row of one value, and the pass."""
+    name, _, value = row["term"].partition(": ")
+    return name, value.partition(" ")[0]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    more = row["second"] - row["first"]
-    sizes = row["first"], row["second"], abs(more)
+    sizes = row["first"], row["second"], abs(_more(row))
     first, second, size = [f"{each:.3g} s" if "seconds" in row["group"] else bytes_text(each) for each in sizes]
-    return row["group"], row["term"], first, second, ("-" if more < 0 else "+") + size
+    return row["group"], row["term"], first, second, ("-" if _more(row) < 0 else "+") + size
 
 
 def why_json(search: Search, plan: Plan, other: Search) -> dict[str, Any]:

@@ -16,11 +16,13 @@ def ticks_text(table: Ticks) -> str:
       stage 1: .  F0 B0 W0 F1 B1 W1 .  .
       F forward, B gradient of the input, W of the weights; a number is the microbatch
       33 % of all ticks are idle; activations of at most 2 microbatches are in memory at once
+      >>> ticks_text(ticks("interleaved", 2, 4, 2)).rpartition("; ")[2]
+      'activations of at most 2.5 microbatches are in memory at once'
     """
     counts = f"{table.num_stages} stages, {table.num_microbatches} microbatches"
     chunks = f" in {table.num_chunks} chunks per stage" if table.num_chunks > 1 else ""
     second = "W of the weights" if table.is_split else "and of the weights"
-    memory = f"activations of at most {table.num_in_flight} microbatches are in memory at once"
+    memory = f"activations of at most {table.num_in_flight / table.num_chunks:g} microbatches are in memory at once"
     return "\n".join(
         [
             f"{table.schedule}: {counts}{chunks}, {table.num_ticks} ticks",

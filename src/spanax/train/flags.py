@@ -185,8 +185,8 @@ class LayoutRequest:
         """Returns the request of another layout, such as `fsdp+tensor`, or mesh, such as `fsdp=4,model=2`."""
         return self.placed(None, name) if "=" in name else self.placed(name, None)
 
-    def check_layout(self) -> None:
-        """Raises SpanaxError if the value of a flag is unknown."""
+    def check_layout(self, why: str | None = None) -> None:
+        """Raises SpanaxError if the value of a flag is unknown, or that of --why, which may be what has stages."""
         from spanax.plan.pipeline.schedules import check_known
         from spanax.plan.presets import check_names, requests_stages
         from spanax.trace.jaxpr.remat_policies import (
@@ -197,9 +197,11 @@ class LayoutRequest:
             known_policy,
         )
 
-        check_names(self.layout, None)
+        compared = [self] if why is None else [self, self.beside(why)]
+        for each in compared:
+            check_names(each.layout, None)
         check_known(self.pipeline_schedule or "1f1b")
-        self.check_stages(requests_stages(self.layout, self.mesh))
+        self.check_stages(any(requests_stages(each.layout, each.mesh) for each in compared))
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)

@@ -23,9 +23,10 @@ from pipelines import (
 )
 from sampling import sampled
 from spanax.errors import SpanaxError
+from spanax.plan.evaluate import evaluate
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import ticks
-from spanax.plan.plan import Schedule
+from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS
 from spanax.step.pipeline import pipeline
 from spanax.step.sharded_init import init_sharded_state
@@ -115,20 +116,35 @@ class Deep(nnx.Module):
         return jnp.square(x).mean()
 
 
+def deep(rows: int, count: int) -> Program:
+    return spanax.trace(
+        build=Deep, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((rows, 1), "float32"),
+        loss=lambda model, x: model(x), microbatches=count,
+    )  # fmt: skip
+
+
+def temporary_bytes(program: Program, plan: Plan) -> int:
+    return int(spanax.start(program, plan).compile().memory_analysis().temp_size_in_bytes)
+
+
 def test_a_stage_stores_the_microbatches_of_its_schedule() -> None:
     """Memory of the compiled step: what a microbatch leaves times the slots of the table, and not more with each."""
     temporaries = {}
     for schedule in ("gpipe", "1f1b"):
         for count in (4, 16):
-            program = spanax.trace(
-                build=Deep, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((256 * count, 1), "float32"),
-                loss=lambda model, x: model(x), microbatches=count,
-            )  # fmt: skip
-            run = spanax.start(program, planned(program, "pipe=4", schedule))
-            temporaries[schedule, count] = run.compile().memory_analysis().temp_size_in_bytes
+            program = deep(256 * count, count)
+            temporaries[schedule, count] = temporary_bytes(program, planned(program, "pipe=4", schedule))
     assert ticks("gpipe", 4, 16).num_in_flight == 16 and ticks("1f1b", 4, 16).num_in_flight == 4
     assert temporaries["1f1b", 16] < 1.2 * temporaries["1f1b", 4]
     assert temporaries["gpipe", 16] > 2 * temporaries["gpipe", 4]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_predicted_activations_are_most_of_the_compiled_temporaries(schedule: str) -> None:
+    program = deep(1024 * 8, 8)
+    plan = planned(program, "pipe=2", schedule)
+    predicted = float(evaluate(program, plan, spanax.cluster("cpu:2")).memory.groups["activations"][0])
+    assert 0.6 < predicted / temporary_bytes(program, plan) < 1
 
 
 def test_a_state_is_initialized_in_stages() -> None:

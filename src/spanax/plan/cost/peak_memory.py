@@ -207,8 +207,8 @@ def memory_per_device(
 
 
 def _num_in_flight(grid: Grid) -> Array:
-    """Returns the microbatches whose activations a stage stores at once."""
-    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    """Returns the microbatches whose activations a stage stores at once; one in a single chunk counts as its share."""
+    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks) / grid.num_chunks
     flying = flying + num_pending(grid.schedule, grid.num_stages, grid.num_microbatches)
     return np.where(grid.num_stages > 1, flying, 1)
 

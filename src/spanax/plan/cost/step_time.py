@@ -6,7 +6,7 @@ which also runs the head, sets the pace.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from spanax.hardware.collectives import Collective, collective_seconds
 from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.links import FIELDS, STAGES, Links
-from spanax.plan.cost.overlap import ONCE, Exposed, Key, Overlap, class_of, hide, runtime_of
+from spanax.plan.cost.overlap import ONCE, Exposed, Key, class_of, hide, runtime_of
 from spanax.plan.cost.roofline import (
     collective_load,
     grouped,
@@ -112,7 +112,7 @@ class Costs:
     def select(self, columns: Array) -> "Costs":
         """Returns the costs of some candidates."""
         terms, hidden = ({name: row[columns] for name, row in rows.items()} for rows in (self.terms, self.hidden))
-        stage = Stage(**{each.name: getattr(self.stage, each.name)[columns] for each in fields(Stage)})
+        stage = Stage(self.stage.tasks[:, columns], self.stage.hop[columns])
         rows = {name: getattr(self, name)[columns] for name in ("step_seconds", "flops", "attention", "repeats_most")}
         return Costs(terms=terms, hidden=hidden, stage=stage, **rows)
 
@@ -134,28 +134,27 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Seconds of one microbatch in the layers of one stage, and of a send to the next stage.
+    """Seconds of one microbatch in the layers of one stage, a row for each of `schedules.KINDS`, and of a send.
 
-    `backward` is the gradient of the inputs with recomputed layers, `weights` the gradient of the weights.
+    The gradient of the inputs includes recomputed layers.
     """
 
-    forward: Array
-    backward: Array
-    weights: Array
+    tasks: Array
     hop: Array
 
     def idle_seconds(self, grid: Grid) -> dict[str, Array]:
         """Returns the bubble, without hops, and the time that hops add to a step, by term."""
-        busy = (self.forward + self.backward + self.weights) * grid.num_microbatches
+        busy = self.tasks.sum(0) * grid.num_microbatches
+        forward, backward, weights = self.tasks / grid.num_chunks
         without, pipelined = (
             step_seconds(
                 grid.schedule,
                 grid.num_stages,
                 grid.num_microbatches,
                 grid.num_chunks,
-                forward_seconds=self.forward / grid.num_chunks,
-                backward_seconds=self.backward / grid.num_chunks,
-                weight_seconds=self.weights / grid.num_chunks,
+                forward_seconds=forward,
+                backward_seconds=backward,
+                weight_seconds=weights,
                 hop_seconds=hop,
             )
             for hop in (0.0, self.hop)
@@ -185,7 +184,9 @@ def price(
     exposed = hide(moved, computing, overlap, grid.shares, terms.num_layers)
     layers, around = (_microbatch(parts, exposed, inside) for inside in (True, False))
     _wait_for_host(layers, around, terms, num_shards, grid.num_stages, assumptions)
-    stage = _stage(layers, _shares_of_phases(parts, exposed), grid, grid_table, terms, overlap)
+    # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
+    hop = grid_table.hop_seconds(terms.carry_bytes * grid.scale / num_shards[-1]) * (1.0 - overlap.hops)
+    stage = Stage(sum(layers.values()) / grid.shares * _shares_of_tasks(parts, exposed), hop)
     # The last stage also runs the operations around the layers, and all other stages wait for it.
     count = grid.num_microbatches
     seconds_by_term = {name: (layers[name] / grid.shares + around[name]) * count for name in layers}
@@ -249,19 +250,8 @@ def _as_run(terms: Terms, assumptions: Assumptions) -> Terms:
     return grouped(terms) if assumptions.grouped_matmul else terms
 
 
-def _stage(
-    layers: dict[str, Array], phases: Sequence[Array], grid: Grid, table: "GridTable", terms: Terms, overlap: Overlap
-) -> Stage:
-    """Returns the times of one stage from the seconds of one microbatch in all layers and the shares of its phases."""
-    # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
-    hop = table.hop_seconds(terms.carry_bytes * grid.scale / shard_counts(grid.sizes)[-1]) * (1.0 - overlap.hops)
-    seconds = sum(layers.values()) / grid.shares
-    forward, weights = phases
-    return Stage(seconds * forward, seconds * (1.0 - forward - weights), seconds * weights, hop)
-
-
-def _shares_of_phases(parts: dict[tuple[Any, ...], Array], exposed: Exposed) -> tuple[Array, Array]:
-    """Returns the shares of the forward pass and of the gradients of weights in the seconds of the layers.
+def _shares_of_tasks(parts: dict[tuple[Any, ...], Array], exposed: Exposed) -> Array:
+    """Returns the share of each kind of task in the seconds of the layers.
 
     The gradient of a weight multiplies as much as the forward pass with it: its share is that of the forward matmuls.
     """
@@ -270,7 +260,9 @@ def _shares_of_phases(parts: dict[tuple[Any, ...], Array], exposed: Exposed) -> 
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     ]
     total = np.maximum(seconds[0] + seconds[1], np.finfo(float).tiny)
-    return seconds[0] / total, np.minimum(parts[Phase.FORWARD, True, WEIGHTED], seconds[1] / 2) / total
+    forward = seconds[0] / total
+    weights = np.minimum(parts[Phase.FORWARD, True, WEIGHTED], seconds[1] / 2) / total
+    return np.stack([forward, 1.0 - forward - weights, weights])
 
 
 def _computed(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Graph, Op
 
+Dims = Sequence[int | None]
 Labels = tuple[int | None, ...]
 Masks = tuple[int, ...]
 """For each dim of a value, the mesh axes that shard it."""
@@ -111,7 +112,6 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
     out_dims: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
     out_dims.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
-    work = 0
     partial = [0] * len(summed)
     result = [0] * len(requested)
     shifts, divisible = _with_all_groups(op, operands, requested)
@@ -120,23 +120,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
         target = next((dim for dim, mask in enumerate(divisible) if mask & axis), None)
         sums = [dim is not None and dim in pairs[side] for side, dim in enumerate(dims)]
         ends = [None if dim is None else out_dims[side].get(dim) for side, dim in enumerate(dims)]
-        gathered: set[int] = set()
-        # Both sharded along a common batch dim: computed as they are, and the result is exchanged.
-        is_shared = ends[0] is not None and ends[0] == ends[1]
-        for side in () if is_shared else (0, 1):
-            opposite = 1 - side
-            if dims[side] is None or sums[side]:
-                # A contracted dim is gathered only for a free dim of the other side that the result shards.
-                if sums[side] and not sums[opposite] and ends[opposite] is not None and ends[opposite] == target:
-                    gathered.add(side)
-            elif ends[side] is None:
-                gathered.add(side)
-            elif sums[opposite] and ends[side] != target:
-                gathered.add(side)
-            elif ends[side] != target and (target is not None or sizes[side] <= sizes[2]):
-                gathered.add(side)
-            elif ends[opposite] not in (None, ends[side]) and ends[opposite] == target:
-                gathered.add(side)
+        gathered = [side for side in (0, 1) if _is_gathered(side, dims, sums, ends, target, sizes)]
         for side in gathered:
             common = union(operands[side]) & ~axis
             operands[side][dims[side]] &= ~axis  # type: ignore[index]
@@ -148,17 +132,31 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
             if common_dim is not None:
                 operands[side][common_dim] |= axis
         sharded = [side for side in (0, 1) if dims[side] is not None and side not in gathered]
+        end = ends[sharded[0]] if sharded else target
         if any(sums[side] for side in sharded):
-            work |= axis
             partial[_slice_partner(summed, operands, dims, sums, sharded, axis)] |= axis
-        elif sharded:
-            work |= axis
-            result[ends[sharded[0]]] |= axis  # type: ignore[index]
-        elif target is not None:
-            work |= axis
-            result[target] |= axis
+        elif end is not None:
+            result[end] |= axis
     shifts = _merged(shifts) + reductions(op.outputs[0], partial, tuple(result), requested, is_eager=True)
+    work = union([*partial, *result])
     return PartitionedOp(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
+
+
+def _is_gathered(
+    side: int, dims: Dims, sums: Sequence[bool], ends: Dims, target: int | None, sizes: Sequence[int]
+) -> bool:
+    """Returns whether a contraction gathers one operand over an axis.
+
+    A contracted dim is gathered only for a free dim of the other side that the result shards. A free dim is not if the
+    result shards it, or only an operand that is larger than the result. A common batch dim that both sides shard is
+    computed as it is, and the result is exchanged.
+    """
+    other = 1 - side
+    if sums[side]:
+        return target is not None and ends[other] == target
+    if ends[side] is None:
+        return dims[side] is not None
+    return ends[side] not in (target, ends[other]) and (sums[other] or target is not None or sizes[side] <= sizes[2])
 
 
 def _with_all_groups(op: Op, operands: list[list[int]], requested: Masks) -> tuple[list[Reshard], Masks]:
@@ -194,7 +192,7 @@ def _dim_to(out_dims: Mapping[int, int], end: int | None) -> int | None:
 def _slice_partner(
     summed: Sequence[tuple[int, int]],
     operands: list[list[int]],
-    dims: Sequence[int | None],
+    dims: Dims,
     sums: Sequence[bool],
     sharded: Sequence[int],
     axis: int,

@@ -1,7 +1,7 @@
 """Counts the cost terms of one layout in one walk over a program's groups of operations."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -50,31 +50,43 @@ def count_terms(
 def collectives_by_value(
     sharded: ShardedProgram, *, compiler: Compiler | None = None, late: DeferredReductions | None = None
 ) -> dict[tuple[int, Phase], Collectives]:
-    """Returns the collectives of `count_terms` by the value that they move, the first of equal ones, and by phase.
+    """Returns the collectives of `count_terms` by the value that they move and by phase; equal values have equal parts.
 
     The sum of gradients after a loop over microbatches is part of the backward pass.
     """
     traced = sharded.traced
     forward = ancestors_of_loss(traced.traced)
-    moves: dict[tuple[int, Phase], list[tuple[tuple[Any, ...], int]]] = defaultdict(list)
+    moved = _moved_alike(sharded)
+    moves: dict[tuple[int, Phase], list[tuple[tuple[Any, ...], float]]] = defaultdict(list)
     for key, runs in _counted(sharded, None, compiler or Compiler(), late).moves.items():
         phase = max(key[5], phase_of_values(traced.axes, key[-1:], forward))
-        moves[key[-1], Phase(phase)].append((key, runs))
+        alike = moved.get(key[-1], {key[-1]: 1})
+        for value, times in alike.items():
+            moves[value, Phase(phase)].append((key, runs * times / sum(alike.values())))
     return {place: _collectives(rows) for place, rows in moves.items()}
 
 
-def matmuls_by_value(
-    sharded: ShardedProgram, *, compiler: Compiler | None = None
-) -> tuple[list[tuple[int, Phase]], Matmuls]:
-    """Returns the matmuls of `count_terms`, and the value and the phase of each; of equal values, the first."""
+def _moved_alike(sharded: ShardedProgram) -> dict[int, Counter[int]]:
+    """Returns, for the values of the first operation of a group that move, those of all, with their numbers of runs."""
+    result: dict[int, Counter[int]] = defaultdict(Counter)
+    for group in sharded.traced.op_groups:
+        partition = None if group.op.bodies else sharded.division(group.op).partition
+        for moved in {shift.value for shift in partition.shifts} if partition else ():
+            index = (*group.op.inputs, *group.op.outputs).index(moved)
+            for op, times in group.ops:
+                result[moved][(*op.inputs, *op.outputs)[index]] += times
+    return result
+
+
+def matmuls_by_group(sharded: ShardedProgram, *, compiler: Compiler | None = None) -> tuple[list[OpGroup], Matmuls]:
+    """Returns the matmuls of `count_terms`, and the group of operations of each."""
     counter = _TermCounter(sharded, None, DeferredReductions(), compiler or Compiler())
-    places = list[tuple[int, Phase]]()
+    groups = list[OpGroup]()
     for group in sharded.traced.op_groups:
         if group.op not in sharded.traced.inert:
             counter.add(group)
-            num_new = len(counter.matmul_rows) - len(places)
-            places += [(group.op.outputs[0], Phase(group.phase))] * num_new
-    return places, table(Matmuls, counter.matmul_rows)
+            groups += [group] * (len(counter.matmul_rows) - len(groups))
+    return groups, table(Matmuls, counter.matmul_rows)
 
 
 def _counted(
@@ -343,9 +355,9 @@ class _TermCounter:
         return self.sharded.num_bytes(value) / (2 if is_halved else 1)
 
 
-def _collectives(moves: Iterable[tuple[tuple[Any, ...], int]]) -> Collectives:
+def _collectives(moves: Iterable[tuple[tuple[Any, ...], float]]) -> Collectives:
     """Returns the collectives, with the number of runs of equal ones, whatever their values."""
-    total: dict[tuple[Any, ...], int] = defaultdict(int)
+    total: dict[tuple[Any, ...], float] = defaultdict(int)
     for key, runs in moves:
         total[key[:-1]] += runs
     return table(Collectives, [(*key[:5], runs, *key[5:]) for key, runs in total.items() if runs])

@@ -1,7 +1,6 @@
 """Names of the values of a step: parameters by path, others by their axes and the line that computes them."""
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 
 from spanax.plan.plan import path_pattern
@@ -11,24 +10,14 @@ COLUMN = re.compile(r"(:\d+):\d+\b")
 
 
 def value_names(step: ShardedProgram, values: Iterable[int]) -> dict[int, str]:
-    """Returns the names of some values, each the first of equal ones, which have names of their own; at most two."""
-    traced = step.traced
+    """Returns the names of some values."""
     of_param = {
         value: path_pattern(leaf.path)
         for index, leaf in enumerate(step.resolver.program.leaves)
         if leaf.kind == "param"
-        for value in traced.leaf_aliases(index)
+        for value in step.traced.leaf_aliases(index)
     }
-    equal: dict[int, list[int]] = defaultdict(list)
-    for op, first in traced.alike.items():
-        for value, each in zip((*first.inputs, *first.outputs), (*op.inputs, *op.outputs), strict=True):
-            equal[value].append(each)
-    result = {}
-    for value in values:
-        names = {of_param.get(each) or _at_line(step, each) for each in (value, *equal[value])}
-        listed = sorted(names, key=lambda name: (" at " not in name, name))[:2]
-        result[value] = ", ".join(listed) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    return result
+    return {value: of_param.get(value) or _at_line(step, value) for value in values}
 
 
 def axes_text(step: ShardedProgram, value: int) -> str:
