@@ -308,6 +308,7 @@ OPENS_ELSEWHERE = {
     "train/record/folder.py": {"read_toml(path)"},
     "train/record/time_ledger.py": {"open('/proc/self/stat')"},
     "show/check.py": {"Path(file).read_text()"},
+    "commands/generate.py": {"read_bytes(command.prompts)"},
     "commands/inspect.py": {"path.write_text(text)"},
     "commands/plan.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
     "commands/machine.py": {
