@@ -1,12 +1,13 @@
 """Findings of a check: a permanent code, a severity, a message and a fix."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import total_ordering
 from typing import Any
 
 from spanax.errors import UnknownNameError, nearest
+from spanax.schema import parsed
 from spanax.units import bytes_text
 
 
@@ -86,6 +87,12 @@ class Finding:
             "fix": self.fix,
             "bytes": self.num_bytes,
         }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Finding":
+        """Parses an entry of `to_json`."""
+        fields = {key: value for key, value in data.items() if key not in ("bytes", "severity")}
+        return parsed(Finding, fields | {"num_bytes": data["bytes"], "severity": Severity.of(data["severity"])})
 
 
 def most_severe_first(findings: Iterable[Finding]) -> list[Finding]:
