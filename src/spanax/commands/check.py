@@ -216,6 +216,6 @@ def _answer(command: CheckCommand, report: "Report", parity: "Parity | None", no
     if parity is not None:
         lines, data = [*lines, "", parity_text(parity)], data | {"parity": parity.to_json()}
     lines += ["", *notes] if notes else []
-    limit = Severity.of(command.fail_on) if command.fail_on else None
+    limit = Severity(command.fail_on) if command.fail_on else None
     is_failed = limit is not None and any(finding.severity >= limit for finding in findings)
     return Answer("\n".join(lines), data, exit_code=1 if is_failed else 0)
