@@ -75,21 +75,6 @@ def copy_out(folder: Path, name: Name, out: Path) -> None:
         shutil.copyfileobj(source, file)
 
 
-def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
-    """Returns the naming scheme of the weights of a folder: whether names lack the prefix, and duplicate names.
-
-    Raises:
-      DataError: the folder does not describe a model.
-    """
-    try:
-        naming = parse_json(Folder.of(folder).read(MODEL))["theirs"]
-        return bool(naming["is_bare"]), tuple(str(name) for name in naming["twice"])
-    except EntryError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
-
-
 def read_imported(folder: Path) -> dict[str, Any]:
     """Reads the config.json that was imported with the weights of a folder.
 
