@@ -17,7 +17,16 @@ import numpy as np
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
-from spanax.errors import DataError, EntryError, FileError, MissingFileError, WriteError, first_line, nearest
+from spanax.errors import (
+    DataError,
+    EntryError,
+    FileError,
+    FileErrors,
+    MissingFileError,
+    WriteError,
+    first_line,
+    nearest,
+)
 from spanax.schema import Count, SchemaError, Seconds, parsed
 from spanax.train.profile import INPUT, STEP, WINDOW
 
@@ -132,10 +141,8 @@ def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: st
         raise MissingFileError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
     parsed_trace = _read_trace(files, module)
     summary = _summary(parsed_trace, axes or {})
-    try:
+    with FileErrors(WriteError, f"cannot write into '{run / PROFILE}'."):
         Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(summary.to_json(), indent=1) + "\n"], is_durable=False)
-    except OSError as error:
-        raise WriteError(f"cannot write into '{run / PROFILE}'.", where=str(error)) from None
     return summary
 
 

@@ -12,7 +12,7 @@ from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.entries.local_path import local_path
-from spanax.errors import DataError, FileError, WriteError
+from spanax.errors import DataError, FileError, FileErrors, WriteError
 from spanax.plan.plan import Plan
 from spanax.schema import parsed
 from spanax.sealed import VersionError, check_version
@@ -187,11 +187,8 @@ class Report:
         Raises:
           WriteError: it cannot be written.
         """
-        try:
+        with FileErrors(WriteError, f"cannot write the certificate '{path}'."):
             local_path(path).write_text(self.to_json())
-        except OSError as error:
-            message = f"cannot write the certificate '{path}'."
-            raise WriteError(message, where=error.strerror or str(error)) from None
 
 
 def _by_axes(collectives: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

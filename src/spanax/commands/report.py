@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from spanax.commands.answer import Answer
-from spanax.errors import FileError
+from spanax.errors import FileError, FileErrors
 
 if TYPE_CHECKING:
     from spanax.check.report import Report
@@ -77,11 +77,9 @@ def read(path: Path) -> "Plan | Report":
     from spanax.documents import parse_json, read_opened
     from spanax.plan.plan import Plan
 
-    try:
+    with FileErrors(FileError, f"cannot read '{path}'.", fix=EXPECTED):
         text = read_opened(path)
         data = parse_json(text)
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot read '{path}'.", where=str(error), fix=EXPECTED) from None
     keys = sorted(data) if isinstance(data, dict) else []
     if {"fingerprint", "leaves"} <= set(keys):
         return Plan.from_json(text)

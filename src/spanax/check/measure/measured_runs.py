@@ -10,7 +10,7 @@ import numpy as np
 from spanax.check.compilers.annotated_step import program_of
 from spanax.check.measure.compare import layouts
 from spanax.documents import read_json
-from spanax.errors import CalibrationError, EntryError, FileError, MissingFileError, SpanaxError, first_line
+from spanax.errors import CalibrationError, EntryError, FileError, FileErrors, MissingFileError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, is_of_kind, resized
 from spanax.plan.calibration.measured import MeasuredStep, StepSeconds
 from spanax.plan.candidate import plan_of
@@ -115,10 +115,8 @@ def _of_run(folder: Path, requested: Requested) -> MeasuredStep:
 
 def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
     """Returns the measured step of each layout of `spanax compare --json`."""
-    try:
+    with FileErrors(FileError, f"'{path}' is not a comparison.", fix=EXPECTED):
         file = parsed(ComparedFile, read_json(path), is_open=True)
-    except (OSError, ValueError) as error:
-        raise FileError(f"'{path}' is not a comparison.", where=first_line(error), fix=EXPECTED) from None
     machine = _machine(str(path), file.device_kind, file.size, requested.cluster)
     program = requested.program
     transfers = []
