@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import math
 import re
 import warnings
 from collections import defaultdict
@@ -18,16 +17,13 @@ from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
 from spanax.errors import (
-    DataError,
-    EntryError,
     FileError,
     FileErrors,
     MissingFileError,
     WriteError,
-    first_line,
     nearest,
 )
-from spanax.schema import Count, SchemaError, Seconds, parsed
+from spanax.schema import Count, Seconds, parsed
 from spanax.train.profile import INPUT, STEP, WINDOW
 
 COLLECTIVE = re.compile(
@@ -74,32 +70,6 @@ class StepProfile:
     communication: Mapping[str, Seconds]
     operations: Mapping[str, Seconds]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the summary as JSON values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Any) -> "StepProfile":
-        """Parses the JSON values of `to_json`.
-
-        Raises:
-          DataError: the data is not a summary, or its step time is not positive.
-
-        Example:
-          >>> profile = StepProfile(10, 8, 1.0, {**dict.fromkeys(PARTS, 0.0), "host": 1.0}, {"fsdp": 0.0}, {})
-          >>> StepProfile.from_json(profile.to_json()) == profile
-          True
-        """
-        try:
-            profile = parsed(StepProfile, data)
-        except SchemaError as error:
-            raise FileError("this is not a profile summary.", where=str(error)) from None
-        if {*profile.seconds} != {*PARTS}:
-            raise FileError("this is not a profile summary.", where=f"its parts are {', '.join(profile.seconds)}")
-        if not 0 < profile.step_seconds < math.inf:
-            raise FileError("this is not a profile summary: its step time is not positive and finite.")
-        return profile
-
 
 def read_profile(run: Path) -> StepProfile:
     """Returns the summary that `spanax train --profile` wrote to a run folder.
@@ -109,17 +79,18 @@ def read_profile(run: Path) -> StepProfile:
     """
     path = run / PROFILE_SUMMARY
     try:
-        return StepProfile.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
+        text = Folder.of(run).read(PROFILE_SUMMARY)
     except OSError:
         known = sorted(str(summary_path.parents[1]) for summary_path in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --output-dir {run}"
         raise MissingFileError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
-    except EntryError:
-        raise
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise FileError(first_line(error), where=str(path), fix="profile the run again") from None
-        raise FileError("this is not a profile summary.", where=f"{path}: {error}", fix="profile it again") from None
+    with FileErrors(FileError, f"this is not a profile summary: '{path}'.", fix="profile the run again"):
+        profile = parsed(StepProfile, parse_json(text))
+        if {*profile.seconds} != {*PARTS}:
+            raise ValueError(f"its parts are {', '.join(profile.seconds)}")
+        if profile.step_seconds == 0:
+            raise ValueError("its step time is not positive")
+        return profile
 
 
 def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> StepProfile:
@@ -142,7 +113,7 @@ def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: st
     parsed_trace = _read_trace(files, module)
     summary = _summary(parsed_trace, axes or {})
     with FileErrors(WriteError, f"cannot write into '{run / PROFILE}'."):
-        Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(summary.to_json(), indent=1) + "\n"], is_durable=False)
+        Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(asdict(summary), indent=1) + "\n"], is_durable=False)
     return summary
 
 
