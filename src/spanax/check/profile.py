@@ -37,6 +37,9 @@ CONTAINERS = re.compile(r"(while|call|conditional)([.\d]|$)")
 DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 OPERATION_LINES = ("XLA Ops", "Async XLA Ops")
 
+MODULE = "jit_step"
+"""The HLO module of a train step."""
+
 MAX_OPERATIONS = 12
 """The number of operations in a summary."""
 
@@ -93,16 +96,15 @@ def read_profile(run: Path) -> StepProfile:
         return profile
 
 
-def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> StepProfile:
+def step_profile(run: Path, *, axes: Mapping[str, str] | None = None) -> StepProfile:
     """Summarizes the trace of a run, and writes the summary to `summary.json` next to the trace.
 
     Args:
       run: the run folder.
       axes: the mesh axes of each collective, by the name of its instruction in the compiled program.
-      module: the name of the HLO module whose operations count.
 
     Raises:
-      DataError: there is no trace, or it has no operations of the module.
+      DataError: there is no trace, or it has no operations of a step.
       WriteError: the summary cannot be written.
     """
     folder = Folder.of(run).inner(PROFILE, TRACE_FOLDER)
@@ -110,7 +112,7 @@ def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: st
     files = sorted(trace.rglob("*.xplane.pb"))
     if not files:
         raise MissingFileError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
-    parsed_trace = _read_trace(files, module)
+    parsed_trace = _read_trace(files)
     summary = _summary(parsed_trace, axes or {})
     with FileErrors(WriteError, f"cannot write into '{run / PROFILE}'."):
         Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(asdict(summary), indent=1) + "\n"], is_durable=False)
@@ -125,7 +127,7 @@ class _Trace:
     marks: dict[str, list[Span]]
 
 
-def _read_trace(files: list[Path], module: str) -> _Trace:
+def _read_trace(files: list[Path]) -> _Trace:
     from jax.profiler import ProfileData
 
     operations: dict[int, list[tuple[str, float, float]]] = {}
@@ -141,22 +143,22 @@ def _read_trace(files: list[Path], module: str) -> _Trace:
                         if event.name in marks:
                             marks[event.name].append((start, start + event.duration_ns))
                             continue
-                        if (operation := _operation(event, line.name, on_device, module)) is not None:
+                        if (operation := _operation(event, line.name, on_device)) is not None:
                             device, name = operation
                             operations.setdefault(device, []).append((name, start, start + event.duration_ns))
     if not operations or not marks[WINDOW]:
-        raise FileError(f"the trace has no operations of '{module}'.", where=", ".join(map(str, files)))
+        raise FileError(f"the trace has no operations of '{MODULE}'.", where=", ".join(map(str, files)))
     return _Trace(operations, marks)
 
 
-def _operation(event: Any, line: str, on_device: re.Match[str] | None, module: str) -> tuple[int, str] | None:
+def _operation(event: Any, line: str, on_device: re.Match[str] | None) -> tuple[int, str] | None:
     """Returns the device and name of an event that is an operation of the program, or None for other events."""
     if event.name.startswith("end: "):
         return None
     stats = dict(event.stats)
     if "hlo_op" not in stats and not (on_device is not None and line in OPERATION_LINES):
         return None
-    if stats.get("hlo_module", module) != module:
+    if stats.get("hlo_module", MODULE) != MODULE:
         return None
     # GPU kernels have other names than operations; TPU events may have the full text of an operation.
     name = str(stats.get("hlo_op", event.name)).lstrip("%").partition(" ")[0]
