@@ -81,10 +81,7 @@ def compared(command: CompareCommand, load: Load, devices: Sequence[Any]) -> tup
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))
-    workload = command.sizes.load(load)
-    rate = workload.learning_rate
-    steps = workload.num_steps
-    program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=command.dtype)
+    program = command.sizes.load(load).trace(compute_dtype=command.dtype)
     search = layouts(program, here, mesh=mesh, top=command.top, every=command.all)
     result = Comparison(search, compare(search, steps=command.steps, devices=devices), devices[0].device_kind)
     data = compared_json(result) | {"workload": command.workload, "steps": command.steps}

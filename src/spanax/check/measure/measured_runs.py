@@ -205,8 +205,7 @@ def _other_program(source: str, plan: Plan, workload: str, load: Load) -> Progra
 def _compared_program(path: Path, file: ComparedFile, load: Load) -> Program:
     sizes = {"batch_size": file.batch} | dict(zip(["seq_len"], file.sequence_lengths, strict=False))
     try:
-        workload = load(file.workload, **sizes)
-        program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+        program = load(file.workload, **sizes).trace()
     except SpanaxError as error:
         raise _unknown(str(path), file.workload, first_line(error)) from None
     if program.fingerprint != file.fingerprint:
