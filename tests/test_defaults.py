@@ -18,7 +18,7 @@ from programs import array
 from requested import with_flags
 from sampling import sampled
 from spanax import cli
-from spanax.check.certificate import Certificate
+from spanax.check.report import Report
 from spanax.commands import train
 from spanax.commands.check import CheckCommand
 from spanax.commands.check import answer as check_answer
@@ -72,7 +72,7 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert best["remat"] == (schedule.remat or "as written") and best["layout"] == planned.layout.name
     assert (output["compute_dtype"], output["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
     check_answer(with_flags(CheckCommand(name, on), global_batch_size=BATCH, level=0, out=certificate, **asked))
-    assert Certificate.from_json(certificate.read_text()).plan == planned
+    assert Report.from_json(certificate.read_text()).plan == planned
 
 
 STAGED_ON = "v100:2x2"

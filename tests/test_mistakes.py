@@ -13,7 +13,6 @@ import jax
 import pytest
 
 from spanax import cli
-from spanax.commands.train import exit_on_error
 from spanax.errors import MISTAKE
 
 FILE = """\
@@ -216,6 +215,9 @@ def test_a_process_of_a_group_ends_at_once(
 ) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as stop, exit_on_error(full):
-        raise OSError("gone")
+    with pytest.raises(SystemExit) as stop:
+        try:
+            raise OSError("gone")
+        except OSError as error:
+            cli.leave(error, full=full)
     assert stop.value.code == MISTAKE and capsys.readouterr().err.startswith(shown)

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
@@ -86,10 +86,26 @@ def main(args: Sequence[str] | None = None) -> None:
         print("spanax: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_of_stdout(error):
+        if isinstance(error, BrokenPipeError) and not _is_in_group() and _is_of_stdout(error):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # avoids a second error from flushing at exit
             return
-        sys.exit(print_error(error, full="--traceback" in argv))
+        leave(error, full="--traceback" in argv)
+
+
+def leave(error: Exception, *, full: bool) -> NoReturn:
+    """Prints an error and exits; at once in a group of processes: a regular exit would wait for the others."""
+    if not _is_in_group():
+        sys.exit(print_error(error, full=full))
+    from spanax.processes.lockstep import fail
+
+    fail(error)
+    os._exit(print_error(error, full=full))
+
+
+def _is_in_group() -> bool:
+    """Returns whether JAX has joined a group of processes, also one that it detected by itself."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def _is_of_stdout(error: BrokenPipeError) -> bool:

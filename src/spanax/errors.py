@@ -388,6 +388,30 @@ def first_line(error: BaseException) -> str:
     return (text.splitlines() or [type(error).__name__])[0][:200]
 
 
+class FileErrors:
+    """A context that raises errors of reading or writing a file as one of Spanax; those of Spanax pass unchanged.
+
+    Example:
+      >>> with FileErrors(WriteError, "cannot write 'plan.json'."):
+      ...     raise PermissionError("permission denied")
+      Traceback (most recent call last):
+      spanax.errors.WriteError: cannot write 'plan.json'. [SPX511]
+        where: permission denied
+    """
+
+    def __init__(self, kind: type[SpanaxError], what: str, *, fix: str = ""):
+        self._kind = kind
+        self._what = what
+        self._fix = fix
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError | ValueError) and not isinstance(error, SpanaxError):
+            raise self._kind(self._what, where=first_line(error), fix=self._fix) from None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a `fix` for an unknown name: the closest known name, or one that contains it, and a list of known names.
 

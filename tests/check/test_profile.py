@@ -134,13 +134,14 @@ def test_operations_are_recognized_on_every_platform() -> None:
     gpu = event("ncclDevKernel_AllReduce", hlo_op="all-reduce-start.1", hlo_module="jit_step")
     tpu = event("%fusion.2 = f32[8] fusion(...)")
     plane = DEVICE_PLANE.match("/device:GPU:3")
-    assert _operation(cpu, "tf_XLAEigen/1", None, "jit_step") == (5, "all-reduce.3")
-    assert _operation(gpu, "Stream #14", plane, "jit_step") == (3, "all-reduce-start.1")
-    assert _operation(tpu, "XLA Ops", DEVICE_PLANE.match("/device:TPU:0"), "jit_step") == (0, "fusion.2")
-    assert _operation(cpu, "", None, "jit_other") is None
-    assert _operation(event("end: all-reduce.3", hlo_op="all-reduce.3"), "", None, "jit_step") is None
-    assert _operation(event("Rendezvous"), "tf_XLAEigen/1", None, "jit_step") is None
-    assert _operation(event("MemcpyH2D"), "Stream #15", plane, "jit_step") is None
+    assert _operation(cpu, "tf_XLAEigen/1", None) == (5, "all-reduce.3")
+    assert _operation(gpu, "Stream #14", plane) == (3, "all-reduce-start.1")
+    assert _operation(tpu, "XLA Ops", DEVICE_PLANE.match("/device:TPU:0")) == (0, "fusion.2")
+    other = event("all-reduce.3", hlo_op="all-reduce.3", hlo_module="jit_other")
+    assert _operation(other, "", None) is None
+    assert _operation(event("end: all-reduce.3", hlo_op="all-reduce.3"), "", None) is None
+    assert _operation(event("Rendezvous"), "tf_XLAEigen/1", None) is None
+    assert _operation(event("MemcpyH2D"), "Stream #15", plane) is None
 
 
 def test_masks_of_a_timeline_select_times() -> None:

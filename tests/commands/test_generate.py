@@ -11,7 +11,7 @@ import pytest
 import spanax
 from spanax import cli
 from spanax.commands.generate import _pieces
-from spanax.interop.saved_model import SavedModel, load_model
+from spanax.interop.loaded_model import LoadedModel, load_model
 
 WEIGHTS = Path(__file__).parent.parent / "interop" / "weights"
 
@@ -107,7 +107,7 @@ class Characters:
     ],
 )
 def test_text_is_printed_once_it_is_certain(text: str, stops: list, pieces: list[str]) -> None:
-    saved = SavedModel(None, 0, Characters(), None, None)
+    saved = LoadedModel(None, 0, Characters(), None, None)
     found = list(_pieces(saved, stops, iter(text.encode())))
     assert "".join(found) == "".join(pieces) and "\ufffd" not in "".join(found)
 

@@ -1,6 +1,7 @@
 """Lint rules on profiles, and where their findings are shown."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from spanax.show.live.events import profile_text
 
 def saved(folder: Path, summary: StepProfile) -> Path:
     (folder / "profile").mkdir(parents=True)
-    (folder / "profile" / "summary.json").write_text(json.dumps(summary.to_json()))
+    (folder / "profile" / "summary.json").write_text(json.dumps(asdict(summary)))
     return folder
 
 
@@ -31,7 +32,7 @@ def test_a_check_reports_the_findings_of_a_profiled_run(tmp_path: Path) -> None:
 
 
 def test_the_profile_text_ends_with_findings() -> None:
-    event = profile(host=0.4).to_json() | {"out": "runs/a/profile"}
+    event = asdict(profile(host=0.4)) | {"out": "runs/a/profile"}
     event["findings"] = [finding.to_json() for finding in lint_profile(profile(host=0.4))]
     assert "SPX018 warning: devices are idle for 80 % of a step of 0.5 s" in profile_text(event)
 
@@ -42,8 +43,8 @@ def test_the_profile_text_ends_with_findings() -> None:
         ("{", "not a profile summary"),
         ("[]", "not a profile summary"),
         ('{"steps": 1}', "not a profile summary"),
-        (json.dumps(profile().to_json() | {"step_seconds": 0}), "step time is not positive"),
-        (json.dumps(profile().to_json() | {"seconds": {"sleep": 1}}), "not a profile summary"),
+        (json.dumps(asdict(profile()) | {"step_seconds": 0}), "step time is not positive"),
+        (json.dumps(asdict(profile()) | {"seconds": {"sleep": 1}}), "not a profile summary"),
     ],
 )
 def test_a_broken_summary_raises(tmp_path: Path, text: str, message: str) -> None:

@@ -71,9 +71,9 @@ def test_requested_layouts_are_not_padded(uneven: Program, request_: Request) ->
 
 def test_only_forms_that_can_gain_are_priced(plain: Search) -> None:
     """Not on simulated devices, and not even axes."""
-    assert alternatives._forms(plain)
+    assert alternatives._variants(plain)
     even = searched(wide(24, num_layers=1), MACHINE, Request(pins=FORBIDDEN, pad="none"))
-    assert alternatives._forms(even) == []
+    assert alternatives._variants(even) == []
     simulated = searched(wide(num_layers=1), spanax.cluster("cpu:8"), Request(pins=FORBIDDEN))
     assert simulated.alternative is None
 
@@ -108,7 +108,7 @@ def test_the_bound_of_a_padded_form_does_not_exceed_its_search(
 
     def searched_in(self: Any, padded: Program, model: int) -> Search:
         result = in_model(self, padded, model)
-        found[padded.form.padded] = result.best.step_seconds if result.best else float("inf")
+        found[padded.options.padded] = result.best.step_seconds if result.best else float("inf")
         return result
 
     monkeypatch.setattr(choose._Requested, "least_padded", counted)

@@ -112,7 +112,7 @@ def before() -> Search:
         return searched_in(memory_bytes)
 
 
-def priced_forms(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> tuple[Search, list[str]]:
+def priced(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> tuple[Search, list[str]]:
     """The search with partial policies, and those that were traced; they are `slower` than they are."""
     traced, price = list[str](), partial_remat._priced
 
@@ -129,7 +129,7 @@ def priced_forms(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: flo
 
 def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before().best.remat == "full"
-    result, traced = priced_forms(before(), monkeypatch)
+    result, traced = priced(before(), monkeypatch)
     assert result.best == between().best and 1 <= len(traced) <= 2
     assert result.layouts_priced == before().layouts_priced + len(traced)
     assert result.rejected.get(Reason(Code.NOT_PARTIAL), 0) == len(traced) - 1
@@ -138,5 +138,5 @@ def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_remat, "PARTIAL_REMAT_MARGIN", 0.5)
-    result, traced = priced_forms(before(), monkeypatch)
+    result, traced = priced(before(), monkeypatch)
     assert result is before() and traced == []

@@ -16,9 +16,9 @@ from programs import array, small_gpt, workload
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, Search, shortfall
-from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import SCHEDULES
 from spanax.plan.candidates.request import Request, Scope
+from spanax.plan.candidates.variants import REMAT
 from spanax.plan.choose import largest_batch
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.reason import Code, Reason

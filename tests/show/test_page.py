@@ -22,7 +22,7 @@ import spanax
 from pages import Read, a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax import cli
-from spanax.check.certificate import Certificate
+from spanax.check.report import Report
 from spanax.commands.report import page_of, read
 from spanax.displays import display
 from spanax.errors import DataError, EntryError, SpanaxError
@@ -289,7 +289,7 @@ def test_every_value_has_a_display() -> None:
     program, machine = zoo_program("mlp"), cluster("h100:8")
     plan, result = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
     values: list[Any] = [
-        plan, a_certificate().report, a_certificate(), ticks("1f1b", 2, 4), program, result,
+        plan, a_certificate(), ticks("1f1b", 2, 4), program, result,
         spanax.plan(program, on=["h100:8", "a100:8"]),
     ]  # fmt: skip
     assert {type(value) for value in values} == set(SHOWN)
@@ -354,12 +354,12 @@ def test_a_page_that_cannot_be_written_raises(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_certificate_and_the_output_of_check_read_back() -> None:
     reported = a_certificate()
-    assert Certificate.from_json(reported.to_json()) == reported
+    assert Report.from_json(reported.to_json()) == reported
     printed = json.loads(reported.to_json())
     del printed["version"], printed["plan"]
-    printed |= {"by": reported.report.by, "parity": {}}
+    printed |= {"by": reported.by, "parity": {}}
     printed["collectives"] = [collective | {"bytes": 1} for collective in printed["collectives"]]
-    assert Certificate.from_json(json.dumps(printed)) == replace(reported, plan=None)
+    assert Report.from_json(json.dumps(printed)) == replace(reported, plan=None)
 
 
 def _luminance(color: str) -> float:

@@ -35,8 +35,8 @@ def test_each_method_is_a_variant_that_differs_in_one_field(
 ) -> None:
     program = linear()
     variant = method(program)
-    assert variant.form == form != program.form
-    assert variant is program.variant(variant.form) and variant.variant(Variant()) is program
+    assert variant.options == form != program.options
+    assert variant is program.variant(variant.options) and variant.variant(Variant()) is program
 
 
 def test_the_order_of_changes_does_not_matter() -> None:
@@ -70,7 +70,7 @@ def test_a_variant_of_a_renamed_program_is_renamed() -> None:
 @pytest.mark.usefixtures("devices")
 def test_a_traced_build_has_one_variant_for_all_seeds() -> None:
     program = linear()
-    assert program.variant(seed=3) is program and program.variant(Variant(seed=3, remat="dots")).form.seed == 0
+    assert program.variant(seed=3) is program and program.variant(Variant(seed=3, remat="dots")).options.seed == 0
     eager = linear(eager_build=True)
     assert eager.variant(seed=3).init.seed == 3 and eager.variant(seed=3).variant(seed=0) is eager
 

@@ -1,12 +1,12 @@
 """Findings of a check: a permanent code, a severity, a message and a fix."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import total_ordering
 from typing import Any
 
-from spanax.errors import UnknownNameError, nearest
+from spanax.schema import parsed
 from spanax.units import bytes_text
 
 
@@ -15,7 +15,7 @@ class Severity(Enum):
     """The severity of a finding: `error > warning > info`; iteration starts with the most severe.
 
     Example:
-      >>> max(Severity.INFO, Severity.ERROR), Severity.of("warning") >= Severity.WARNING
+      >>> max(Severity.INFO, Severity.ERROR), Severity("warning") >= Severity.WARNING
       (<Severity.ERROR: 'error'>, True)
     """
 
@@ -23,23 +23,9 @@ class Severity(Enum):
     WARNING = "warning"
     INFO = "info"
 
-    def __lt__(self, other: object) -> bool:
-        if not isinstance(other, Severity):
-            return NotImplemented
+    def __lt__(self, other: "Severity") -> bool:
         order = list(Severity)
         return order.index(self) > order.index(other)
-
-    @staticmethod
-    def of(name: str) -> "Severity":
-        """Returns the severity with a name.
-
-        Raises:
-          SpanaxError: no severity has that name.
-        """
-        names = [severity.value for severity in Severity]
-        if name not in names:
-            raise UnknownNameError(f"unknown severity '{name}'.", fix=nearest(name, names))
-        return Severity(name)
 
 
 @dataclass(frozen=True)
@@ -86,6 +72,12 @@ class Finding:
             "fix": self.fix,
             "bytes": self.num_bytes,
         }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Finding":
+        """Parses an entry of `to_json`."""
+        fields = {key: value for key, value in data.items() if key not in ("bytes", "severity")}
+        return parsed(Finding, fields | {"num_bytes": data["bytes"], "severity": Severity(data["severity"])})
 
 
 def most_severe_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import math
 import re
 import warnings
 from collections import defaultdict
@@ -17,8 +16,14 @@ import numpy as np
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
-from spanax.errors import DataError, EntryError, FileError, MissingFileError, WriteError, first_line, nearest
-from spanax.schema import Count, SchemaError, Seconds, parsed
+from spanax.errors import (
+    FileError,
+    FileErrors,
+    MissingFileError,
+    WriteError,
+    nearest,
+)
+from spanax.schema import Count, Seconds, parsed
 from spanax.train.profile import INPUT, STEP, WINDOW
 
 COLLECTIVE = re.compile(
@@ -31,6 +36,9 @@ CONTAINERS = re.compile(r"(while|call|conditional)([.\d]|$)")
 
 DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 OPERATION_LINES = ("XLA Ops", "Async XLA Ops")
+
+MODULE = "jit_step"
+"""The HLO module of a train step."""
 
 MAX_OPERATIONS = 12
 """The number of operations in a summary."""
@@ -65,32 +73,6 @@ class StepProfile:
     communication: Mapping[str, Seconds]
     operations: Mapping[str, Seconds]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the summary as JSON values."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Any) -> "StepProfile":
-        """Parses the JSON values of `to_json`.
-
-        Raises:
-          DataError: the data is not a summary, or its step time is not positive.
-
-        Example:
-          >>> profile = StepProfile(10, 8, 1.0, {**dict.fromkeys(PARTS, 0.0), "host": 1.0}, {"fsdp": 0.0}, {})
-          >>> StepProfile.from_json(profile.to_json()) == profile
-          True
-        """
-        try:
-            profile = parsed(StepProfile, data)
-        except SchemaError as error:
-            raise FileError("this is not a profile summary.", where=str(error)) from None
-        if {*profile.seconds} != {*PARTS}:
-            raise FileError("this is not a profile summary.", where=f"its parts are {', '.join(profile.seconds)}")
-        if not 0 < profile.step_seconds < math.inf:
-            raise FileError("this is not a profile summary: its step time is not positive and finite.")
-        return profile
-
 
 def read_profile(run: Path) -> StepProfile:
     """Returns the summary that `spanax train --profile` wrote to a run folder.
@@ -100,29 +82,29 @@ def read_profile(run: Path) -> StepProfile:
     """
     path = run / PROFILE_SUMMARY
     try:
-        return StepProfile.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
+        text = Folder.of(run).read(PROFILE_SUMMARY)
     except OSError:
         known = sorted(str(summary_path.parents[1]) for summary_path in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --output-dir {run}"
         raise MissingFileError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
-    except EntryError:
-        raise
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise FileError(first_line(error), where=str(path), fix="profile the run again") from None
-        raise FileError("this is not a profile summary.", where=f"{path}: {error}", fix="profile it again") from None
+    with FileErrors(FileError, f"this is not a profile summary: '{path}'.", fix="profile the run again"):
+        profile = parsed(StepProfile, parse_json(text))
+        if {*profile.seconds} != {*PARTS}:
+            raise ValueError(f"its parts are {', '.join(profile.seconds)}")
+        if profile.step_seconds == 0:
+            raise ValueError("its step time is not positive")
+        return profile
 
 
-def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> StepProfile:
+def step_profile(run: Path, *, axes: Mapping[str, str] | None = None) -> StepProfile:
     """Summarizes the trace of a run, and writes the summary to `summary.json` next to the trace.
 
     Args:
       run: the run folder.
       axes: the mesh axes of each collective, by the name of its instruction in the compiled program.
-      module: the name of the HLO module whose operations count.
 
     Raises:
-      DataError: there is no trace, or it has no operations of the module.
+      DataError: there is no trace, or it has no operations of a step.
       WriteError: the summary cannot be written.
     """
     folder = Folder.of(run).inner(PROFILE, TRACE_FOLDER)
@@ -130,12 +112,10 @@ def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: st
     files = sorted(trace.rglob("*.xplane.pb"))
     if not files:
         raise MissingFileError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
-    parsed_trace = _read_trace(files, module)
+    parsed_trace = _read_trace(files)
     summary = _summary(parsed_trace, axes or {})
-    try:
-        Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(summary.to_json(), indent=1) + "\n"], is_durable=False)
-    except OSError as error:
-        raise WriteError(f"cannot write into '{run / PROFILE}'.", where=str(error)) from None
+    with FileErrors(WriteError, f"cannot write into '{run / PROFILE}'."):
+        Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(asdict(summary), indent=1) + "\n"], is_durable=False)
     return summary
 
 
@@ -147,7 +127,7 @@ class _Trace:
     marks: dict[str, list[Span]]
 
 
-def _read_trace(files: list[Path], module: str) -> _Trace:
+def _read_trace(files: list[Path]) -> _Trace:
     from jax.profiler import ProfileData
 
     operations: dict[int, list[tuple[str, float, float]]] = {}
@@ -163,22 +143,22 @@ def _read_trace(files: list[Path], module: str) -> _Trace:
                         if event.name in marks:
                             marks[event.name].append((start, start + event.duration_ns))
                             continue
-                        if (operation := _operation(event, line.name, on_device, module)) is not None:
+                        if (operation := _operation(event, line.name, on_device)) is not None:
                             device, name = operation
                             operations.setdefault(device, []).append((name, start, start + event.duration_ns))
     if not operations or not marks[WINDOW]:
-        raise FileError(f"the trace has no operations of '{module}'.", where=", ".join(map(str, files)))
+        raise FileError(f"the trace has no operations of '{MODULE}'.", where=", ".join(map(str, files)))
     return _Trace(operations, marks)
 
 
-def _operation(event: Any, line: str, on_device: re.Match[str] | None, module: str) -> tuple[int, str] | None:
+def _operation(event: Any, line: str, on_device: re.Match[str] | None) -> tuple[int, str] | None:
     """Returns the device and name of an event that is an operation of the program, or None for other events."""
     if event.name.startswith("end: "):
         return None
     stats = dict(event.stats)
     if "hlo_op" not in stats and not (on_device is not None and line in OPERATION_LINES):
         return None
-    if stats.get("hlo_module", module) != module:
+    if stats.get("hlo_module", MODULE) != MODULE:
         return None
     # GPU kernels have other names than operations; TPU events may have the full text of an operation.
     name = str(stats.get("hlo_op", event.name)).lstrip("%").partition(" ")[0]

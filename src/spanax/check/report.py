@@ -1,17 +1,19 @@
-"""Reports of `spanax.check`: predicted and compiled figures of a step, and their JSON format."""
+"""Reports of `spanax.check`: predicted and compiled figures of a step, and the certificate that has them as JSON."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.entries.local_path import local_path
-from spanax.errors import DataError, FileError, WriteError
+from spanax.errors import DataError, FileError, FileErrors, WriteError
+from spanax.plan.plan import Plan
 from spanax.schema import parsed
 from spanax.sealed import VersionError, check_version
 
@@ -76,6 +78,8 @@ class Report:
       program_hash: SHA-256 of the lowered program.
       seconds: duration of the check; of the original check if the report is cached.
       is_kept: whether the report was read from the cache.
+      findings: the findings of the lint rules, most severe first; only in the certificate of `spanax check`.
+      plan: the plan; only in that certificate.
 
     Example:
       >>> report = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
@@ -104,6 +108,8 @@ class Report:
     program_hash: str = ""
     seconds: float = 0.0
     is_kept: bool = False
+    findings: tuple[Finding, ...] = ()
+    plan: Plan | None = None
 
     def _repr_html_(self) -> str:
         return display(self)
@@ -132,34 +138,31 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as JSON text, which `Report.from_json` parses."""
-        data = {"version": VERSION, **asdict(self), "errors": self.errors}
+        data = {"version": VERSION, **plain_fields(self), "errors": self.errors}
         for figures in (data["predicted"], data["compiled"]):
             if figures["host_bytes"] is None:
                 del figures["host_bytes"]
+        data["findings"] = [finding.to_json() for finding in self.findings]
+        if self.plan is not None:
+            data["plan"] = json.loads(self.plan.to_json())
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Report":
-        """Parses the JSON text of `to_json`.
+        """Parses the JSON text of `to_json`, or the output of `spanax check --json`.
 
         Raises:
-          DataError: the text is not a report, or has another version.
+          DataError: the text is neither, or has another version.
         """
         try:
-            return Report.of(parse_json(text))
-        except ValueError as error:
+            return Report._of(parse_json(text))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
-            raise FileError("this is not a certificate.", where=str(error)) from None
+            raise FileError("this is not a certificate.", where=f"{type(error).__name__}: {error}") from None
 
     @staticmethod
-    def of(data: Any) -> "Report":
-        """Returns the report in the parsed JSON of a certificate or of `spanax check --json`.
-
-        Raises:
-          DataError: it has another version.
-          ValueError: it is not a report.
-        """
+    def _of(data: Any) -> "Report":
         if not isinstance(data, dict) or "predicted" not in data:
             raise ValueError("it has no 'predicted' figures")
         try:
@@ -174,7 +177,9 @@ class Report:
         report = parsed(Report, fields)
         if report.level not in LEVELS:
             raise ValueError(f"level = {report.level} is unknown")
-        return report
+        findings = tuple(map(Finding.from_json, data.get("findings", ())))
+        plan = Plan.from_json(json.dumps(data["plan"])) if "plan" in data else None
+        return replace(report, findings=findings, plan=plan)
 
     def save(self, path: str | Path) -> None:
         """Writes the report to a file.
@@ -182,20 +187,15 @@ class Report:
         Raises:
           WriteError: it cannot be written.
         """
-        write_certificate(path, self.to_json())
+        with FileErrors(WriteError, f"cannot write the certificate '{path}'."):
+            local_path(path).write_text(self.to_json())
 
 
 def _by_axes(collectives: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {axes: sum(kinds.values()) for axes, kinds in collectives.items()}
 
 
-def write_certificate(path: str | Path, text: str) -> None:
-    """Writes the JSON text of a report or certificate to a file.
-
-    Raises:
-      WriteError: it cannot be written.
-    """
-    try:
-        local_path(path).write_text(text)
-    except OSError as error:
-        raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None
+def plain_fields(report: Report) -> dict[str, Any]:
+    """Returns the fields of a report as plain values, without findings and plan."""
+    fields = asdict(replace(report, findings=(), plan=None))
+    return {name: value for name, value in fields.items() if name not in ("findings", "plan")}

@@ -25,7 +25,6 @@ from spanax.train.flags import (
 from spanax.usage import require
 
 if TYPE_CHECKING:
-    from spanax.check.finding import Finding
     from spanax.check.parity.parity import Parity
     from spanax.check.report import Report
     from spanax.hardware.cluster import Cluster
@@ -126,15 +125,14 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
         inputs_only=command.inputs_only,
         cache=command.cache,
     )
-    findings = without_allowed(
-        most_severe_first([*lint(program, plan, machine, report), *profile_findings]), source, plan.allow
-    )
-    notes = [] if command.out is None else _certify(command.out, report, findings, program, plan, machine)
+    findings = most_severe_first([*lint(program, plan, machine, report), *profile_findings])
+    report = replace(report, findings=tuple(without_allowed(findings, source, plan.allow)))
+    notes = [] if command.out is None else _certify(command.out, report, program, plan, machine)
     environment = machine.memory_setting(report.compiled.peak_bytes or report.upper_bytes or 0) if report.fits else {}
     notes += [setting_text(environment, is_set=False)] if environment else []
     notes += [note] if report.level == 3 and (note := other_compiler(machine)) else []
     parity = _parity(command, load, program, plan, devices) if command.parity else None
-    reply = _answer(command, report, findings, parity, notes)
+    reply = _answer(command, report, parity, notes)
     return replace(reply, data=reply.data | {"environment": environment})
 
 
@@ -177,11 +175,8 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     return program, chosen
 
 
-def _certify(
-    path: Path, report: "Report", findings: "list[Finding]", program: "Program", plan: "Plan", machine: "Cluster"
-) -> list[str]:
+def _certify(path: Path, report: "Report", program: "Program", plan: "Plan", machine: "Cluster") -> list[str]:
     """Writes the certificate with the plan's predicted cost; returns a note if the cost cannot be predicted."""
-    from spanax.check.certificate import Certificate
     from spanax.plan.evaluate import evaluate
 
     notes: list[str] = []
@@ -189,7 +184,7 @@ def _certify(
         plan = replace(plan, price=evaluate(program, plan, machine).prediction)
     except SpanaxError as error:
         notes.append(f"note: the certificate has no predicted cost: {first_line(error)}")
-    Certificate(report, tuple(findings), plan).save(path)
+    replace(report, plan=plan).save(path)
     return [*notes, f"the certificate is in {path}"]
 
 
@@ -206,12 +201,11 @@ def _parity(command: CheckCommand, load: Load, program: "Program", plan: "Plan",
     return parity_of(load, trace, program, plan, steps=command.steps, devices=devices[: plan.mesh.size])
 
 
-def _answer(
-    command: CheckCommand, report: "Report", findings: "list[Finding]", parity: "Parity | None", notes: list[str]
-) -> Answer:
+def _answer(command: CheckCommand, report: "Report", parity: "Parity | None", notes: list[str]) -> Answer:
     from spanax.check.finding import Severity
     from spanax.show.check import collective_text, collectives_text, parity_text, report_json, report_text
 
+    findings = report.findings
     data = report_json(report) | {"findings": [finding.to_json() for finding in findings]}
     lines = [report_text(report)]
     lines += ["", *map(str, findings)] if findings else ["no findings"]
@@ -222,6 +216,6 @@ def _answer(
     if parity is not None:
         lines, data = [*lines, "", parity_text(parity)], data | {"parity": parity.to_json()}
     lines += ["", *notes] if notes else []
-    limit = Severity.of(command.fail_on) if command.fail_on else None
+    limit = Severity(command.fail_on) if command.fail_on else None
     is_failed = limit is not None and any(finding.severity >= limit for finding in findings)
     return Answer("\n".join(lines), data, exit_code=1 if is_failed else 0)

@@ -71,7 +71,7 @@ def compared(command: CompareCommand, load: Load, devices: Sequence[Any]) -> tup
       load: builds the workload, given its sizes.
       devices: the devices to run on.
     """
-    from spanax.check.measure.compare import check_pruning, compare, comparison, layouts
+    from spanax.check.measure.compare import Comparison, check_pruning, compare, layouts
     from spanax.hardware.cluster import cluster, local
     from spanax.hardware.mesh import MeshShape
     from spanax.show.compare import compared_json, compared_text
@@ -81,12 +81,8 @@ def compared(command: CompareCommand, load: Load, devices: Sequence[Any]) -> tup
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))
-    workload = command.sizes.load(load)
-    rate = workload.learning_rate
-    steps = workload.num_steps
-    program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=command.dtype)
+    program = command.sizes.load(load).trace(compute_dtype=command.dtype)
     search = layouts(program, here, mesh=mesh, top=command.top, every=command.all)
-    rows = compare(search, steps=command.steps, devices=devices)
-    result = comparison(search, rows, devices[0].device_kind)
+    result = Comparison(search, compare(search, steps=command.steps, devices=devices), devices[0].device_kind)
     data = compared_json(result) | {"workload": command.workload, "steps": command.steps}
     return compared_text(result), data

@@ -14,7 +14,7 @@ from spanax.errors import FileError, MissingError
 from spanax.printable import printable_lines
 
 if TYPE_CHECKING:
-    from spanax.interop.saved_model import SavedModel
+    from spanax.interop.loaded_model import LoadedModel
 
 STDIN = "-"
 """What stands for standard input in place of a file."""
@@ -81,7 +81,7 @@ def answer(command: GenerateCommand) -> Answer:
     enable_compilation_cache()
     devices(None)
     from spanax.interop.chat import chat_prompt
-    from spanax.interop.saved_model import load_model
+    from spanax.interop.loaded_model import load_model
 
     saved = load_model(command.checkpoint, workload=command.workload, layout=command.layout, mesh=command.mesh)
     prompts = [chat_prompt(saved.folder, text) for text in texts] if command.chat else texts
@@ -112,7 +112,7 @@ def _prompts(command: GenerateCommand) -> list[str]:
     return texts
 
 
-def _options(command: GenerateCommand, saved: "SavedModel") -> dict[str, Any]:
+def _options(command: GenerateCommand, saved: "LoadedModel") -> dict[str, Any]:
     """Returns the options of `spanax.generate`.
 
     Raises:
@@ -132,7 +132,7 @@ def _options(command: GenerateCommand, saved: "SavedModel") -> dict[str, Any]:
 
 
 def _printed(
-    saved: "SavedModel",
+    saved: "LoadedModel",
     texts: Sequence[str],
     prompts: Sequence[str],
     options: dict[str, Any],
@@ -164,7 +164,7 @@ def _printed(
     return Answer("\n".join(lines))
 
 
-def _streamed(saved: "SavedModel", prompts: Sequence[str], options: dict[str, Any], out: TextIO) -> Answer:
+def _streamed(saved: "LoadedModel", prompts: Sequence[str], options: dict[str, Any], out: TextIO) -> Answer:
     """Prints one generation as it is generated."""
     from spanax.decoding.generate import generate
 
@@ -177,7 +177,7 @@ def _streamed(saved: "SavedModel", prompts: Sequence[str], options: dict[str, An
     return Answer()
 
 
-def _pieces(saved: "SavedModel", stops: Sequence[Any], tokens: Iterator[int]) -> Iterator[str]:
+def _pieces(saved: "LoadedModel", stops: Sequence[Any], tokens: Iterator[int]) -> Iterator[str]:
     """Yields the text of tokens as soon as it is certain: a character may take several, and a stop is not printed."""
     assert saved.tokenizer is not None
     ends = [stop for stop in stops if isinstance(stop, str)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.errors import PipelineError, WriteError
+from spanax.errors import FileErrors, PipelineError, WriteError
 from spanax.printable import printable_lines
 
 if TYPE_CHECKING:
@@ -107,7 +107,5 @@ def _ticks(placement: "ArrayPlacement") -> "Ticks":
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with FileErrors(WriteError, f"cannot write '{path}'."):
         path.write_text(text)
-    except OSError as error:
-        raise WriteError(f"cannot write '{path}'.", where=str(error)) from None

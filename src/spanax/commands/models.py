@@ -88,7 +88,6 @@ def axes_answer(command: AxesCommand) -> Answer:
     from spanax.show.placement import axes_json, axes_text
 
     began = time.perf_counter()
-    workload = command.sizes.load(partial(load, command.workload))
-    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+    program = command.sizes.load(partial(load, command.workload)).trace()
     seconds = time.perf_counter() - began
     return Answer(axes_text(program), {"workload": command.workload, **axes_json(program), "trace_seconds": seconds})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction
 
 from spanax.commands.answer import Answer
-from spanax.errors import CapacityError, ConflictError, MissingError, SpanaxError, WriteError, first_line
+from spanax.errors import CapacityError, ConflictError, FileErrors, MissingError, SpanaxError, WriteError, first_line
 from spanax.trace.optimizers.recipe import Recipe
 from spanax.train.flags import (
     Count,
@@ -304,10 +304,8 @@ def _calibrated(command: PlanCommand, calibration: "Calibration", before: "Searc
     if command.out_cluster is not None and not calibration.is_applied:
         lines.append(f"{command.out_cluster} was not written: nothing was calibrated")
     elif command.out_cluster is not None:
-        try:
+        with FileErrors(WriteError, f"cannot write '{command.out_cluster}'."):
             command.out_cluster.write_text(cluster_text(calibration.cluster))
-        except OSError as error:
-            raise WriteError(f"cannot write '{command.out_cluster}'.", where=str(error)) from None
         cluster(str(command.out_cluster))  # raises if a number is not plausible
         lines.append(f"written to {command.out_cluster}: spanax plan {command.workload} --on {command.out_cluster}")
     return [*lines, ""], {"calibration": calibration_json(calibration, before, after)}

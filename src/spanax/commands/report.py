@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from spanax.commands.answer import Answer
-from spanax.errors import FileError
+from spanax.errors import FileError, FileErrors
 
 if TYPE_CHECKING:
-    from spanax.check.certificate import Certificate
+    from spanax.check.report import Report
     from spanax.plan.plan import Plan
     from spanax.show.page.document import Page
     from spanax.train.record.report import RunReport
@@ -58,7 +58,7 @@ def _run_answer(command: ReportCommand) -> Answer:
     return Answer("\n".join([*_written(report, command.out), report_text(report)]), report.to_json())
 
 
-def _written(value: "Plan | Certificate | RunReport", out: Path | None) -> list[str]:
+def _written(value: "Plan | Report | RunReport", out: Path | None) -> list[str]:
     """Writes the page, if requested, and returns the line that reports it."""
     if out is None:
         return []
@@ -67,35 +67,33 @@ def _written(value: "Plan | Certificate | RunReport", out: Path | None) -> list[
     return [write(page_of(value), out)]
 
 
-def read(path: Path) -> "Plan | Certificate":
+def read(path: Path) -> "Plan | Report":
     """Returns the plan or the certificate in a file, identified by its keys.
 
     Raises:
       DataError: the file contains neither, or cannot be read.
     """
-    from spanax.check.certificate import Certificate
+    from spanax.check.report import Report
     from spanax.documents import parse_json, read_opened
     from spanax.plan.plan import Plan
 
-    try:
+    with FileErrors(FileError, f"cannot read '{path}'.", fix=EXPECTED):
         text = read_opened(path)
         data = parse_json(text)
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot read '{path}'.", where=str(error), fix=EXPECTED) from None
     keys = sorted(data) if isinstance(data, dict) else []
     if {"fingerprint", "leaves"} <= set(keys):
         return Plan.from_json(text)
     if {"predicted", "compiled"} <= set(keys):
-        return Certificate.from_json(text)
+        return Report.from_json(text)
     names = ", ".join(map(repr, keys[:6])) or "no keys"
     content = f"it has {names}" if isinstance(data, dict) else "it is not a JSON object"
     raise FileError(f"'{path}' is neither a plan nor a check.", where=content, fix=EXPECTED)
 
 
-def page_of(value: "Plan | Certificate | RunReport") -> "Page":
+def page_of(value: "Plan | Report | RunReport") -> "Page":
     """Returns the page of a plan, a check or a run."""
-    from spanax.check.certificate import Certificate
     from spanax.check.measure.run_record import run_record
+    from spanax.check.report import Report
     from spanax.plan.plan import Plan
     from spanax.show.page.check import check_page
     from spanax.show.page.plan import plan_page
@@ -103,4 +101,4 @@ def page_of(value: "Plan | Certificate | RunReport") -> "Page":
 
     if isinstance(value, Plan):
         return plan_page(value)
-    return check_page(value) if isinstance(value, Certificate) else run_page(run_record(value))
+    return check_page(value) if isinstance(value, Report) else run_page(run_record(value))

@@ -1,9 +1,7 @@
 """`spanax train`: settings from flags and files, and the training run."""
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
-from spanax.show.error_text import print_error
 from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
 from spanax.train.record.folder import read_config, recorded
 from spanax.usage import parse_flags
@@ -83,31 +80,10 @@ def answer(config: TrainConfig) -> Answer:
     # The command that started several processes is not known here; a supervisor prints its own.
     again = f"{RESUME} in {Hosts.of().num_hosts} processes" if Hosts.of().num_hosts > 1 else RESUME
     resume = "" if is_supervised else again
-    with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream, resume=resume) as emit:
+    with reporter(as_json=config.json, stream=stream, resume=resume) as emit:
         last = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
             from spanax.check.measure.run_record import profile_event
 
             emit(profile_event(Path(last["out"])))
     return Answer(exit_code=PREEMPTED if last["event"] == "preempted" else 0)
-
-
-@contextmanager
-def exit_on_error(full: bool) -> Iterator[None]:
-    """Exits at once at an error if JAX is distributed: a regular exit would wait for the other processes.
-
-    Args:
-      full: whether to show the traceback of every error.
-    """
-    try:
-        yield
-    except Exception as error:
-        import jax
-
-        # Also if JAX detected the other processes by itself.
-        if not jax.distributed.is_initialized():
-            raise
-        from spanax.processes.lockstep import fail
-
-        fail(error)
-        os._exit(print_error(error, full=full))

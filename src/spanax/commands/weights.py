@@ -145,8 +145,7 @@ def rules_answer(command: ExportRulesCommand) -> Answer:
     from spanax.interop.rules import export_rules
     from spanax.models.workloads import load
 
-    workload = command.sizes.load(partial(load, command.workload))
-    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+    program = command.sizes.load(partial(load, command.workload)).trace()
     mesh = spanax.MeshShape.of(command.mesh)
     plan = spanax.plan(program, spanax.cluster(f"cpu:{mesh.size}"), layout=command.layout, mesh=mesh)
     rules = export_rules(plan)

@@ -10,7 +10,7 @@ from typing import Any
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED, MODEL, MODEL_FILE_BYTES, Name
-from spanax.errors import EntryError, InUseError, WeightsError, WorkloadError, WriteError, first_line
+from spanax.errors import FileErrors, InUseError, WeightsError, WorkloadError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
 
 
@@ -37,11 +37,9 @@ def writing(folder: Path) -> Iterator[None]:
       WriteError: the folder is not empty, or cannot be written.
     """
     is_new = not folder.exists()
-    try:
+    with FileErrors(WriteError, f"cannot write to '{folder}'."):
         folder.mkdir(parents=True, exist_ok=True)
         existing = next(folder.iterdir(), None)
-    except OSError as error:
-        raise WriteError(f"cannot write to '{folder}'.", where=first_line(error)) from None
     if existing is not None:
         raise InUseError(
             f"'{folder}' is not empty.", where=f"it contains '{existing.name}'", fix="--output-dir with a new folder"
@@ -75,34 +73,15 @@ def copy_out(folder: Path, name: Name, out: Path) -> None:
         shutil.copyfileobj(source, file)
 
 
-def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
-    """Returns the naming scheme of the weights of a folder: whether names lack the prefix, and duplicate names.
-
-    Raises:
-      DataError: the folder does not describe a model.
-    """
-    try:
-        naming = parse_json(Folder.of(folder).read(MODEL))["theirs"]
-        return bool(naming["is_bare"]), tuple(str(name) for name in naming["twice"])
-    except EntryError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
-
-
 def read_imported(folder: Path) -> dict[str, Any]:
     """Reads the config.json that was imported with the weights of a folder.
 
     Raises:
       SpanaxError: it cannot be read, or is not a JSON object.
     """
-    try:
+    what = f"cannot read '{folder / IMPORTED[0]}', which was imported with the weights."
+    with FileErrors(WorkloadError, what, fix="import the weights again"):
         config = parse_json(Folder.of(folder).read(IMPORTED[0]))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
-    except EntryError:
-        raise
-    except (OSError, ValueError) as error:
-        what = f"cannot read '{folder / IMPORTED[0]}', which was imported with the weights."
-        raise WorkloadError(what, where=first_line(error), fix="import the weights again") from None
     return config

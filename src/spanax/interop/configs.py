@@ -19,7 +19,7 @@ from typing import Any
 from flax import nnx
 
 from spanax.documents import read_json
-from spanax.errors import DataError, UnknownNameError, WeightsError, WorkloadError, first_line, nearest
+from spanax.errors import FileErrors, UnknownNameError, WeightsError, WorkloadError, first_line, nearest
 from spanax.interop.safetensors import inside
 from spanax.models.imported import MODELS
 from spanax.schema import parsed
@@ -119,14 +119,10 @@ def read_config(folder: Path, kind: str) -> tuple[Family, Any]:
     if not path.exists():
         what = f"'{folder}' has no {CONFIG}, which describes the model of the weights."
         raise WeightsError(what, fix=f"copy the {CONFIG} of the model to this folder")
-    try:
+    with FileErrors(WeightsError, f"cannot read '{path}'."):
         config = read_json(inside(path, folder))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read '{path}'.", where=first_line(error)) from None
     known = {family.name: family for family in members(kind)}
     name = config.get("model_type")
     if name not in known:

@@ -19,12 +19,12 @@ from spanax.entries.folder import Folder
 from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import WorkloadError
-from spanax.interop.auxiliary_files import copy_out, read_imported, read_names, writing
+from spanax.interop.auxiliary_files import copy_out, read_imported, writing
 from spanax.interop.configs import CONFIG, Family, config_json, family_of, members
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
-from spanax.models.imported import MODELS, is_imported, read_shape
+from spanax.models.imported import MODELS, SavedModel, is_imported, read_model
 from spanax.models.workloads import load
 from spanax.train.data.text.tokenizer import tokenizer_config
 from spanax.train.record.folder import recorded, saved_tokenizer
@@ -66,16 +66,6 @@ class Exported:
             f"{self.num_tensors} tensors in {' and '.join(self.dtypes)}, {bytes_text(sum(self.files.values()))} in "
             f"{', '.join(self.files)} of {self.out}"
         )
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """The config of a checkpoint's model, the naming scheme of its tensors, and the folder it was imported to."""
-
-    config: Any
-    is_bare: bool = False
-    twice: tuple[str, ...] = ()
-    folder: Path | None = None
 
 
 def export_weights(
@@ -149,7 +139,7 @@ def export_weights(
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
 
 
-def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
+def _origin(checkpoint: Path, kind: str, workload: str | None) -> SavedModel:
     """Returns the origin of a checkpoint from its folder, its run or a workload.
 
     Raises:
@@ -160,17 +150,17 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     if name is None:
         raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
     if is_imported(Path(name)):
-        saved_model, config = read_shape(Path(name))
-        if saved_model != model:
-            raise WorkloadError(f"'{checkpoint}' was imported as {saved_model}, not {kind}.", fix=f"--as {saved_model}")
-        return _Origin(config, *read_names(Path(name)), Path(name))
+        saved = read_model(Path(name))
+        if saved.kind != model:
+            raise WorkloadError(f"'{checkpoint}' was imported as {saved.kind}, not {kind}.", fix=f"--as {saved.kind}")
+        return saved
     built = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
     config = getattr(built, "config", None)
     candidates = [other for other, types in MODELS.items() if isinstance(built, types[0]) and type(config) is types[1]]
     if model not in candidates:
         what = f"'{name}' is a {type(built).__name__}, which cannot be exported as '{kind}'."
         raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
-    return _Origin(config)
+    return SavedModel(model, config)
 
 
 def _with_saved_sizes(config: Any, saved: Mapping[str, str]) -> Any:
@@ -214,14 +204,14 @@ def _stored(source: weights.Source, arrays: list[Array]) -> dict[str, list[Array
     return stored
 
 
-def _outputs(family: Family, origin: _Origin, name: str) -> tuple[str, ...]:
+def _outputs(family: Family, origin: SavedModel, name: str) -> tuple[str, ...]:
     """Returns the names that a tensor of a family has in the files."""
     copies = origin.twice if name == family.tied[1] else ()
     return (name.removeprefix(family.prefix) if origin.is_bare else name, *copies)
 
 
 def _listed(
-    family: Family, stored: Mapping[str, list[Array]], source: weights.Source, origin: _Origin, dtype: str | None
+    family: Family, stored: Mapping[str, list[Array]], source: weights.Source, origin: SavedModel, dtype: str | None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the tensors to write by name."""
     return {

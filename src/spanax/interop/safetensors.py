@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spanax.documents import parse_json, read_bytes
-from spanax.errors import EntryError, MissingFileError, WeightsError, first_line
+from spanax.errors import FileErrors, MissingFileError, WeightsError, first_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -192,7 +192,7 @@ def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
     Raises:
       DataError: the index cannot be read, is invalid, or a name in it is not that of a safetensors file.
     """
-    try:
+    with FileErrors(WeightsError, f"'{path}' is not an index of safetensors files."):
         index = parse_json(read())
         listed = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(listed, dict) or not listed or len(set(map(str, listed.values()))) > MAX_FILES:
@@ -200,10 +200,6 @@ def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
         for name in listed.values():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", name):
                 raise ValueError(f"{repr(name)[:200]} is not a safetensors file in its folder")
-    except EntryError:
-        raise
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"'{path}' is not an index of safetensors files.", where=first_line(error)) from None
     return listed
 
 

@@ -70,7 +70,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The form of the losses of one function.
+    """The options of the losses of one function.
 
     Attributes:
       variant: their remat policy and microbatches.
@@ -117,13 +117,13 @@ class SharedPlacement:
         *,
         is_like: bool,
     ) -> Plan:
-        """Returns the plan of a program, with its losses in a form, on the shared mesh.
+        """Returns the plan of a program, with options of its losses, on the shared mesh.
 
         Arrays that are on the mesh keep their sharding, and those of the plan of the first function have its sharding.
 
         Args:
           program: the program.
-          losses: the form of its losses.
+          losses: the options of its losses.
           arrays: the arrays of its leaves, if there are any yet.
           batch: the other arrays of the call; without a request for a mesh, the one that arrays are on is used.
           is_like: whether mesh axes that do not divide the batch compute it replicated, as for the last batch of an

@@ -78,7 +78,7 @@ class ShardedFunction:
       donate: whether the buffers of updated arrays are reused.
       static_argnums: the positions of static arguments.
       static_argnames: the names of static arguments.
-      losses: the form of the function's losses.
+      losses: the options of the function's losses.
       is_like: whether another function decides the placement.
       batch_axes: the dims of the arrays with the examples, as in `spanax.jit`.
       compiler_options: as in `jax.jit`.

@@ -21,7 +21,7 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
-from spanax.errors import FormatError, LaunchError, NotInstalledError, WriteError
+from spanax.errors import FileErrors, FormatError, LaunchError, NotInstalledError, WriteError
 from spanax.launch.exit_codes import begin_log
 from spanax.launch.local import LOOPBACK, free_port
 from spanax.launch.request import Request, count, request_of
@@ -122,15 +122,13 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
     sbatch = _tool("sbatch")
     place = Folder.of(request.folder)
     file = request.folder / JOB_SCRIPT
-    try:
+    with FileErrors(WriteError, f"cannot write to the run folder '{request.folder}'."):
         check_entries(place.make())
         # Slurm opens its log by path before Spanax runs, and does not create folders.
         place.make(LOGS)
         with place.appending(JOB_LOG):
             pass
         place.replace(JOB_SCRIPT, [text])
-    except OSError as error:
-        raise WriteError(f"cannot write to the run folder '{request.folder}'.", where=str(error)) from None
     process = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
     if process.returncode:
         reason = process.stderr.strip().partition("\n")[0]

@@ -1,7 +1,7 @@
 """Workloads of folders that `spanax import` wrote."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,16 +73,36 @@ def is_imported(folder: Path) -> bool:
     return Folder.of(folder).kind(MODEL) is not None
 
 
-def read_shape(folder: Path) -> tuple[str, Any]:
-    """Reads the kind and the configuration of the model whose weights are in a folder.
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of saved weights.
+
+    Attributes:
+      kind: its kind.
+      config: its configuration.
+      is_bare: whether the names of its tensors lack the prefix.
+      twice: the names of duplicate tensors.
+      folder: the folder to which the weights were imported; None for those of another run.
+    """
+
+    kind: str
+    config: Any
+    is_bare: bool = False
+    twice: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+def read_model(folder: Path) -> SavedModel:
+    """Reads the model whose weights are in a folder.
 
     Raises:
       DataError: the description is missing or invalid.
     """
     try:
         data = parse_json(Folder.of(folder).read(MODEL))
-        _, shape = MODELS[data["model"]]
-        return data["model"], parsed(shape, data["shape"])
+        config = parsed(MODELS[data["model"]][1], data["shape"])
+        naming = data["theirs"]
+        return SavedModel(data["model"], config, bool(naming["is_bare"]), tuple(map(str, naming["twice"])), folder)
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -95,5 +115,5 @@ def from_folder(folder: Path) -> Callable[..., Workload]:
     Raises:
       DataError: the folder's description of the model is missing or invalid.
     """
-    kind, shape = read_shape(folder)
-    return workload_of(kind, shape, folder)
+    model = read_model(folder)
+    return workload_of(model.kind, model.config, folder)

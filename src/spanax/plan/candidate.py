@@ -296,7 +296,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
             pipeline=candidate.schedule,
             context=candidate.context,
             loss_chunks=program.loss_chunks,
-            padded=program.form.padded,
+            padded=program.options.padded,
             offload=search.offload,
         ),
     )

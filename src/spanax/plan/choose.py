@@ -17,13 +17,13 @@ from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, plan_of, refused_stages, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
 from spanax.plan.candidates.attention_kernel import can_ring, in_attention
-from spanax.plan.candidates.forms import REMAT
 from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
+from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
@@ -31,7 +31,7 @@ from spanax.plan.defaults import (
     default_chunks,
     default_dtype,
     defaults,
-    form_in,
+    options_in,
     prices_stages,
     untraceable_in,
 )
@@ -175,7 +175,7 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     count = default_chunks(program, cluster, request.chunks)
 
     def make(program: Program) -> Plan:
-        plan = _placed(in_attention(program, cluster, request, program.form), cluster, request, program.loss_chunks)
+        plan = _placed(in_attention(program, cluster, request, program.options), cluster, request, program.loss_chunks)
         return plan if reason is None else replace(plan, why=f"{plan.why}; {reason}")
 
     program = program.variant(loss_chunks=count or 1)
@@ -196,8 +196,8 @@ def _dtype(
     if request.schedule is not None and request.schedule.compute_dtype is not None:
         return request.schedule.compute_dtype, None
     dtype = default_dtype(program, cluster)
-    try:  # the form that a search traces first
-        in_attention(program, cluster, request, _form(program, dtype, policy))
+    try:  # the variant that a search traces first
+        in_attention(program, cluster, request, _first_options(program, dtype, policy))
     except VariantError:
         reason = untraceable_in(program, dtype)
         if reason is None:
@@ -206,10 +206,10 @@ def _dtype(
     return dtype, None
 
 
-def _form(program: Program, dtype: str | None, policy: str | None) -> Variant:
-    """Returns the form of a program that a search traces first: in a dtype, under a remat policy or the fastest."""
+def _first_options(program: Program, dtype: str | None, policy: str | None) -> Variant:
+    """Returns the options that a search traces first: in a dtype, under a remat policy or the fastest."""
     first = REMAT[0] if policy is None else policy
-    return replace(form_in(program, dtype), remat=None if first == AS_WRITTEN else first)
+    return replace(options_in(program, dtype), remat=None if first == AS_WRITTEN else first)
 
 
 def searched(
@@ -324,7 +324,7 @@ def _requested(
 
 @dataclass(frozen=True)
 class _Requested:
-    """The searches of a request, for forms of its program.
+    """The searches of a request, for variants of its program.
 
     Attributes:
       cluster: the devices.
@@ -370,14 +370,14 @@ class _Requested:
 
     def largest(self, program: Program) -> Search | None:
         """Returns a search at the largest batch that fits, under the policy that stores least and the best chunks."""
-        form = in_attention(program, self.cluster, self.request, form_in(program, self.dtype))
+        variant = in_attention(program, self.cluster, self.request, options_in(program, self.dtype))
         policies = (*reversed(REMAT),) if self.policy is None else (self.policy,)
-        return largest_in_chunks(form, policies, self.cluster, self.scope, is_chunked=self.is_chunked)
+        return largest_in_chunks(variant, policies, self.cluster, self.scope, is_chunked=self.is_chunked)
 
     def fastest(self, program: Program) -> Search:
         """Returns the search under the remat policy, or any, in stages where they may be faster or fit."""
         request = self.request
-        program = in_attention(program, self.cluster, request, _form(program, self.dtype, self.policy))
+        program = in_attention(program, self.cluster, request, _first_options(program, self.dtype, self.policy))
         scope = replace(self.scope, remat=REMAT if self.policy is None else (self.policy,))
         is_open = request.pipeline is None and defaults(self.cluster).pipeline and not request.is_placed
         in_stages = is_open and prices_stages(program, self.cluster)

@@ -110,24 +110,24 @@ def computed_in(program: Program, compute_dtype: str | None) -> Program:
     Raises:
       SpanaxError: the program was traced with a different dtype.
     """
-    return program.variant(form_in(program, compute_dtype))
+    return program.variant(options_in(program, compute_dtype))
 
 
-def form_in(program: Program, compute_dtype: str | None) -> Variant:
-    """Returns the form of a program with the compute dtype of a plan, untraced: other fields may change first.
+def options_in(program: Program, compute_dtype: str | None) -> Variant:
+    """Returns the options of a program with the compute dtype of a plan, untraced: other fields may change first.
 
     Raises:
       SpanaxError: the program was traced with a different dtype.
     """
     if program.compute_dtype == "float32" and compute_dtype is None:
-        return program.form  # plans of float32 models omit the dtype
+        return program.options  # plans of float32 models omit the dtype
     if program.compute_dtype is not None and program.compute_dtype != compute_dtype:
         raise PlanMismatchError(
             f"the plan computes in {compute_dtype or 'the dtypes of the model'}, and the program was traced with "
             f"compute_dtype '{program.compute_dtype}'.",
             fix="trace the program without compute_dtype, or plan it again",
         )
-    return replace(program.form, compute_dtype=compute_dtype)
+    return replace(program.options, compute_dtype=compute_dtype)
 
 
 def default_dtype(program: Program, cluster: Cluster) -> str | None:

@@ -22,7 +22,7 @@ from spanax.plan.cost.step_time import Costs, Grid, GridTable, Table, price, row
 from spanax.plan.cost.transfers import HOST_TRANSFERS, exchange_rounds, stage_transfers
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
-from spanax.plan.place import as_planned, in_forms, resolver_of
+from spanax.plan.place import as_planned, in_variant, resolver_of
 from spanax.plan.plan import Plan, Prediction, path_pattern
 from spanax.plan.sharding.layer_partition import shares
 from spanax.plan.space import storing_of
@@ -129,8 +129,8 @@ class Evaluation:
     def layout(self) -> LayoutCosts:
         """The costs of one microbatch."""
         remat = self.plan.schedule.remat
-        policy = self.program.form.remat if remat in (None, self.program.remat) else remat
-        variant = in_forms(self.program, self.plan, remat=policy, microbatches=1)
+        policy = self.program.options.remat if remat in (None, self.program.remat) else remat
+        variant = in_variant(self.program, self.plan, remat=policy, microbatches=1)
         sharded = ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(variant), variant.step)
         offload = priced_offload(self.cluster, self.plan.schedule.offload)
         return LayoutCosts(sharded, state_of(sharded.resolver, offload), self.cluster, self.assumptions)

@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.errors import IdleAxisError, PlanMismatchError, VariantError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.defaults import form_in
+from spanax.plan.defaults import options_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
@@ -42,7 +42,7 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    program = program.variant(**_forms(schedule))
+    program = program.variant(**_options(schedule))
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -120,29 +120,29 @@ def as_planned(program: Program, plan: Plan) -> Program:
     Raises:
       SpanaxError: the plan was made for another program, or this program does not support its schedule.
     """
-    schedule, program = plan.schedule, in_forms(program, plan)
-    policy = program.form.remat if schedule.remat in (None, program.remat) else schedule.remat
+    schedule, program = plan.schedule, in_variant(program, plan)
+    policy = program.options.remat if schedule.remat in (None, program.remat) else schedule.remat
     microbatches = program.microbatches if schedule.microbatches == 1 else schedule.microbatches
     return program.variant(remat=policy, microbatches=microbatches)
 
 
-def in_forms(program: Program, plan: Plan, **form: Any) -> Program:
+def in_variant(program: Program, plan: Plan, **changes: Any) -> Program:
     """Returns the program in the compute dtype of a plan, with its attention, chunks of the logits and padded axes.
 
     Args:
       program: the program of the plan.
       plan: the plan.
-      **form: other fields of the variant.
+      **changes: other fields of `Variant`.
 
     Raises:
       SpanaxError: the plan was made for another program, or the program was traced with another compute dtype.
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    return program.variant(form_in(program, schedule.compute_dtype), **_forms(schedule), **form)
+    return program.variant(options_in(program, schedule.compute_dtype), **_options(schedule), **changes)
 
 
-def _forms(schedule: Schedule) -> dict[str, Any]:
+def _options(schedule: Schedule) -> dict[str, Any]:
     return {"context": schedule.context, "loss_chunks": schedule.loss_chunks, "padded": schedule.padded}
 
 

@@ -13,7 +13,7 @@ from spanax.documents import MAX_INT, parse_json, read_bytes
 from spanax.entries.folder import Folder, Place
 from spanax.entries.local_path import local_path
 from spanax.entries.names import PLAN
-from spanax.errors import DataError, FileError, UnknownNameError, WriteError, first_line, nearest
+from spanax.errors import DataError, FileError, FileErrors, UnknownNameError, WriteError, first_line, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
@@ -260,10 +260,8 @@ class Plan:
         Raises:
           WriteError: the file cannot be written.
         """
-        try:
+        with FileErrors(WriteError, f"cannot write the plan '{path}'."):
             local_path(path).write_text(self.to_json())
-        except OSError as error:
-            raise WriteError(f"cannot write the plan '{path}'.", where=error.strerror or str(error)) from None
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -287,12 +285,8 @@ class Plan:
 
     @staticmethod
     def _read(read: Callable[[], bytes], path: str | Path) -> "Plan":
-        try:
+        with FileErrors(FileError, f"cannot read the plan '{path}'."):
             return Plan.from_json(opened(read().decode()))
-        except DataError:
-            raise
-        except (OSError, ValueError) as error:
-            raise FileError(f"cannot read the plan '{path}'.", where=str(error)) from None
 
     def diff(self, other: "Plan") -> list[str]:
         """Returns the differences between two plans, one per line; empty for equal plans.

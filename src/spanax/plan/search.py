@@ -24,13 +24,13 @@ from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.candidates.attention_kernel import can_ring, saves_with_ring, with_attention
-from spanax.plan.candidates.forms import MOST_IN_RING, Forms, in_context
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import suiting_chunks
-from spanax.plan.candidates.pricer import Bound, Pricer, least_seconds, priced_forms
+from spanax.plan.candidates.pricer import Bound, Pricer, least_seconds, priced_variants
 from spanax.plan.candidates.ranking import ranked, without_repeated_kernels
 from spanax.plan.candidates.request import Scope
+from spanax.plan.candidates.variants import MOST_IN_RING, Variants, in_context
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
@@ -154,8 +154,8 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     start = time.perf_counter()
     traced_batch = program.batch_size
     rejected: Rejections = Counter()
-    forms = Forms(program, scope.remat, rejected, is_lazy=scope.fits_first)
-    first = next(iter(forms.programs.values()))
+    variants = Variants(program, scope.remat, rejected, is_lazy=scope.fits_first)
+    first = next(iter(variants.programs.values()))
     pricers = _pricers(first, cluster, scope, rejected)
     limit = cluster.memory_bytes
     repeats = (scope.layout is not None, True)
@@ -163,9 +163,9 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     only_fastest = scope.mesh is None and not scope.pins and not scope.each
     ring_saves = not only_fastest or saves_with_ring(first, scope.batch_size, cluster.num_devices)
     bound = Bound(limit, None if scope.each else scope.top, scope.stage_margin, scope.counts_stages, ring_saves)
-    priced, left_out = priced_forms(possible[0], possible[1], forms, bound)
+    priced, left_out = priced_variants(possible[0], possible[1], variants, bound)
     if not any(entry.fits(limit).any() for entry in priced):
-        priced, left_out = priced_forms(pricers[0], pricers[1], forms, bound)
+        priced, left_out = priced_variants(pricers[0], pricers[1], variants, bound)
     rejected.update(left_out)
     priced = priced if scope.layout else without_repeated_kernels(priced, limit, rejected)
     best, too_large, nearest = ranked(
@@ -181,9 +181,9 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
         layouts_priced=sum(entry.costs.step_seconds.size for entry in priced) + left_out[Reason(Code.TOO_LARGE)],
         model_flops=model_flops(first) * scope.batch_size / traced_batch,
         dtype=main_dtype(priced[0].terms) if priced else "fp32",
-        trace_seconds=forms.trace_seconds,
-        search_seconds=time.perf_counter() - start - forms.trace_seconds,
-        programs=forms.programs,
+        trace_seconds=variants.trace_seconds,
+        search_seconds=time.perf_counter() - start - variants.trace_seconds,
+        programs=variants.programs,
         pins=scope.pins,
         attention=program.attention,
         offload=scope.offload,
@@ -227,7 +227,7 @@ UNSHARDED = (Code.BATCH_NOT_DIVISIBLE, Code.NOTHING_STORED, Code.NOT_REQUESTED, 
 
 
 def least_in(program: Program, cluster: Cluster, scope: Scope, labels: Container[int | None]) -> float:
-    """Returns a lower bound of the step time of every layout of a scope whose state fits, in any form of the program.
+    """Returns a lower bound of the step time of every layout of a scope whose state fits, for any variant.
 
     0 where a mesh is rejected that may have a layout if some classes are sharded in another way.
 
@@ -268,12 +268,12 @@ def largest_in_chunks(
       is_chunked: whether the number of chunks of the logits is set.
     """
     result = None
-    form = program
+    variant = program
     for _ in range(1 if is_chunked else MOST_CHUNKINGS):
         found = []
         for policy in policies:
             with suppress(VariantError):
-                found.append(largest_batch_in(form, cluster, replace(scope, remat=(policy,))))
+                found.append(largest_batch_in(variant, cluster, replace(scope, remat=(policy,))))
                 if policy == policies[0]:
                     break
         result = max(filter(None, found), key=lambda each: each.batch_size, default=None)
@@ -281,9 +281,9 @@ def largest_in_chunks(
             break
         scale = result.batch_size / program.batch_size
         count, _ = suiting_chunks(program, plan_of(result, result.best), cluster, scale)
-        if count == form.loss_chunks:
+        if count == variant.loss_chunks:
             break
-        form = program.variant(loss_chunks=count)
+        variant = program.variant(loss_chunks=count)
     return result
 
 
@@ -300,15 +300,15 @@ def largest_batch_in(program: Program, cluster: Cluster, scope: Scope) -> Search
     count = scope.microbatches or 1
     step = cluster.num_devices * count
     scope = replace(scope, batch_size=step, microbatches=count)
-    forms = Forms(program, scope.remat, rejected, is_lazy=False)
-    (policy, form), *_ = forms.programs.items()
-    plain, rings = _pricers(form, cluster, scope, rejected)
-    ring = None if rings.is_empty else forms.in_ring(policy)
-    pairs = [(plain, form)] if ring is None else [(plain, form), (rings.by_ring(ring, rejected), ring)]
+    variants = Variants(program, scope.remat, rejected, is_lazy=False)
+    (policy, variant), *_ = variants.programs.items()
+    plain, rings = _pricers(variant, cluster, scope, rejected)
+    ring = None if rings.is_empty else variants.in_ring(policy)
+    pairs = [(plain, variant)] if ring is None else [(plain, variant), (rings.by_ring(ring, rejected), ring)]
     best: Search | None = None
-    for pricer, form in pairs:
-        for family, grids, _, layout in pricer.layouts(form):
-            fitting = functools.partial(_fitting, layout, grids.plain, form.batch_size)
+    for pricer, variant in pairs:
+        for family, grids, _, layout in pricer.layouts(variant):
+            fitting = functools.partial(_fitting, layout, grids.plain, variant.batch_size)
             size = _largest(fitting, step, 0 if best is None else best.batch_size)
             if size is not None:
                 best = _search_of(family, fitting(size), layout, size, scope)

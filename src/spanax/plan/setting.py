@@ -25,7 +25,7 @@ class Setting:
       batch_size: examples in a step.
       sequence_lengths: the distinct sizes of the batch's dims of the axis `seq`; none without sequences.
       dtypes: dtypes of matmuls and convolutions.
-      attention: `plain`, or the kernel or form that computes attention; none without attention.
+      attention: `plain`, or the kernel or ring that computes attention; none without attention.
 
     Example:
       >>> str(Setting(512, (2048,), ("bfloat16",), ("cudnn",)))
@@ -54,7 +54,7 @@ def sequence_lengths(batch: Iterable[_Dims]) -> tuple[int, ...]:
 
 
 def attention_names(context: str, axes: Iterable[str | None], kernels: Sequence[str | None] = ()) -> tuple[str, ...]:
-    """Returns the distinct names of the kernels or forms that compute attention.
+    """Returns the distinct names of the kernels or rings that compute attention.
 
     Args:
       context: of the schedule or program.

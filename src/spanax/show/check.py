@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spanax.check.certificate import Certificate
 from spanax.check.hlo.collectives import Collective
 from spanax.check.parity.parity import GROUPS, Parity
-from spanax.check.report import Figures, Report
+from spanax.check.report import Figures, Report, plain_fields
 from spanax.errors import UnknownNameError
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -17,7 +16,7 @@ from spanax.units import bytes_text
 
 def report_json(report: Report) -> dict[str, Any]:
     """Returns the report part of `spanax check --json`; bytes and FLOPs per device and step."""
-    data = asdict(report) | {"errors": report.errors, "by": report.by}
+    data = plain_fields(report) | {"errors": report.errors, "by": report.by}
     for fields, collective in zip(data["collectives"], report.collectives, strict=True):
         fields["bytes"] = collective.num_bytes
     return data
@@ -45,9 +44,9 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def certificate_text(certificate: Certificate) -> str:
+def certificate_text(report: Report) -> str:
     """Returns a report and its findings."""
-    return "\n".join([report_text(certificate.report), "", *map(str, certificate.findings)])
+    return "\n".join([report_text(report), "", *map(str, report.findings)])
 
 
 def verdict(report: Report) -> str:

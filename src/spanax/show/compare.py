@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved
 from spanax.plan.candidate import Search
 from spanax.show.search import candidate_json, layout_json
@@ -20,7 +22,7 @@ def compared_json(comparison: Comparison) -> dict[str, Any]:
         "devices": search.cluster.num_devices,
         "size": search.cluster.size,
         "device_kind": comparison.device_kind,
-        "jax": comparison.jax_version,
+        "jax": jax.__version__,
         "fingerprint": next(iter(search.programs.values())).fingerprint,
         "batch": search.batch_size,
         "sequence_lengths": list(search.setting.sequence_lengths),
@@ -30,17 +32,17 @@ def compared_json(comparison: Comparison) -> dict[str, Any]:
         "layouts_left_out": search.rejected.get(PRUNED, 0),
         "best": layout_json(rows[0].candidate),
         "choice": layout_json(search.candidates[0]),
-        "choice_ratio": comparison.choice_ratio,
+        "choice_ratio": comparison.choice.ratio,
         "choice_core_ratio": comparison.choice_core_ratio,
         "rank_correlation": comparison.rank_correlation,
         "memory_from": MEMORY_SOURCE,
-        "rows": [_row_json(search, *pair) for pair in zip(rows, comparison.collectives, strict=True)],
+        "rows": [_row_json(search, row) for row in rows],
     }
 
 
-def _row_json(search: Search, row: Compared, collectives: Moved) -> dict[str, Any]:
+def _row_json(search: Search, row: Compared) -> dict[str, Any]:
     return candidate_json(search, row.candidate) | {
-        "collectives": collectives,
+        "collectives": row.collectives,
         "state_bytes": row.state_bytes,
         "ratio": row.ratio,
         "measured": {
@@ -75,11 +77,9 @@ def compared_text(comparison: Comparison) -> str:
             bytes_text(row.compiled_peak_bytes),
             bytes_text(candidate.peak_bytes),
             _total(row.moved),
-            _total(collectives),
+            _total(row.collectives),
         )
-        for row, candidate, collectives in zip(
-            rows, (row.candidate for row in rows), comparison.collectives, strict=True
-        )
+        for row, candidate in ((row, row.candidate) for row in rows)
     ]
     best = rows[0].candidate
     num_pruned = search.rejected.get(PRUNED, 0)
@@ -90,7 +90,7 @@ def compared_text(comparison: Comparison) -> str:
             "",
             table_text(heads, cells),
             "",
-            f"the planner's choice (*), {choice.title}, takes {comparison.choice_ratio:.3f} times "
+            f"the planner's choice (*), {choice.title}, takes {comparison.choice.ratio:.3f} times "
             f"the time of the fastest, {best.title}{by_cores}",
             _correlation_text(comparison.rank_correlation, len(rows), num_pruned),
             *["core s: CPU seconds of all cores together, independent of other load on the machine"] * is_shared,

@@ -52,7 +52,7 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
         "host_bytes": candidate.host_bytes,
         "offload": list(search.offload),
-        "padded": dict(search.programs[candidate.remat].form.padded),
+        "padded": dict(search.programs[candidate.remat].options.padded),
         "upper_bytes": candidate.upper_bytes,
         "mfu": rates.mfu,
         "bottleneck": candidate.bottleneck,
@@ -181,7 +181,7 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     needed = search.cluster.memory_setting(candidate.upper_bytes)
     return [
         f"{candidate.layout} on {search.cluster} ({candidate.whole_mesh}): {search.setting}, {best.plan.schedule}"
-        + "".join(f", {form}" for form in _forms(search, candidate)),
+        + "".join(f", {option}" for option in _options(search, candidate)),
         *(f"  why     {reason}" for reason in _reasons(search)),
         f"  step    {candidate.step_seconds:.4g} s, {_rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
@@ -200,16 +200,16 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     ]
 
 
-def _forms(search: Search, candidate: Candidate) -> list[str]:
+def _options(search: Search, candidate: Candidate) -> list[str]:
     """Returns what is in host memory, and the axes that are padded."""
     in_host_memory = [*search.offload, *["activations"] * (candidate.remat == OFFLOADED_ACTIVATIONS)]
-    padded = [name for name, _ in search.programs[candidate.remat].form.padded]
+    padded = [name for name, _ in search.programs[candidate.remat].options.padded]
     texts = ((in_host_memory, "in host memory"), (padded, "padded"))
     return [f"{' and '.join(names)} {text}" for names, text in texts if names]
 
 
 def _reasons(search: Search) -> list[Reason]:
-    """Returns the reasons for the dtype and the forms of the best layout that a search chooses without a request."""
+    """Returns the reasons for the dtype and the options of the best layout that a search chooses without a request."""
     reasons = search.dtype_reason, search.assignment, search.alternative, search.partial_remat
     return [reason for reason in reasons if reason is not None]
 

@@ -18,7 +18,7 @@ from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retrac
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.remat_policies import GATHERED
-from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, loss_form, traced_update
+from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, losses_of, traced_update
 from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
@@ -174,8 +174,8 @@ class Definition:
         if self.loss is None:
             return None
         step = self.traced(variant).step
-        form = replace(variant, remat=None, microbatches=1, compute_dtype=None, padded=())
-        evaluation = self._evaluation(form, step.axes.examples)
+        plain = replace(variant, remat=None, microbatches=1, compute_dtype=None, padded=())
+        evaluation = self._evaluation(plain, step.axes.examples)
         if variant.padded:
             leaves = self.state(variant).variables.leaves
             evaluation = padded_step(evaluation, leaves, self.batch_leaves, variant.padded)
@@ -359,15 +359,15 @@ class FunctionDefinition:
         run = partial(_run_function, self.values.variables, self.user.function)
         whole = None if variant.microbatches == 1 else self.traced(AS_WRITTEN).step
         options = self.user, self.batch_axes, variant.microbatches, whole
-        with loss_form(variant) as form:
+        with losses_of(variant) as losses:
             step = traced_function(self.values, run, self.batch, self.batch_leaves, *options)
-        if replace(variant, seed=0) != AS_WRITTEN and not form.num_losses:
+        if replace(variant, seed=0) != AS_WRITTEN and not losses.num_losses:
             raise VariantError(
                 "remat, microbatches, attention and loss chunks apply to a loss, and the function has none.",
                 fix="spanax.value_and_grad(loss) instead of nnx.value_and_grad(loss) in the function",
             )
         warn_of_unknown(step.axes)
-        return TracedVariant(step, tuple(dict.fromkeys(form.attentions)), form.num_losses)
+        return TracedVariant(step, tuple(dict.fromkeys(losses.attentions)), losses.num_losses)
 
     @property
     def has_evaluation(self) -> bool:

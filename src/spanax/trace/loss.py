@@ -1,4 +1,4 @@
-"""The gradient of a loss in the form of a variant: in the train step of Spanax, and by `spanax.value_and_grad`."""
+"""The gradient of a variant of a loss: in the train step of Spanax, and by `spanax.value_and_grad`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +70,7 @@ def loss_gradient(
       value: the loss as `pure_loss` returns it.
       operands: trained parameters, other state, and batch.
       dims: the dim with the examples of each array of the batch, for microbatches.
-      variant: the form of the loss.
+      variant: the options of the loss.
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
       traced: what was traced of the loss.
 
@@ -259,13 +259,13 @@ def dtype_error(error: Exception, dtype: str, leaves: Sequence[Leaf]) -> SpanaxE
 
 
 @dataclass
-class LossForm:
-    """The form in which a function that is traced computes its losses.
+class Losses:
+    """The losses that a function computes while it is traced.
 
     Attributes:
-      variant: the form.
-      attentions: the fused attentions of the losses.
-      num_losses: the number of losses computed by `value_and_grad` so far.
+      variant: the options under which it computes them.
+      attentions: their fused attentions.
+      num_losses: how many `value_and_grad` computed so far.
     """
 
     variant: Variant
@@ -273,20 +273,20 @@ class LossForm:
     num_losses: int = 0
 
 
-_FORM: ContextVar[LossForm | None] = ContextVar("loss_form", default=None)
+_LOSSES: ContextVar[Losses | None] = ContextVar("losses", default=None)
 
 
 @contextmanager
-def loss_form(variant: Variant) -> Iterator[LossForm]:
-    """Computes the losses of functions traced in this context in the form of a variant."""
+def losses_of(variant: Variant) -> Iterator[Losses]:
+    """Computes the losses of functions traced in this context under the options of a variant."""
     known_context(variant.context)
     known_policy(variant.remat)
-    form = LossForm(variant)
-    token = _FORM.set(form)
+    losses = Losses(variant)
+    token = _LOSSES.set(losses)
     try:
-        yield form
+        yield losses
     finally:
-        _FORM.reset(token)
+        _LOSSES.reset(token)
 
 
 def value_and_grad(
@@ -312,20 +312,20 @@ def value_and_grad(
 
     @wraps(function)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        form = _FORM.get()
-        if form is None:
+        losses = _LOSSES.get()
+        if losses is None:
             return nnx.value_and_grad(function, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
-        form.num_losses += 1
-        if replace(form.variant, seed=0) == Variant():
+        losses.num_losses += 1
+        if replace(losses.variant, seed=0) == Variant():
             return nnx.value_and_grad(function, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
         state = argnums if isinstance(argnums, nnx.DiffState) else nnx.DiffState(argnums, nnx.Param)
-        return _gradient(function, args, kwargs, state, has_aux, form)
+        return _gradient(function, args, kwargs, state, has_aux, losses)
 
     return gradient
 
 
 def _gradient(
-    function: Callable[..., Any], args: Any, kwargs: Any, state: nnx.DiffState, has_aux: bool, form: LossForm
+    function: Callable[..., Any], args: Any, kwargs: Any, state: nnx.DiffState, has_aux: bool, losses: Losses
 ) -> Any:
     """Returns `(loss, gradient)` or `((loss, other results), gradient)`, and updates the objects."""
     model = args[state.argnum]
@@ -343,8 +343,8 @@ def _gradient(
         return returned if has_aux else (returned, None)
 
     wrt = lambda path, value: path[0] == 0 and is_trained(path[1:], value)  # noqa: E731
-    value, params, rest = pure_function(call, form.variant.compute_dtype, nodes, wrt)
-    count = form.variant.microbatches
+    value, params, rest = pure_function(call, losses.variant.compute_dtype, nodes, wrt)
+    count = losses.variant.microbatches
     if count > 1 and not arrays:
         raise VariantError(
             "the loss has no arrays to divide into microbatches.",
@@ -354,8 +354,8 @@ def _gradient(
     operands = params, rest, arrays
     dims = examples(value, operands, count) if count > 1 else ()
     traced = TracedLoss()
-    result = loss_gradient(value, operands, dims, form.variant, EXACT, traced)
-    form.attentions += traced.attentions[form.variant.context]
+    result = loss_gradient(value, operands, dims, losses.variant, EXACT, traced)
+    losses.attentions += traced.attentions[losses.variant.context]
     nnx.update(nodes, result.params)
     nnx.update(nodes, result.rest)
     return ((result.scalar, result.extra) if has_aux else result.scalar), result.grads[0]

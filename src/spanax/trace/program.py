@@ -37,7 +37,7 @@ class Program:
       batch: the arrays of the batch, in the order of the step's arguments.
       step: the traced train step.
       attention: the fused attentions; empty if attention is computed as written in the model.
-      form: the options with which the step was traced.
+      options: with which the step was traced.
       definition: the arguments from which variants are traced.
       renames: the renamings of axes, in order.
 
@@ -60,7 +60,7 @@ class Program:
     batch: tuple[Leaf, ...]
     step: StepAnalysis
     attention: tuple[FusedAttention, ...]
-    form: Variant
+    options: Variant
     definition: ProgramDefinition = field(repr=False)
     renames: tuple[Mapping[str, str], ...] = ()
     _variants: dict[Variant, "Program"] = field(default_factory=dict, repr=False)
@@ -76,27 +76,27 @@ class Program:
     @property
     def remat(self) -> str:
         """Returns the remat policy, or `as written` if it is that of the model."""
-        return AS_WRITTEN if self.form.remat is None else self.form.remat
+        return AS_WRITTEN if self.options.remat is None else self.options.remat
 
     @property
     def microbatches(self) -> int:
         """Returns the number of microbatches over which gradients are accumulated."""
-        return self.form.microbatches
+        return self.options.microbatches
 
     @property
     def context(self) -> str:
-        """Returns the form of attention: `ring`, a platform's kernel, or `gathered`."""
-        return self.form.context
+        """Returns how attention is computed: `ring`, a platform's kernel, or `gathered`."""
+        return self.options.context
 
     @property
     def loss_chunks(self) -> int:
         """Returns the number of chunks in which the loss computes its logits."""
-        return self.form.loss_chunks
+        return self.options.loss_chunks
 
     @property
     def compute_dtype(self) -> str | None:
         """Returns the dtype in which the loss is computed; None unless requested."""
-        return self.form.compute_dtype
+        return self.options.compute_dtype
 
     @property
     def unpadded(self) -> "Program":
@@ -106,7 +106,7 @@ class Program:
     @property
     def variables(self) -> Variables:
         """Returns the structure of model and optimizer."""
-        return self.definition.state(self.form).variables
+        return self.definition.state(self.options).variables
 
     @property
     def init(self) -> Initial:
@@ -115,7 +115,7 @@ class Program:
         Raises:
           SpanaxError: the program is a function of objects, whose state exists already.
         """
-        init = self.definition.state(self.form).init
+        init = self.definition.state(self.options).init
         if init is None:
             raise ObjectsError("the program is a function of objects that have their state.", fix="spanax.init")
         return init
@@ -132,7 +132,7 @@ class Program:
         Raises:
           SpanaxError: it cannot be traced.
         """
-        traced = self.definition.evaluation(self.form)
+        traced = self.definition.evaluation(self.options)
         if traced is None:
             return None
         result = StepAnalysis(traced)
@@ -154,7 +154,7 @@ class Program:
     @property
     def run_loss(self) -> Callable[[list[Any], Any], Results] | None:
         """Returns the loss as a function of state and batch of any size; None for a user-defined `train_step`."""
-        return self.definition.run_loss(self.form)
+        return self.definition.run_loss(self.options)
 
     @property
     def batch_size(self) -> int:
@@ -164,7 +164,7 @@ class Program:
     @property
     def run_evaluate(self) -> Callable[[list[Any], Any], Results] | None:
         """Returns the user's `evaluate` as a function of state and batch of any size; None if there is none."""
-        return self.definition.run_evaluate(self.form)
+        return self.definition.run_evaluate(self.options)
 
     @property
     def axes(self) -> list[Axis]:
@@ -238,7 +238,7 @@ class Program:
         leaves, batch = with_axes(step, self.leaves, self.batch)
         program = replace(self, leaves=leaves, batch=batch, step=step, _variants={})
         program = replace(program, renames=(*self.renames, names))
-        program._variants[self.form] = program
+        program._variants[self.options] = program
         return program
 
     def with_batch(self, size: int) -> "Program":
@@ -257,16 +257,16 @@ class Program:
         batch = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         batch = jax.tree.unflatten(self.batch_treedef, batch)
         definition = replace(self.definition, batch=batch, batch_leaves=tuple(leaves), _memo={})
-        return reduce(Program.rename, self.renames, program_of(definition, self.form))
+        return reduce(Program.rename, self.renames, program_of(definition, self.options))
 
-    def variant(self, form: Variant | None = None, **options: Any) -> "Program":
-        """Returns the program in another form; each is traced once.
+    def variant(self, options: Variant | None = None, **changes: Any) -> "Program":
+        """Returns the program under other options; each variant is traced once.
 
-        State and fingerprint are equal: a checkpoint saved in one form can be resumed in another.
+        State and fingerprint are equal: a checkpoint saved by one variant can be resumed by another.
 
         Args:
-          form: the options of the step; those of this program by default.
-          options: fields of `Variant` that replace those of `form`.
+          options: those of the step; by default of this program.
+          changes: fields of `Variant` that replace those of `options`.
 
         Raises:
           SpanaxError: the program does not support it: an unknown policy or context, a rewrite that does not apply to
@@ -284,11 +284,11 @@ class Program:
           >>> program.remat, program.variant(remat="dots", microbatches=2).remat
           ('as written', 'dots')
         """
-        variant = replace(form or self.form, **options)
-        init = self.definition.state(self.form).init
+        variant = replace(options or self.options, **changes)
+        init = self.definition.state(self.options).init
         if init is None or init.seed is None:  # the seed is an argument of the traced `build`
-            variant = replace(variant, seed=self.form.seed)
-        if variant == self.form:
+            variant = replace(variant, seed=self.options.seed)
+        if variant == self.options:
             return self
         if variant.remat == "none" and self._has_no_remat:
             written = self.variant(variant, remat=None)
@@ -300,7 +300,7 @@ class Program:
         return self._variants[variant]
 
     def attentions(self, variant: Variant) -> tuple[FusedAttention, ...]:
-        """Returns the fused attentions of the program in another form.
+        """Returns the fused attentions of a variant of the program.
 
         Raises:
           SpanaxError: the program does not support it.
@@ -310,7 +310,7 @@ class Program:
     @property
     def accumulates(self) -> Microbatches:
         """Returns whether the step supports microbatches, and if not, why."""
-        return self.definition.microbatches(self.form)
+        return self.definition.microbatches(self.options)
 
     def resized(self, shapes: Shapes) -> StepAnalysis:
         """Returns the step with other shapes for the state's leaves, with the same operations and axes.
@@ -318,16 +318,16 @@ class Program:
         Raises:
           SpanaxError: it cannot be traced with these shapes, or its operations differ.
         """
-        return StepAnalysis(replace(self.step.traced, graph=self.definition.resized(self.form, shapes)))
+        return StepAnalysis(replace(self.step.traced, graph=self.definition.resized(self.options, shapes)))
 
     @property
     def _has_no_remat(self) -> bool:
-        return self.form.remat is None and self.has_evaluation and not self.step.traced.has_remat
+        return self.options.remat is None and self.has_evaluation and not self.step.traced.has_remat
 
     @cached_property
     def _without_remat(self) -> "Program":
         """Returns a copy with equal operations and shared analyses."""
-        return replace(self, form=replace(self.form, remat="none"))
+        return replace(self, options=replace(self.options, remat="none"))
 
 
 def program_of(definition: ProgramDefinition, variant: Variant) -> Program:

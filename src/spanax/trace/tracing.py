@@ -117,7 +117,7 @@ def trace_function(
       owners: the objects, with arrays or with shapes as the values of their Variables.
       arrays: shapes and dtypes of the arrays.
       names: a name for each, which begins with that of the argument: `batch.image`.
-      variant: the form of the losses that the function differentiates by `spanax.value_and_grad`.
+      variant: the options of the losses that the function differentiates by `spanax.value_and_grad`.
       batch_axes: the dim with the examples of each array, None for none; by default, as the function uses them.
 
     Raises:

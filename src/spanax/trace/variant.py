@@ -1,4 +1,4 @@
-"""The form in which a train step is computed."""
+"""The options under which a train step is computed."""
 
 from dataclasses import dataclass
 

@@ -148,8 +148,8 @@ class Workload:
     def trace(
         self,
         *,
-        learning_rate: float,
-        num_steps: int,
+        learning_rate: float | None = None,
+        num_steps: int | None = None,
         compute_dtype: Any = None,
         remat: str | None = None,
         optimizer_state: str | None = None,
@@ -158,8 +158,9 @@ class Workload:
     ) -> Program:
         """Traces the train step into a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
 
-        `optimizer_state` is the dtype of the optimizer state, `float32` or `bfloat16`; None for its default. `recipe`
-        replaces the optimizer or its parts.
+        The learning rate and the number of steps are by default those of the workload. `optimizer_state` is the dtype
+        of the optimizer state, `float32` or `bfloat16`; None for its default. `recipe` replaces the optimizer or its
+        parts.
 
         Raises:
           SpanaxError: the optimizer does not support that dtype or recipe, or the step cannot be traced.
@@ -185,7 +186,9 @@ class Workload:
         if recipe.optimizer == "muon":
             options["axes"] = {leaf.path: leaf.axes for leaf in traced(optimizer=optax.sgd(0.0)).leaves}
         takes_rate = callable(make) and num_wanted(make) != 1
-        optimizer = make(learning_rate, num_steps, **options) if takes_rate else make
+        rate = self.learning_rate if learning_rate is None else learning_rate
+        steps = self.num_steps if num_steps is None else num_steps
+        optimizer = make(rate, steps, **options) if takes_rate else make
         return traced(optimizer=optimizer if recipe.ema is None else averaging(recipe.ema, _optax(optimizer)))
 
 

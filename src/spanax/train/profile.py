@@ -8,7 +8,7 @@ import jax
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROGRAM, TRACE_FOLDER
-from spanax.errors import WriteError
+from spanax.errors import FileErrors, WriteError
 from spanax.train.run import Run
 
 WINDOW = "spanax window"
@@ -34,13 +34,11 @@ class Profile:
           WriteError: the folder cannot be written.
         """
         place = Folder.of(self.folder)
-        try:
+        with FileErrors(WriteError, f"cannot write the profile '{self.folder / PROFILE}'."):
             place.remove_folder(PROFILE)
             place.make(PROFILE)
             modules = run.compile().runtime_executable().hlo_modules()
             place.replace(PROGRAM, [modules[0].as_serialized_hlo_module_proto()], is_durable=False)
-        except OSError as error:
-            raise WriteError(f"cannot write the profile '{self.folder / PROFILE}'.", where=str(error)) from None
 
     def before(self, run: Run) -> None:
         """Starts the trace before the first profiled step that the run has not taken."""

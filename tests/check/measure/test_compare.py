@@ -16,11 +16,10 @@ from spanax.check.measure import compare as module
 from spanax.check.measure.compare import (
     PRUNED,
     Compared,
+    Comparison,
     compare,
-    comparison,
     layouts,
     pruned,
-    rank_correlation,
 )
 from spanax.commands.compare import CompareCommand, compared
 from spanax.displays import told_to
@@ -125,7 +124,7 @@ def test_the_text_output(answered: tuple[str, dict[str, Any]]) -> None:
 
 def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
     searched = dataclasses.replace(layouts_on(), rejected={PRUNED: 49})
-    assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(comparison(searched, [row(1, 1)]))
+    assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(Comparison(searched, (row(1, 1),)))
 
 
 def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,15 +157,16 @@ def test_every_layout_takes_every_step_from_the_same_numbers(monkeypatch: pytest
 
 def row(priced: float, ratio: float) -> Compared:
     candidate = dataclasses.replace(layouts_on().candidates[0], step_seconds=priced)
-    return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, {})
+    return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, {}, {})
 
 
 def test_the_choice_and_the_ranking_are_evaluated() -> None:
-    result = comparison(layouts_on(), [row(1, 1.2), row(2, 1.0)])
-    assert result.choice_ratio == result.choice_core_ratio == 1.2
-    assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
-    assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
-    assert rank_correlation([row(1, 9)]) is None
+    result = Comparison(layouts_on(), (row(1, 1.2), row(2, 1.0)))
+    assert result.choice.ratio == result.choice_core_ratio == 1.2
+    for ratios, correlation in (((1, 2, 5), 1), ((9, 2, 1), -1)):
+        rows = tuple(row(priced, ratio) for priced, ratio in enumerate(ratios))
+        assert Comparison(layouts_on(), rows).rank_correlation == pytest.approx(correlation)
+    assert Comparison(layouts_on(), (row(1, 9),)).rank_correlation is None
 
 
 def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -> None:

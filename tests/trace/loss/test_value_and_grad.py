@@ -74,7 +74,7 @@ def test_every_form_equals_nnx(options: dict[str, Any], is_closure: bool) -> Non
     step = spanax.jit(train_step(spanax.value_and_grad, is_closure=is_closure), mesh="fsdp=2,model=2", **options)
     for result, value in zip(trained(step), expected(), strict=True):
         np.testing.assert_allclose(result, value, rtol=1e-4, atol=1e-5)
-    form = step.program.form
+    form = step.program.options
     assert {name: getattr(form, name) for name in options} == options
 
 

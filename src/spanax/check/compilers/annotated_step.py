@@ -80,10 +80,7 @@ def program_of(plan: Plan, load: Callable[..., Workload], workload: str) -> Prog
     program = None
     # With its default sizes, or else with the sizes of the plan's axes.
     for sizes in ({}, _sizes(plan)):
-        instance = load(workload, **sizes)
-        program = instance.trace(
-            learning_rate=instance.learning_rate, num_steps=instance.num_steps, compute_dtype=dtype
-        )
+        program = load(workload, **sizes).trace(compute_dtype=dtype)
         if program.fingerprint == plan.fingerprint:
             break
     assert program is not None

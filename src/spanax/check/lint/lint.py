@@ -13,7 +13,7 @@ from spanax.check.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import UnknownNameError, nearest
 from spanax.hardware.cluster import Cluster
-from spanax.plan.place import in_forms
+from spanax.plan.place import in_variant
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 
@@ -121,7 +121,7 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
       >>> [finding.code for finding in lint(program, spanax.plan(program, machine, layout="data"), machine)]
       ['SPX017']
     """
-    subject = LintSubject(in_forms(program, plan), plan, cluster, report)
+    subject = LintSubject(in_variant(program, plan), plan, cluster, report)
     return most_severe_first(_finding(rule, message) for rule in RULES for message in rule.find(subject))
 
 

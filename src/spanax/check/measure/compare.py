@@ -58,6 +58,7 @@ class Compared:
       compiled_state_bytes: the bytes of the compiled program's arguments, state and batch, per device.
       compiled_peak_bytes: the peak memory of the compiled program per device; on simulated devices, of XLA for CPU.
       moved: bytes of the compiled program's collectives, by mesh axes and kind.
+      collectives: the predicted bytes.
     """
 
     candidate: Candidate
@@ -68,6 +69,7 @@ class Compared:
     compiled_state_bytes: int
     compiled_peak_bytes: int
     moved: Moved
+    collectives: Moved
 
     @property
     def step_seconds(self) -> float:
@@ -87,22 +89,35 @@ class Comparison:
     Attributes:
       search: the result of `layouts`.
       rows: the measured layouts.
-      collectives: the predicted collectives of each row.
-      choice_ratio: the step time of the planner's choice relative to the fastest layout.
-      choice_core_ratio: the same in CPU time; None where devices do not share cores.
-      rank_correlation: of predicted and measured step times; None for one layout.
       device_kind: what JAX calls the devices.
-      jax_version: the version of JAX.
     """
 
     search: Search
     rows: tuple[Compared, ...]
-    collectives: tuple[Moved, ...]
-    choice_ratio: float
-    choice_core_ratio: float | None
-    rank_correlation: float | None
     device_kind: str = ""
-    jax_version: str = jax.__version__
+
+    @property
+    def choice(self) -> Compared:
+        """The planner's choice; its `ratio` is relative to the fastest layout."""
+        return min(self.rows, key=lambda row: row.candidate.step_seconds)
+
+    @property
+    def choice_core_ratio(self) -> float | None:
+        """The CPU time of the choice relative to the least; None where devices do not share cores."""
+        least = min(row.step_core_seconds for row in self.rows) or 1.0
+        return self.choice.step_core_seconds / least if self.search.cluster.chip.shared else None
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's rank correlation of predicted and measured step times; None for one layout.
+
+        Source: Spearman, 1904.
+        """
+        if len(self.rows) < 2:
+            return None
+        predicted = [row.candidate.step_seconds for row in self.rows]
+        measured = [row.ratio for row in self.rows]
+        return float(np.corrcoef(np.argsort(np.argsort(predicted)), np.argsort(np.argsort(measured)))[0, 1])
 
 
 def layouts(
@@ -253,6 +268,7 @@ def compare(
                 compiled_state_bytes=memory.argument_size_in_bytes,
                 compiled_peak_bytes=_peak_bytes(memory),
                 moved=_moved(compiled[index], plans[index].mesh),
+                collectives=evaluated(search_result, candidate).collectives,
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.ratio, row.step_seconds)))
@@ -316,30 +332,3 @@ def _check_memory(plans: Sequence[Plan]) -> None:
             f"{len(plans)} layouts need {bytes_text(needed)} at once, but {bytes_text(free)} are available.",
             fix=f"--top {max(1, int(len(plans) * free / 2 / needed))}, or one --mesh",
         )
-
-
-def comparison(search_result: Search, rows: Sequence[Compared], device_kind: str = "") -> Comparison:
-    """Returns the comparison of layouts, measured on devices of a kind, with their predictions."""
-    choice = min(rows, key=lambda row: row.candidate.step_seconds)
-    core_ratio = choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
-    return Comparison(
-        search_result,
-        tuple(rows),
-        tuple(evaluated(search_result, row.candidate).collectives for row in rows),
-        choice.ratio,
-        core_ratio if search_result.cluster.chip.shared else None,
-        rank_correlation(rows),
-        device_kind,
-    )
-
-
-def rank_correlation(rows: Sequence[Compared]) -> float | None:
-    """Returns Spearman's rank correlation of predicted and measured step times; None for one layout.
-
-    Source: Spearman, 1904.
-    """
-    if len(rows) < 2:
-        return None
-    predicted = [row.candidate.step_seconds for row in rows]
-    measured = [row.ratio for row in rows]
-    return float(np.corrcoef(np.argsort(np.argsort(predicted)), np.argsort(np.argsort(measured)))[0, 1])

@@ -10,7 +10,7 @@ import numpy as np
 from spanax.check.compilers.annotated_step import program_of
 from spanax.check.measure.compare import layouts
 from spanax.documents import read_json
-from spanax.errors import CalibrationError, EntryError, FileError, MissingFileError, SpanaxError, first_line
+from spanax.errors import CalibrationError, EntryError, FileError, FileErrors, MissingFileError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, is_of_kind, resized
 from spanax.plan.calibration.measured import MeasuredStep, StepSeconds
 from spanax.plan.candidate import plan_of
@@ -115,10 +115,8 @@ def _of_run(folder: Path, requested: Requested) -> MeasuredStep:
 
 def _of_comparison(path: Path, requested: Requested) -> list[MeasuredStep]:
     """Returns the measured step of each layout of `spanax compare --json`."""
-    try:
+    with FileErrors(FileError, f"'{path}' is not a comparison.", fix=EXPECTED):
         file = parsed(ComparedFile, read_json(path), is_open=True)
-    except (OSError, ValueError) as error:
-        raise FileError(f"'{path}' is not a comparison.", where=first_line(error), fix=EXPECTED) from None
     machine = _machine(str(path), file.device_kind, file.size, requested.cluster)
     program = requested.program
     transfers = []
@@ -207,8 +205,7 @@ def _other_program(source: str, plan: Plan, workload: str, load: Load) -> Progra
 def _compared_program(path: Path, file: ComparedFile, load: Load) -> Program:
     sizes = {"batch_size": file.batch} | dict(zip(["seq_len"], file.sequence_lengths, strict=False))
     try:
-        workload = load(file.workload, **sizes)
-        program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+        program = load(file.workload, **sizes).trace()
     except SpanaxError as error:
         raise _unknown(str(path), file.workload, first_line(error)) from None
     if program.fingerprint != file.fingerprint:

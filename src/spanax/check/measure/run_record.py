@@ -1,7 +1,7 @@
 """Reads what a run folder records of expected and measured performance: its report, curves, plan and profile."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,4 +73,4 @@ def profile_event(run: Path) -> dict[str, Any]:
     summary = step_profile(run, axes=axes_by_name)
     source = source_text(str(recorded(run).get("workload", "")))
     findings = [finding.to_json() for finding in without_allowed(lint_profile(summary), source, plan.allow)]
-    return {"event": "profile", **summary.to_json(), "out": str(run / PROFILE), "findings": findings}
+    return {"event": "profile", **asdict(summary), "out": str(run / PROFILE), "findings": findings}

@@ -1,4 +1,4 @@
-"""Forms that a search prices without a request: uneven axes padded, and state or activations in host memory."""
+"""Variants that a search prices without a request: uneven axes padded, and state or activations in host memory."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spanax.errors import NoLayoutError, SpanaxError, first_line
 from spanax.plan.candidate import Search
-from spanax.plan.candidates.padding import is_used, padded_forms
+from spanax.plan.candidates.padding import is_used, padded_variants
 from spanax.plan.cost.overlap import TERMS
 from spanax.plan.cost.step_time import IDLE
 from spanax.plan.defaults import ASSIGNMENT_MARGIN
@@ -19,7 +19,7 @@ UNREQUESTED = ("heads", "vocab")
 """The axes that are padded without a request: model authors choose their sizes for reasons other than sharding."""
 
 MOST_GROUPS = 6_000
-"""The most groups of operations, over all padded forms, that a search walks without a request."""
+"""The most groups of operations, over all padded variants, that a search walks without a request."""
 
 BETWEEN_DEVICES = (*dict.fromkeys(TERMS.values()), "weights between devices", *IDLE)
 """The terms of the step time that another sharding of the same matmuls may save."""
@@ -42,8 +42,9 @@ def with_padding(
     """Returns a search with uneven axes padded, if its best candidate is faster by `ASSIGNMENT_MARGIN`.
 
     Without padding, XLA runs an uneven axis replicated over the mesh axis that does not divide it; its cost is that of
-    `result`. Padded forms are priced only where they may gain so much: where nothing fits, or where the best candidate
-    shards more than the batch, and replicates an uneven axis over `model` or spends the margin in communication.
+    `result`. Padded variants are priced only where they may gain so much: where nothing fits, or where the best
+    candidate shards more than the batch, and replicates an uneven axis over `model` or spends the margin in
+    communication.
 
     Args:
       result: a search without padded axes.
@@ -54,13 +55,13 @@ def with_padding(
     """
     best = result
     rejected = Counter(result.rejected)
-    for padded in _forms(result):
+    for padded in _variants(result):
         chunks = next(iter(result.programs.values())).loss_chunks
-        form = replace(program.form, padded=padded, loss_chunks=chunks)
+        options = replace(program.options, padded=padded, loss_chunks=chunks)
         try:
             if least(padded) * (1 + ASSIGNMENT_MARGIN) > _seconds(result, stage_margin):
                 continue
-            other = find(program.variant(form), padded[0][1])
+            other = find(program.variant(options), padded[0][1])
         except NoLayoutError as error:
             names = ", ".join(name for name, _ in padded)
             rejected[Reason(Code.NOT_PLACED, f"{names} padded", detail=first_line(error))] += 1
@@ -70,7 +71,7 @@ def with_padding(
     if best is result or _seconds(best, stage_margin) * (1 + ASSIGNMENT_MARGIN) > _seconds(result, stage_margin):
         return replace(result, rejected=dict(rejected))
     assert best.best is not None
-    names = ", ".join(name for name, _ in next(iter(best.programs.values())).form.padded)
+    names = ", ".join(name for name, _ in next(iter(best.programs.values())).options.padded)
     reason = Reason(Code.PADDED_FITS, names)
     if result.best is not None:
         reason = Reason(Code.PADDED, names, detail=f"{1 - best.best.step_seconds / result.best.step_seconds:.0%}")
@@ -83,21 +84,21 @@ def with_padding(
     )
 
 
-def _forms(result: Search) -> list[Multiples]:
-    """Returns the padded forms that can be faster than a search without padding; none beyond a budget."""
+def _variants(result: Search) -> list[Multiples]:
+    """Returns the padded variants that can be faster than a search without padding; none beyond a budget."""
     program = next(iter(result.programs.values()))
     known = {*program.step.axes.names.values()}.difference(result.pins)
     names = [name for name in UNREQUESTED if name in known]
-    forms = list(padded_forms(program, result.cluster, names, None))
+    variants = list(padded_variants(program, result.cluster, names, None))
     best = result.best
     if best is not None:
         seconds = sum(best.seconds.get(name, 0.0) for name in BETWEEN_DEVICES)
-        is_repeated = any(best.mesh.ways(["model"]) == padded[0][1] for padded in forms)
+        is_repeated = any(best.mesh.ways(["model"]) == padded[0][1] for padded in variants)
         is_only_batch = best.num_stages == 1 and best.mesh.ways(["data", "fsdp", "expert"]) == best.mesh.size
         is_short = seconds * (1 + ASSIGNMENT_MARGIN) < ASSIGNMENT_MARGIN * best.step_seconds
         if is_only_batch or (is_short and not is_repeated):
             return []
-    return forms[: MOST_GROUPS // max(1, len(program.step.op_groups))]
+    return variants[: MOST_GROUPS // max(1, len(program.step.op_groups))]
 
 
 def _seconds(result: Search, stage_margin: float) -> float:

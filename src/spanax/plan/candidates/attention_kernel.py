@@ -36,7 +36,9 @@ def kernel_on(cluster: Cluster) -> str | None:
     return CUDNN if any(kind.startswith("NVIDIA") for kind in kinds) else None
 
 
-def with_attention(program: Program, cluster: Cluster, requested: str | None, form: Variant | None = None) -> Program:
+def with_attention(
+    program: Program, cluster: Cluster, requested: str | None, options: Variant | None = None
+) -> Program:
     """Returns the program with its attention computed as requested; its `attention` records the kernel or the reason.
 
     Args:
@@ -44,14 +46,14 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None, fo
       cluster: the devices.
       requested: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
         supported. None leaves the program unchanged.
-      form: the other options of the program, untraced; by default its own.
+      options: the other options of the program, untraced; by default its own.
 
     Raises:
       SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
     """
-    form = program.form if form is None else form
-    if requested is None or known_attention(requested) == "plain" or form.context != GATHERED:
-        return program.variant(form)
+    options = program.options if options is None else options
+    if requested is None or known_attention(requested) == "plain" or options.context != GATHERED:
+        return program.variant(options)
     kernel = kernel_on(cluster)
     attention: tuple[FusedAttention, ...] = (
         FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
@@ -59,24 +61,24 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None, fo
     if not program.rewrites_loss:
         attention = (FusedAttention(None, ": the program has a custom train step"),)
     elif kernel is not None:
-        attention = program.attentions(replace(form, context=kernel))
+        attention = program.attentions(replace(options, context=kernel))
         if any(each.kernel == kernel for each in attention):
-            return program.variant(form, context=kernel)
+            return program.variant(options, context=kernel)
     if requested == "flash":
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
-    return replace(program.variant(form), attention=attention)
+    return replace(program.variant(options), attention=attention)
 
 
-def in_attention(program: Program, cluster: Cluster, request: Request, form: Variant) -> Program:
-    """Returns the program in a form, with the attention of a request; the layout handles ring attention."""
+def in_attention(program: Program, cluster: Cluster, request: Request, options: Variant) -> Program:
+    """Returns the program under options, with the attention of a request; the layout handles ring attention."""
     attention = request.attention or defaults(cluster).attention
-    return program.variant(form) if request.is_ring else with_attention(program, cluster, attention, form)
+    return program.variant(options) if request.is_ring else with_attention(program, cluster, attention, options)
 
 
 def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
-    """Whether a search may compute the attention of a program in a ring: neither a form nor a kernel is requested.
+    """Whether a search may compute the attention of a program in a ring: neither its context nor a kernel is requested.
 
     Devices that share one chip, as simulated ones do, save neither memory nor time with a ring.
     """

@@ -41,12 +41,12 @@ def search_in_padding(
     if not names:
         return find(program)
     check_padded(program, names)
-    forms = list(padded_forms(program, cluster, names, mesh))
+    variants = list(padded_variants(program, cluster, names, mesh))
     is_sharded = mesh is None or all(_ways(mesh, name) > 1 for name in names)
-    if is_sharded and not forms:
+    if is_sharded and not variants:
         return find(program)
     results = []
-    for padded in forms:
+    for padded in variants:
         result = find(program.variant(padded=padded))
         if result.best is None or is_used(result, padded):
             results.append(result)
@@ -74,7 +74,7 @@ def _ways(mesh: MeshShape, name: str) -> int:
     return mesh.ways([axis for axis, names in MEANING.items() if name in names])
 
 
-def padded_forms(
+def padded_variants(
     program: Program, cluster: Cluster, names: Sequence[str], mesh: MeshShape | None
 ) -> Iterator[Multiples]:
     """Yields the uneven axes for each number of devices that may shard them, the largest first."""

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from spanax.errors import SpanaxError, first_line
 from spanax.plan.candidate import Candidate, Search, plan_of
-from spanax.plan.candidates.forms import REMAT
+from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import PARTIAL_REMAT_MARGIN
 from spanax.plan.evaluate import evaluate
 from spanax.plan.reason import Code, Reason

@@ -1,4 +1,4 @@
-"""Prices families of meshes under forms of a program, without those that can neither fit nor be chosen."""
+"""Prices families of meshes under variants of a program, without those that can neither fit nor be chosen."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -10,9 +10,9 @@ from spanax.displays import doing
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidates.attention_kernel import repeating_axes, ring_axes
-from spanax.plan.candidates.forms import MOST_IN_RING, REMAT, Forms
 from spanax.plan.candidates.grids import PLAIN, ZERO_BUBBLE, Grids
 from spanax.plan.candidates.ranking import Priced, slowest_rank
+from spanax.plan.candidates.variants import MOST_IN_RING, REMAT, Variants
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.memory.state import State
 from spanax.plan.cost.roofline import shard_counts
@@ -31,7 +31,7 @@ from spanax.trace.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Pricer:
-    """Families with their meshes and schedules, to be priced under any forms of the program.
+    """Families with their meshes and schedules, to be priced under any variants of the program.
 
     Attributes:
       space: the families.
@@ -40,7 +40,7 @@ class Pricer:
       tables: the part of a table of links and matmuls of each family.
       cluster: the devices.
       assumptions: constants that are not in data sheets.
-      left_out: the candidates that are not priced, under each form of the program.
+      left_out: the candidates that are not priced, under each variant of the program.
       known: the costs of layouts that were priced, for other candidates of the same families.
     """
 
@@ -175,7 +175,7 @@ class Pricer:
             rejected.update(self.left_out)
             for family, grids, table, layout in self.layouts(program):
                 num_priced += 1
-                doing(f"pricing shardings: {num_priced} of {num_families}, {program.form}")
+                doing(f"pricing shardings: {num_priced} of {num_families}, {program.options}")
                 repeats = tuple(AXES.index(axis) for axis in repeating_axes(layout.sharded.resolver, AXES))
                 plain = layout.costs(grids.plain, table)
                 costs = [(grids.plain, plain)]
@@ -190,7 +190,7 @@ class Pricer:
         return result
 
     def layouts(self, program: Program) -> Iterator[tuple[Family, Grids, GridTable | None, LayoutCosts]]:
-        """Yields every family with grids, and its costs under a form of the program, computed on first access."""
+        """Yields every family with grids, and its costs under a variant of the program, computed on first access."""
         cache = ShardingCache()
         equal = dict[object, LayoutCosts]()
         layout: LayoutCosts | None = None
@@ -222,7 +222,7 @@ class Pricer:
 
 
 def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None]) -> float:
-    """Returns a lower bound of the step time of every candidate, in any form of attention and under any policy.
+    """Returns a lower bound of the step time of every candidate, however attention is computed and under any policy.
 
     Operations with some classes are not counted, so that the bound holds where these are sharded in another way.
     """
@@ -245,7 +245,7 @@ def least_seconds(pricer: Pricer, program: Program, labels: Container[int | None
 
 
 def _keys(family: Family, grid: Grid) -> list[tuple[object, ...]]:
-    """Returns what identifies each candidate of a grid under any form of the program."""
+    """Returns what identifies each candidate of a grid under any variant of the program."""
     rows = np.stack([grid.num_stages, grid.num_microbatches, *grid.sizes]).T.tolist()
     return [(family.storing, family.sequence, *row) for row in rows]
 
@@ -284,38 +284,38 @@ class Bound:
         )
 
 
-def priced_forms(plain: Pricer, rings: Pricer, forms: Forms, bound: Bound) -> tuple[list[Priced], Rejections]:
-    """Returns the candidates under all forms of a program, and the number of those that are not priced, by reason.
+def priced_variants(plain: Pricer, rings: Pricer, variants: Variants, bound: Bound) -> tuple[list[Priced], Rejections]:
+    """Returns the candidates under all variants of a program, and the number of those that are not priced, by reason.
 
-    If the forms are lazy, prices candidates under a policy that recomputes more only where they do not fit without, and
-    ring attention only where it may be fast enough.
+    If the variants are lazy, prices candidates under a policy that recomputes more only where they do not fit without,
+    and ring attention only where it may be fast enough.
 
     Args:
       plain: the pricer of layouts with the attention of the program.
       rings: that of layouts with ring attention.
-      forms: the forms of the program.
+      variants: the variants of the program.
       bound: what the search returns.
     """
     rejected = Counter[Reason]()
-    priced = _under_policies(plain, forms, forms.under, bound, [], rejected)
-    least = forms.policies[0]
-    if forms.is_lazy:
+    priced = _under_policies(plain, variants, variants.under, bound, [], rejected)
+    least = variants.policies[0]
+    if variants.is_lazy:
         if not bound.needs_ring([entry for entry in priced if entry.program.remat == least]):
             rejected[Reason(Code.RING_SLOWER)] += sum(each.size for each in rings.grids if each)
             return priced, rejected
         rings = rings.in_rings(priced, bound, bound.slowest(priced))
-    ring = None if rings.is_empty else forms.in_ring(least)
+    ring = None if rings.is_empty else variants.in_ring(least)
     rings = rings if ring is None else rings.by_ring(ring, rejected)
-    in_rings = [] if ring is None else _under_policies(rings, forms, forms.in_ring, bound, priced, rejected)
+    in_rings = [] if ring is None else _under_policies(rings, variants, variants.in_ring, bound, priced, rejected)
     policies = {entry.program.remat for entry in priced}
-    has_all = forms.is_lazy or {entry.program.remat for entry in in_rings} == policies
+    has_all = variants.is_lazy or {entry.program.remat for entry in in_rings} == policies
     return [*priced, *(in_rings if has_all else [])], rejected
 
 
 def _under_policies(
     pricer: Pricer,
-    forms: Forms,
-    form: Callable[[str], Program | None],
+    variants: Variants,
+    variant: Callable[[str], Program | None],
     bound: Bound,
     others: Sequence[Priced],
     rejected: Rejections,
@@ -323,14 +323,14 @@ def _under_policies(
     """Returns the candidates of a pricer under every policy; `others` are candidates that they compete with."""
     priced = list[Priced]()
     last = list[Priced]()
-    for policy in forms.policies:
-        if forms.is_lazy and policy != forms.policies[0]:
+    for policy in variants.policies:
+        if variants.is_lazy and policy != variants.policies[0]:
             if not bound.is_too_large(priced):
                 break
             pricer = pricer.unfit(last, bound, bound.slowest([*others, *priced]))
             if pricer.is_empty:
                 break
-        program = form(policy)
+        program = variant(policy)
         if program is not None:
             last = pricer.price([program], rejected)
             priced += last

@@ -19,7 +19,7 @@ from spanax.trace.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Every mesh of a family under one form of the program and one schedule, with its cost."""
+    """Every mesh of a family under one variant of the program and one schedule, with its cost."""
 
     family: Family
     program: Program
@@ -190,12 +190,12 @@ def _ranges(which: np.ndarray, count: int) -> Iterator[tuple[int, int, int]]:
 def _cost_texts(entry: Priced, columns: np.ndarray) -> list[str]:
     """Returns a text for each of some meshes: equal for layouts of the same cost, up to rounding."""
     grid = entry.grid
-    form = f"{entry.program.remat} {entry.grid.schedule} "
+    prefix = f"{entry.program.remat} {entry.grid.schedule} "
     values = [*entry.costs.terms.values(), *entry.memory.groups.values()]
     # Adding zero makes a negative zero positive.
     rows = np.stack([grid.num_stages, grid.num_microbatches, *values])[:, columns] + 0.0
     numbers = "%d %d" + " %.9g" * len(values)
-    return [form + numbers % tuple(row) for row in rows.T.tolist()]
+    return [prefix + numbers % tuple(row) for row in rows.T.tolist()]
 
 
 def _kinds(priced: Priced) -> np.ndarray:

@@ -146,7 +146,7 @@ def _check_accumulates(program: Program, mesh: MeshShape) -> None:
 def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> None:
     stages = schedule.num_stages
     count = schedule.microbatches
-    remat = schedule.remat or program.form.remat
+    remat = schedule.remat or program.options.remat
     if parts := partial_policy(remat):
         raise PipelineError(
             f"remat '{remat}' partitions the layers into two loops, and a pipeline needs one for its stages.",

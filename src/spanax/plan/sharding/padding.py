@@ -64,7 +64,7 @@ def padding_text(program: Program, mesh: MeshShape, layout: Layout) -> str:
     """Returns the padded axes of a program as text: `25 heads padded to 32 over model=8`; empty without padding."""
     step = program.unpadded.step
     texts = dict[str, None]()
-    for name, number in program.form.padded:
+    for name, number in program.options.padded:
         over = ",".join(f"{axis}={mesh.ways([axis])}" for axis, names in layout.computed if name in names)
         for old, new in padded_sizes(step, ((name, number),)).values():
             texts[f"{old:,} {name} padded to {new:,} over {over}"] = None

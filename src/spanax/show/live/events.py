@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from spanax.check.finding import Finding, Severity
+from spanax.check.finding import Finding
 from spanax.documents import json_line
 from spanax.printable import printable
 from spanax.show.live.terminal import Numbers, Terminal
@@ -147,9 +147,7 @@ def profile_text(event: dict[str, Any]) -> str:
     longest = list(event["operations"].items())[:MAX_OPERATIONS]
     lines.append("  longest: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in longest))
     lines.append(f"  in {event['out']}")
-    for finding in event.get("findings", ()):
-        code, severity, path, message, fix = (finding[key] for key in ("code", "severity", "path", "message", "fix"))
-        lines.append(str(Finding(code, Severity(severity), path, message, fix)))
+    lines += [str(Finding.from_json(finding)) for finding in event.get("findings", ())]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from spanax.errors import WriteError
+from spanax.errors import FileErrors, WriteError
 from spanax.printable import printable_lines
 from spanax.train.record.metric_curves import Point, thinned
 
@@ -122,10 +122,8 @@ def write(page: Page, path: Path) -> str:
     Raises:
       WriteError: it cannot be written.
     """
-    try:
+    with FileErrors(WriteError, f"cannot write the page '{path}'."):
         path.write_text(document(page), encoding="utf-8")
-    except OSError as error:
-        raise WriteError(f"cannot write the page '{path}'.", where=error.strerror or str(error)) from None
     return f"written to {path}: open it in a browser"
 
 

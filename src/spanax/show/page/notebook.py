@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from spanax.check.certificate import Certificate
 from spanax.check.report import Report
 from spanax.plan.advice.quotes import Quotes
 from spanax.plan.candidate import Search
@@ -48,8 +47,7 @@ SHOWN: dict[type, Callable[[Any], Page]] = {
     Quotes: lambda quotes: quotes_page(quotes, "the program"),
     Program: lambda program: _text_page("axes", axes_text(program)),
     Search: _search,
-    Report: lambda report: check_page(Certificate(report)),
-    Certificate: check_page,
+    Report: check_page,
     Ticks: lambda ticks: _text_page("schedule", ticks_text(ticks)),
 }
 """By type, the function that returns the page of a value."""

@@ -162,7 +162,7 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
 
 
 def named_like(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> Axes:
-    """Returns the axes of a function with the names that the dims of its inputs have in another form of it."""
+    """Returns the axes of a function with the names that the dims of its inputs have in another variant of it."""
     matched = _matched(axes, inputs, other, other_inputs)
     names = {label: other.names[match] for label, match in matched.items() if match in other.names}
     uses = {label: other.uses[match] for label, match in matched.items() if match in other.uses}

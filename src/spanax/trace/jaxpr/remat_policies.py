@@ -126,7 +126,7 @@ MAX_CHUNKS = 1 << 16
 
 GATHERED = "gathered"
 RING = "ring"
-"""Forms of context parallelism on a sharded sequence: keys are all-gathered, or rotated around a ring of devices."""
+"""Kinds of context parallelism on a sharded sequence: keys are all-gathered, or rotated around a ring of devices."""
 
 SPLASH = "splash"
 CUDNN = "cudnn"
@@ -137,17 +137,17 @@ KERNELS = (SPLASH, CUDNN)
 CONTEXTS = (GATHERED, RING, *KERNELS)
 
 
-def known_context(form: str) -> str:
-    """Returns the form of context parallelism, or the attention kernel, if it exists.
+def known_context(context: str) -> str:
+    """Returns the kind of context parallelism, or the attention kernel, if it exists.
 
     Raises:
-      SpanaxError: the form is unknown.
+      SpanaxError: it is unknown.
 
     Example:
       >>> known_context("ring")
       'ring'
     """
-    return _known("context form", form, CONTEXTS)
+    return _known("context form", context, CONTEXTS)
 
 
 OPTIMIZER_STATE = "optimizer"
@@ -199,10 +199,10 @@ ACCUMULATIONS = (EXACT, MEAN)
 
 
 def known_accumulation(name: str) -> str:
-    """Returns the form of gradient accumulation if it exists.
+    """Returns the kind of gradient accumulation if it exists.
 
     Raises:
-      SpanaxError: the form is unknown.
+      SpanaxError: it is unknown.
     """
     return _known("accumulation", name, ACCUMULATIONS)
 

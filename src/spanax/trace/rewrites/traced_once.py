@@ -1,4 +1,4 @@
-"""The jaxpr of a pure function, traced once for all forms that rewrite it."""
+"""The jaxpr of a pure function, traced once for all variants that rewrite it."""
 
 from collections import defaultdict
 from collections.abc import Callable

@@ -43,7 +43,6 @@ def start_or_restore(job: Job, telemetry: Telemetry, *, resume: bool) -> Run:
     if resume:
         for change in run_folder.changed_versions(telemetry.folder):
             telemetry.warn(f"the environment has changed since the run was last started: {change}")
-        run_folder.check_records(telemetry.folder)
         steps = Folder.of(telemetry.folder).inner(CHECKPOINTS)
         if manifest.steps(steps):
             return restore(job.program, plan, steps, devices=job.devices, warn=telemetry.warn, guard=config.guard)

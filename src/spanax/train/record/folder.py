@@ -21,7 +21,7 @@ from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder, Place
 from spanax.entries.local_path import local_path
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
-from spanax.errors import ConfigError, EntryError, FileError, RangeError, WriteError
+from spanax.errors import ConfigError, EntryError, FileError, FileErrors, RangeError, WriteError
 from spanax.printable import to_stderr
 from spanax.schema import parsed
 from spanax.sealed import DamagedError, VersionError, checksum, opened, sealed
@@ -199,12 +199,8 @@ def saved_tokenizer(folder: Path) -> str | None:
     if not _is_recorded(place, ENVIRONMENT) or not (crc := read_environment(place).tokenizer):
         return None
     what = f"cannot read the tokenizer '{place.path / TOKENIZER}'."
-    try:
+    with FileErrors(FileError, what, fix="restore it from a copy"):
         text = place.read(TOKENIZER).decode("utf-8")
-    except EntryError:
-        raise
-    except (OSError, ValueError) as error:
-        raise FileError(what, where=str(error), fix="restore it from a copy") from None
     if checksum(text) != crc:
         where = "it does not match its checksum in env.json: it was truncated, damaged or edited"
         raise FileError(what, where=where, fix="restore it from a copy")
@@ -333,7 +329,5 @@ def open_metrics(folder: Path, last_step: int) -> AppendLog:
 
 def _replace(folder: Path, name: Name, parts: Iterable[str]) -> None:
     """Replaces a file atomically, also across a power failure."""
-    try:
+    with FileErrors(WriteError, f"cannot write '{folder / name}'."):
         Folder.of(folder).replace(name, parts)
-    except OSError as error:
-        raise WriteError(f"cannot write '{folder / name}'.", where=str(error)) from None

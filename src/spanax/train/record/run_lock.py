@@ -25,7 +25,7 @@ from spanax.entries.names import (
     RANK_LOCK,
     Name,
 )
-from spanax.errors import InUseError, WriteError
+from spanax.errors import FileErrors, InUseError, WriteError
 from spanax.train.record import heartbeat
 from spanax.train.store import manifest, writer
 
@@ -118,10 +118,8 @@ def _lock(folder: Path, name: Name) -> Iterator[RunLock]:
 
 
 def _locked(folder: Path, name: Name) -> FolderLock:
-    try:
+    with FileErrors(WriteError, f"cannot write to the run folder '{folder}'."):
         return lock(Folder.of(folder), name, TITLE, check_entries)
-    except OSError as error:
-        raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
 
 
 def _check_free(folder: Path) -> None:

@@ -47,12 +47,11 @@ _ATTEMPTS = itertools.count()
 
 @dataclass(frozen=True)
 class Restored:
-    """The result of `restore`: the step, its arrays by path, plan.json, the caller's metadata, the saved leaves, and
-    which of them match."""
+    """The result of `restore`: the step, its arrays by path, the caller's metadata, the saved leaves, and which of them
+    match."""
 
     step: int
     arrays: dict[str, jax.Array]
-    plan_json: str | None
     meta: Mapping[str, Any]
     leaves: Mapping[str, str]
     loaded: Loaded
@@ -168,7 +167,6 @@ def _read(
     fix: Callable[[Loaded], str],
     partial: bool,
 ) -> Restored:
-    plan_json = None if folder.kind(PLAN) is None else folder.read(PLAN).decode()
     record = read_meta(folder)
     saved = record.leaves if select is None else select(record)
     regrouped = Regrouped.of(saved, targets)
@@ -180,7 +178,7 @@ def _read(
     _check_shardings(regrouped.reads)
     is_all = select is None and not partial
     arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads, is_all=is_all))
-    return Restored(step, arrays, plan_json, record.meta, record.leaves, loaded)
+    return Restored(step, arrays, record.meta, record.leaves, loaded)
 
 
 # ---- saving

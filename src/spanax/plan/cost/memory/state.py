@@ -63,7 +63,7 @@ class State:
         return (self._each(kind, num_shards, num_stages) / counts[:, None]).max(0, initial=0.0)
 
     def least_bytes(self, num_shards: Array, num_stages: Array, num_microbatches: Array, scale: Array) -> Array:
-        """Returns the bytes per device that every form of the step needs, one entry per candidate.
+        """Returns the bytes per device that every variant of the step needs, one entry per candidate.
 
         They are those of the state, the batch and the accumulated gradients.
         """

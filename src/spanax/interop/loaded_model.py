@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class SavedModel:
+class LoadedModel:
     """A model with the parameters of a checkpoint.
 
     Attributes:
@@ -45,7 +45,7 @@ class SavedModel:
 
 def load_model(
     checkpoint: Path, *, workload: str | None = None, layout: str | None = None, mesh: str | None = None
-) -> SavedModel:
+) -> LoadedModel:
     """Returns the model of a run, of a folder of checkpoints, or of weights that `import_weights` wrote.
 
     Args:
@@ -82,7 +82,7 @@ def load_model(
     Objects.of((model,)).update([*arrays], [*arrays.values()])
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
-    return SavedModel(model, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
+    return LoadedModel(model, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
 
 
 def _built(build: Any) -> nnx.Module:

@@ -1,4 +1,4 @@
-"""Enumerates the forms of a program that a search prices: remat policies, and ring attention."""
+"""Enumerates the variants of a program that a search prices: remat policies, and ring attention."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def programs_of(program: Program, remat: Sequence[str] | None, rejected: Rejecti
     errors = list[SpanaxError]()
     for name in REMAT if remat is None else remat:
         try:
-            policy = program.form.remat if name == program.remat else name
+            policy = program.options.remat if name == program.remat else name
             programs[name] = program.variant(remat=policy, microbatches=1)
         except SpanaxError as error:
             rejected[Reason(Code.NO_REMAT, name, detail=first_line(error))] += 1
@@ -47,18 +47,18 @@ def in_context(family: Family, rejected: Rejections) -> Family:
     return family.select(np.flatnonzero((sizes > 1) & (sizes <= MOST_IN_RING)))
 
 
-class Forms:
-    """The forms of a program that a search prices: under each remat policy, and there with ring attention.
+class Variants:
+    """The variants of a program that a search prices: under each remat policy, and there with ring attention.
 
     Args:
       program: the program.
       remat: the policies; None prices those of `REMAT` that the program supports.
-      rejected: counts unsupported forms by reason.
+      rejected: counts unsupported variants by reason.
       is_lazy: traces the first policy, which the program must support, and the others when they are needed.
 
     Attributes:
       programs: the traced programs by policy.
-      trace_seconds: the time it took to trace all forms.
+      trace_seconds: the time it took to trace all variants.
     """
 
     def __init__(self, program: Program, remat: Sequence[str] | None, rejected: Rejections, *, is_lazy: bool):
