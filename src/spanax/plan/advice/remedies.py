@@ -73,9 +73,9 @@ class _Asked:
         except SpanaxError:
             return None  # an expected result: an option that the program or these devices do not support
 
-    def leanest_of(self, request: Request) -> Candidate | None:
+    def leanest_of(self, request: Request, cluster: Cluster | None = None) -> Candidate | None:
         """Returns the fastest candidate of another request that fits, or that with the lowest memory, or None."""
-        found = self.search(request)
+        found = self.search(request, cluster)
         candidates = () if found is None else (*found.candidates, *found.nearest)
         return next((each for each in candidates if each.num_stages > 1 or not self.needs_stages), None)
 
@@ -94,7 +94,10 @@ class _Asked:
     @property
     def needs_stages(self) -> bool:
         """Whether a schedule of stages is requested, which no layout without stages can have."""
-        return self.request.schedule is not None and self.request.schedule.pipeline not in (ANY, Schedule().pipeline)
+        schedule = self.request.schedule
+        if schedule is None or schedule.pipeline == ANY:
+            return False
+        return self.request.has_stages or schedule.pipeline != Schedule().pipeline
 
 
 def _options(asked: _Asked, result: Search) -> Iterator[Option]:
@@ -171,8 +174,8 @@ def _more_devices(asked: _Asked, result: Search) -> list[str]:
         larger = cluster_of_size(asked.cluster, factor * asked.cluster.num_devices)
         if larger is None or asked.leanest.state_bytes / factor > asked.limit:
             continue
-        found = asked.search(request, larger)
-        if found is not None and found.best is not None:
-            mesh = "" if asked.request.mesh is None else f" with --mesh {found.best.whole_mesh}"
+        fitting = asked.leanest_of(request, larger)
+        if fitting is not None and fitting.upper_bytes <= asked.limit:
+            mesh = "" if asked.request.mesh is None else f" with --mesh {fitting.whole_mesh}"
             return [f"{larger.num_devices} devices{mesh}"]
     return []
