@@ -7,7 +7,7 @@ from math import inf
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.plan.advice.what_if import cluster_of_size
+from spanax.plan.advice.what_if import fewest_devices
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.candidates.request import Request
 from spanax.plan.defaults import default_chunks, defaults
@@ -73,9 +73,9 @@ class _Asked:
         except SpanaxError:
             return None  # an expected result: an option that the program or these devices do not support
 
-    def leanest_of(self, request: Request, cluster: Cluster | None = None) -> Candidate | None:
+    def leanest_of(self, request: Request) -> Candidate | None:
         """Returns the fastest candidate of another request that fits, or that with the lowest memory, or None."""
-        found = self.search(request, cluster)
+        found = self.search(request)
         candidates = () if found is None else (*found.candidates, *found.nearest)
         return next((each for each in candidates if each.num_stages > 1 or not self.needs_stages), None)
 
@@ -170,12 +170,12 @@ def _more_devices(asked: _Asked, result: Search) -> list[str]:
         request = replace(request, mesh=None, layout=request.layout or asked.leanest.layout)
     if "full" in result.programs:
         request = request.scheduled(remat="full")  # of the policies that the search may choose, that which stores least
-    for factor in (2**power for power in range(1, MOST.bit_length())):
-        larger = cluster_of_size(asked.cluster, factor * asked.cluster.num_devices)
-        if larger is None or asked.leanest.state_bytes / factor > asked.limit:
-            continue
-        fitting = asked.leanest_of(request, larger)
-        if fitting is not None and fitting.upper_bytes <= asked.limit:
-            mesh = "" if asked.request.mesh is None else f" with --mesh {fitting.whole_mesh}"
-            return [f"{larger.num_devices} devices{mesh}"]
-    return []
+    first = 2
+    while asked.leanest.state_bytes / first > asked.limit:
+        first *= 2
+    count = asked.cluster.num_devices
+    found = fewest_devices(partial(asked.search, request), asked.cluster, first * count, MOST * count)
+    if found is None or found.best is None or (asked.needs_stages and found.best.num_stages == 1):
+        return []
+    mesh = "" if asked.request.mesh is None else f" with --mesh {found.best.whole_mesh}"
+    return [f"{found.cluster.num_devices} devices{mesh}"]
