@@ -21,7 +21,8 @@ from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
 
 MACHINE = spanax.cluster("v5e:2x4")
-REQUEST = Request(layout="fsdp", mesh="fsdp=8", attention="plain", loss_chunks=1)
+OPEN = Request(attention="plain", loss_chunks=1).scheduled(microbatches=1)
+REQUEST = replace(OPEN, layout="fsdp", mesh="fsdp=8")
 L = 8
 
 
@@ -36,7 +37,7 @@ def program(num_layers: int = L) -> Program:
 def under(remat: str) -> Candidate:
     """The cost under one policy, with enough memory."""
     machine = replace(MACHINE, memory_bytes=1 << 40)
-    result = searched(program(), machine, replace(REQUEST, schedule=Schedule(remat=remat)), microbatches=1)
+    result = searched(program(), machine, REQUEST.scheduled(remat=remat))
     return evaluate(program(), chosen(result), machine).candidate
 
 
@@ -45,7 +46,7 @@ def upper_bytes(remat: str) -> int:
 
 
 def searched_in(memory_bytes: int | None, request: Request = REQUEST) -> Search:
-    return searched(program(), replace(MACHINE, memory_bytes=memory_bytes), request, microbatches=1)
+    return searched(program(), replace(MACHINE, memory_bytes=memory_bytes), request)
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def test_a_candidate_costs_what_its_plan_does() -> None:
 
 
 def test_an_open_search_chooses_what_a_requested_layout_gets() -> None:
-    result = searched(program(), between().cluster, Request(attention="plain", loss_chunks=1), microbatches=1)
+    result = searched(program(), between().cluster, OPEN)
     assert result.best.remat == between().best.remat and result.partial_remat == between().partial_remat
 
 

@@ -68,6 +68,14 @@ def test_a_checkpoint_resumes_under_another_layout(started: Path) -> None:
     assert events[-1]["steps"] == 4 and warnings(events) == []
 
 
+def test_a_resumed_run_with_no_step_left_says_so_and_keeps_its_records(started: Path) -> None:
+    before = [(started / name).read_bytes() for name in ("config.toml", "plan.json")]
+    events = run(started, tiny(), resume=True, mesh="data=2")
+    (warning,) = warnings(events)
+    assert warning.startswith("the run has all its 2 steps: it trains nothing") and events[-1]["steps"] == 2
+    assert [(started / name).read_bytes() for name in ("config.toml", "plan.json")] == before
+
+
 def test_another_model_is_refused_unless_accepted(started: Path) -> None:
     before = sorted(path.name for path in (started / "checkpoints").iterdir())
     with pytest.raises(

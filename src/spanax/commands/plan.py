@@ -156,7 +156,7 @@ def _clusters(command: PlanCommand) -> list[str]:
 def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
     """Returns the answers of several clusters as one table; the exit code is 2 if none has a plan."""
     from spanax.plan.advice.quotes import checked_prices, quoted
-    from spanax.plan.choose import decided, largest_batch
+    from spanax.plan.choose import decided, fits_with, largest_batch
     from spanax.show.page.document import write
     from spanax.show.page.plan import quotes_page
     from spanax.show.quotes import quotes_json, quotes_text
@@ -171,7 +171,8 @@ def _quoted(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer:
         names,
         lambda machine: _search(command, load, machine, program)[0],
         lambda machine, search: decided(program, machine, request, search),
-        lambda machine: largest_batch(program, machine, request, command.request.microbatches or 1),
+        lambda machine: largest_batch(program, machine, request),
+        lambda search: fits_with(search, program, request),
     )
     quotes = quotes.priced(prices, tokens=command.tokens, examples=command.examples)
     lines = [quotes_text(quotes)]
@@ -219,10 +220,8 @@ def _search(
     program = program or _traced(command, load)
     traced = time.perf_counter() - began
     is_page = command.html is not None
-    # With enough microbatches any batch fits: the largest is that of a single microbatch.
-    microbatches = 1 if command.solve_for == "batch" and command.request.microbatches is None else None
     top = max(command.top, MAX_ON_PAGE if is_page else 1)
-    search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
+    search = searched(program, machine, _request(command), top=top, each=is_page)
     command.request.check_stages(search.best is None or search.best.num_stages > 1)
     return replace(search, trace_seconds=traced + search.trace_seconds), program
 
@@ -238,6 +237,8 @@ def _request(command: PlanCommand) -> "Request":
     from spanax.trace.jaxpr.remat_policies import known_offload
 
     request = command.request
+    if command.solve_for == "batch" and request.microbatches is None:
+        request = replace(request, microbatches=1)  # with enough microbatches, any batch fits
     pipeline = True if command.pipeline else None
     return Request(
         request.layout,
@@ -254,7 +255,7 @@ def _request(command: PlanCommand) -> "Request":
 def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.check.best_compiled import with_best_compiled
     from spanax.plan.advice.summary import summarize
-    from spanax.plan.choose import decided
+    from spanax.plan.choose import decided, fits_with
     from spanax.show.search import search_json, search_text
 
     request = command.request
@@ -268,7 +269,7 @@ def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
         search, _ = _search(best, load, machine, program)
         calibrated = _calibrated(command, calibration, before, search)
     search, compiled = with_best_compiled(search) if command.compile else (search, ())
-    summary = summarize(search)
+    summary = summarize(search, fits_with(search, program, _request(command)))
     lines = [*calibrated[0], search_text(summary, command.top), *map(str, compiled)]
     data = search_json(summary, command.top) | calibrated[1] | {"compiled": [asdict(each) for each in compiled]}
     if search.best is None:
@@ -361,11 +362,13 @@ def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: Pl
 
 def _why(command: PlanCommand, load: Load, search: "Search", plan: "Plan", program: "Program", asked: str) -> Extra:
     """Returns the best plan beside a requested layout or mesh, or what would admit it."""
+    from spanax.plan.choose import fits_with
     from spanax.show.difference import why_json, why_text
 
+    beside = replace(command, request=command.request.beside(asked))
     try:
-        other, _ = _search(replace(command, request=command.request.beside(asked)), load, search.cluster, program)
-        data = why_json(search, plan, other)
+        other, _ = _search(beside, load, search.cluster, program)
+        data = why_json(search, plan, other, fits_with(other, program, _request(beside)))
     except SpanaxError as error:
         data = {"problem": str(error)}
     data = {"asked": asked} | data
@@ -407,8 +410,8 @@ def _run(command: PlanCommand, search: "Search", machine: "Cluster") -> Extra:
 def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) -> Answer:
     """Returns the largest size of that name that fits."""
     from spanax.errors import SizeError
-    from spanax.plan.advice.summary import summarize
     from spanax.plan.advice.what_if import largest
+    from spanax.plan.choose import nothing_fits
 
     if name == "batch":
         return _largest_batch(command, load, machine)
@@ -419,7 +422,7 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
 
     def search_or_none(size: int) -> "Search | None":
         try:
-            return search_at(size)
+            return search_at(size)[0]
         except SizeError:
             raise
         except SpanaxError:
@@ -429,33 +432,28 @@ def _largest(command: PlanCommand, load: Load, machine: "Cluster", name: str) ->
 
     fitting = largest(search_or_none, start, step)
     if fitting is None:
-        smallest = summarize(search_at(step))
-        raise CapacityError(
-            f"not even {name} {step} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
-        )
+        raise nothing_fits(f"not even {name} {step} fits on {machine}.", *search_at(step), _request(command))
     return _sized(f"the largest {name} that fits on {machine} is about {fitting[0]}", *fitting, name, command)
 
 
 def _largest_batch(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     """Returns the largest batch that fits, with the layouts at that batch."""
-    from spanax.plan.advice.summary import summarize
-    from spanax.plan.choose import largest_batch
+    from spanax.plan.choose import largest_batch, nothing_fits
 
     program = _traced(command, load)
-    found = largest_batch(program, machine, _request(command), command.request.microbatches or 1)
+    request = _request(command)
+    found = largest_batch(program, machine, request)
     if found is None:
-        smallest = summarize(_search(command, load, machine, program)[0])
-        what = f"no batch fits on {machine}: {smallest.shortfall}."
-        raise CapacityError(what, fix="; or ".join(smallest.remedies))
+        raise nothing_fits(f"no batch fits on {machine}.", *_search(command, load, machine, program), request)
     size = found.batch_size
-    search = _search_at(command, load, machine, "batch", size)
+    search, _ = _search_at(command, load, machine, "batch", size)
     return _sized(f"the largest batch that fits on {machine} is {size}", size, search, "batch", command)
 
 
-def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":
-    """Returns the search with one size replaced."""
+def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "tuple[Search, Program]":
+    """Returns the search with one size replaced, and the program."""
     sizes: dict[str, Any] = {FIELDS[name]: size}
-    return _search(replace(command, sizes=replace(command.sizes, **sizes)), load, machine)[0]
+    return _search(replace(command, sizes=replace(command.sizes, **sizes)), load, machine)
 
 
 def _fewest_devices(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
@@ -475,7 +473,7 @@ def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     limit = 64 * machine.num_devices
     size = command.sizes.global_batch_size or machine.num_devices
     highest = 0.0
-    while (best := (search := _search_at(command, load, machine, "batch", size)).best) is not None:
+    while (best := (search := _search_at(command, load, machine, "batch", size)[0]).best) is not None:
         highest = max(highest, 100 * (search.rates(best).mfu or 0.0))
         if highest >= target:
             return _sized(f"{target:g} % MFU is reached from a batch of {size}", size, search, "batch", command)

@@ -129,19 +129,17 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
       ((), ('fsdp',))
     """
     pins = pins_of(pin, forbid)
-    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad)
-    scheduled = None if schedule is None else schedule.offload or None
-    kinds = scheduled if offload is None else known_offload(offload)
-    request = replace(request, offload=kinds)
+    kinds = None if offload is None else known_offload(offload)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins, pipeline, pad, kinds)
     if (cluster is None) == (on is None) or isinstance(on, str):
         raise ConflictError("pass either `cluster`, or a list of clusters as `on`.", fix='on=["h100:8", "v5e:4x4"]')
     if on is not None:
-        count = max(1, schedule.microbatches) if schedule is not None else 1
         return quoted(
             on,
             lambda machine: searched(program, machine, request),
             lambda machine, found: decided(program, machine, request, found),
-            lambda machine: largest_batch(program, machine, request, count),
+            lambda machine: largest_batch(program, machine, request),
+            lambda found: fits_with(found, program, request),
         )
     assert cluster is not None
     return decided(program, cluster_of(cluster), request)
@@ -161,7 +159,10 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     """
     can_search = is_searchable(cluster, request)
     if not request.is_placed and can_search:
-        return chosen(priced or searched(program, cluster, request))
+        priced = priced or searched(program, cluster, request)
+        if priced.best is not None:
+            return chosen(priced)
+        raise nothing_fits("no layout fits into the memory.", priced, program, request)
     schedule = request.schedule
     dtype = None if schedule is None else schedule.compute_dtype
     if can_search and defaults(cluster).is_searched:
@@ -219,7 +220,6 @@ def searched(
     *,
     top: int = 1,
     each: bool = False,
-    microbatches: int | None = None,
 ) -> Search:
     """Returns the priced layouts of a request, fastest first.
 
@@ -232,19 +232,17 @@ def searched(
       request: the requirements of every layout.
       top: the number of candidates to return.
       each: also returns the fastest of every kind of layout.
-      microbatches: prices only this number.
 
     Raises:
       SpanaxError: as `search`.
     """
-    requested, program, reason = _requested(program, cluster, request, top, each, microbatches)
+    requested, program, reason = _requested(program, cluster, request, top, each)
     scope = requested.scope
-    remat = requested.policy
     result = requested.chunked(program)
     if not result.layouts_priced and request.layout is not None:
         _placed(program, cluster, request, program.loss_chunks)  # raises why this layout is none of the program
     limit = None if each else top
-    if remat is None:
+    if requested.policy is None:
         result = with_partial_remat(result, scope.stage_margin)
     if not (request.is_placed or request.offload or request.padded):
         result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
@@ -254,7 +252,7 @@ def searched(
             result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
         if request.offload is None:
             find = partial(requested.in_host_memory, program)
-            result = with_host_memory(result, find, has_policy=remat is not None)
+            result = with_host_memory(result, find, has_policy=requested.policy is not None)
         result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
     has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not requested.is_chunked and (request.chunks is not None or has_chunks)
@@ -262,7 +260,7 @@ def searched(
     return replace(result, requested=reason, logits=logits, dtype_reason=requested.dtype_reason)
 
 
-def largest_batch(program: Program, cluster: Cluster, request: Request, microbatches: int = 1) -> Search | None:
+def largest_batch(program: Program, cluster: Cluster, request: Request) -> Search | None:
     """Returns a search at the largest batch for which a preset fits, in one microbatch by default; None for none.
 
     Offloads and pads on request only. Estimates only memory, as `largest_batch_in`.
@@ -270,15 +268,17 @@ def largest_batch(program: Program, cluster: Cluster, request: Request, microbat
     Raises:
       SpanaxError: as `search`, or every batch fits.
     """
-    step = cluster.num_devices * microbatches
+    count = max(1, request.schedule.microbatches) if request.schedule is not None else 1
+    request = request.scheduled(microbatches=count)
+    step = cluster.num_devices * count
     if program.batch_size % step:
         program = program.with_batch(step)  # the traced batch divides by the shards of every mesh
-    requested, program, _ = _requested(program, cluster, request, 1, False, microbatches)
+    requested, program, _ = _requested(program, cluster, request, 1, False)
     return requested.largest(program)
 
 
 def _requested(
-    program: Program, cluster: Cluster, request: Request, top: int, each: bool, microbatches: int | None
+    program: Program, cluster: Cluster, request: Request, top: int, each: bool
 ) -> "tuple[_Requested, Program, Reason | None]":
     """Returns the searches of a request, as `searched`, with their program, and why only some layouts are searched."""
     schedule = request.schedule
@@ -290,8 +290,7 @@ def _requested(
         _check_devices(cluster, request, *requested_layout(program, cluster, request)[1:])
     is_fixed = request.is_placed and not usual.is_searched
     as_traced = not program.rewrites_loss or is_fixed
-    asked = (microbatches, schedule and schedule.microbatches, staged and staged.microbatches)
-    counts = [count for count in asked if count]
+    counts = [each.microbatches for each in (schedule, staged) if each is not None and each.microbatches]
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]
     check_divides(program.batch_size, counts[0] if counts else 1)
@@ -398,16 +397,18 @@ class _Requested:
         return replace(other, rejected={**other.rejected, refused: result.layouts_priced - other.layouts_priced})
 
 
-def chosen(result: Search) -> Plan:
-    """Returns the plan of the fastest layout that fits.
+fits_with = partial(remedies, find=searched)
+"""Returns the remedies of what `searched` returned."""
 
-    Raises:
-      SpanaxError: no layout fits; the message lists options that would make one fit.
-    """
-    if result.best is None:
-        raise CapacityError(
-            "no layout fits into the memory.", where=shortfall(result), fix="; or ".join(remedies(result))
-        )
+
+def nothing_fits(what: str, result: Search, program: Program, request: Request) -> CapacityError:
+    """Returns the error of a search where no layout fits; the message lists options that would make one fit."""
+    return CapacityError(what, where=shortfall(result), fix="; or ".join(fits_with(result, program, request)))
+
+
+def chosen(result: Search) -> Plan:
+    """Returns the plan of the fastest layout that fits; some layout must."""
+    assert result.best is not None
     plan = plan_of(result, result.best)
     attention = [f"attention {outcome}" for outcome in result.attention]
     padding = padding_text(result.program_of(result.best), plan.mesh, plan.layout)
@@ -484,8 +485,8 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     _check_devices(cluster, request, layout, shape)
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
-    schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)
-    schedule = replace(schedule, offload=request.offload or ())
+    offload = request.offload or ()
+    schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype, offload=offload)
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)

@@ -52,9 +52,13 @@ def setting_text(variables: Mapping[str, str], *, is_set: bool) -> str:
     Example:
       >>> setting_text({VARIABLE: ".95"}, is_set=True)
       'XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set: by default, JAX takes 75 % of a GPU'
+      >>> setting_text({VARIABLE: ".99"}, is_set=False)
+      'set XLA_PYTHON_CLIENT_MEM_FRACTION=.99, also for `spanax train` and `launch`, which set .95'
     """
     assigned = f"{VARIABLE}={variables[VARIABLE]}"
     reason = f"by default, JAX takes {100 * DEFAULT_SHARE:.0f} % of a GPU"
     if is_set:
         return f"{assigned} is set: {reason}"
+    if variables[VARIABLE] > OURS:
+        return f"set {assigned}, also for `spanax train` and `launch`, which set {OURS}"
     return f"in your own loop, set {assigned}: {reason} (`spanax train` and `launch` set {OURS})"

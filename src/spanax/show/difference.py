@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spanax.plan.advice.remedies import remedies
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.evaluate import with_price
 from spanax.plan.plan import Moved, Plan, Prediction
@@ -104,13 +103,19 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["group"], row["term"], first, second, ("-" if _more(row) < 0 else "+") + size
 
 
-def why_json(search: Search, plan: Plan, other: Search) -> dict[str, Any]:
+def why_json(search: Search, plan: Plan, other: Search, fits_with: Sequence[str]) -> dict[str, Any]:
     """Returns the best plan of a search beside that of a search over requested layouts, and why the latter is refused.
+
+    Args:
+      search: a search.
+      plan: its best plan.
+      other: the search over requested layouts.
+      fits_with: what would make a layout of `other` fit, if none does.
 
     Raises:
       SpanaxError: one of them cannot run.
     """
-    problem = "" if other.best else f"{shortfall(other)}; it fits with {'; or with '.join(remedies(other))}"
+    problem = "" if other.best else f"{shortfall(other)}; it fits with {'; or with '.join(fits_with)}"
     candidate = next(iter((*other.candidates, *other.nearest)), None)
     if search.best is None or candidate is None:
         return {"problem": problem}

@@ -69,9 +69,10 @@ def train(
         if run.position is not None:
             data.restore(run.position)
         records = Records(job, data.tokens.tokenizer if data.tokens else None, lock, telemetry)
-        _report_start(run, data, records)
+        is_finished = job.config.resume and run.num_steps >= (job.config.steps or 0)
+        _report_start(run, data, records, is_finished=is_finished)
         is_over = stack.enter_context(listening())
-        if is_first() and config.plan is None:
+        if is_first() and config.plan is None and not is_finished:
             worker.submit(records.predict_step_time)
         last = _loop(run, data, records, is_over).run_to_end() | {"out": str(folder)}
         telemetry.finish(last, run.num_steps)
@@ -103,19 +104,27 @@ def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bo
     return Loop(job, run, data, telemetry, saves, bad_steps, is_over)
 
 
-def _report_start(run: Run, data: Batches, records: Records) -> None:
-    """Writes the records of the run, opens its metrics and trackers, and reports the events before the first step."""
+def _report_start(run: Run, data: Batches, records: Records, *, is_finished: bool) -> None:
+    """Writes the records of the run, opens its metrics and trackers, and reports the events before the first step.
+
+    The records of a run that has all its steps stay those of its training.
+    """
     telemetry = records.telemetry
     config = records.job.config
     if is_first():
         trackers = create_trackers(config.track)
-        records.write()
+        if not is_finished:
+            records.write()
         reached = telemetry.ledger.reached
         telemetry.begin(RunInfo(telemetry.folder, config.record(), summary(run), run.num_steps, reached), trackers)
     process = {"pid": os.getpid(), "hosts": jax.process_count()}
     telemetry.report({"event": "begin", **process, **placement(records.job.plan), "step": run.num_steps})
     telemetry.report(_start_event(run, config, telemetry.folder, data))
     _warn_of_public_ports(telemetry)
+    if is_finished:
+        telemetry.warn(
+            f"the run has all its {config.steps} steps: it trains nothing, and keeps its configuration and plan"
+        )
     if config.init_partial and run.loaded is not None:
         lists = asdict(run.loaded)
         del lists["step"]

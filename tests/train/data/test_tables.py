@@ -412,7 +412,11 @@ def test_a_missing_field_raises(tmp_path: Path) -> None:
         "  where: it has text, ids, image, label; the plan expects picture, label\n"
         "  fix: --field picture=NAME; for a model of the columns see A CSV file, docs/data.md"
     )
-    assert message_of(SpanaxError, path, expected, field="pic=image").startswith("the plan has no leaf 'pic'.")
+    assert message_of(SpanaxError, path, expected, field="pic=image") == (
+        "no array of the batch is called 'pic', so no field of 'a.jsonl' can fill it.\n"
+        "  where: --field pic=image; fields: text, ids, image, label\n"
+        "  fix: --field ARRAY=FIELD; arrays are picture, label"
+    )
 
 
 GOOD = '{"text": "to be or not to be"}\n' * 5

@@ -110,6 +110,7 @@ def quoted(
     search_on: Callable[[Cluster], Search],
     plan_of: Callable[[Cluster, Search], Plan],
     largest_on: Callable[[Cluster], Search | None],
+    remedies_of: Callable[[Search], list[str]],
 ) -> Quotes:
     """Returns the answer of every cluster; an error of one is its answer, and the others answer, too.
 
@@ -118,6 +119,7 @@ def quoted(
       search_on: searches the layouts on a cluster.
       plan_of: returns the plan of such a search.
       largest_on: returns a search at the largest batch that fits.
+      remedies_of: returns what would make a layout of a search fit.
     """
     quotes = []
     for name in clusters:
@@ -129,7 +131,7 @@ def quoted(
             continue
         quote = replace(quote, cluster=cluster)
         try:
-            quote = _answered(quote, search_on(cluster), plan_of)
+            quote = _answered(quote, search_on(cluster), plan_of, remedies_of)
         except SpanaxError as error:
             quote = _with_problem(quote, error)
         try:
@@ -140,9 +142,14 @@ def quoted(
     return Quotes(tuple(quotes))
 
 
-def _answered(quote: Quote, search: Search, plan_of: Callable[[Cluster, Search], Plan]) -> Quote:
+def _answered(
+    quote: Quote,
+    search: Search,
+    plan_of: Callable[[Cluster, Search], Plan],
+    remedies_of: Callable[[Search], list[str]],
+) -> Quote:
     """Returns the answer of a cluster with its search, and with its plan or why nothing fits."""
-    summary = summarize(search)
+    summary = summarize(search, remedies_of(search))
     quote = replace(quote, summary=summary, dollars_per_hour=search.cluster.chip.dollars_per_hour)
     if summary.best is not None:
         return replace(quote, plan=plan_of(search.cluster, search))

@@ -71,15 +71,17 @@ def _sharded_over(plan: Plan, axis: str) -> str:
 
 
 def warnings(search: Search, candidate: Candidate) -> list[str]:
-    """Returns warnings about a user-supplied layout compared to the best layout, with their costs.
+    """Returns warnings about a user-supplied layout that is slower than the best layout, with their costs.
 
     Args:
       search: a search over all layouts.
       candidate: the user-supplied candidate.
     """
     best = search.best
-    lines = []
-    if best is not None and candidate.step_seconds > 1.02 * best.step_seconds:
+    lines: list[str] = []
+    if best is None or candidate.step_seconds <= best.step_seconds:
+        return lines
+    if candidate.step_seconds > 1.02 * best.step_seconds:
         more = 100 * (candidate.step_seconds / best.step_seconds - 1)
         lines.append(
             f"{candidate.title} takes {more:.0f} % longer than the best, {best.title} "
@@ -89,6 +91,6 @@ def warnings(search: Search, candidate: Candidate) -> list[str]:
     if model > search.cluster.devices_per_node:
         size = search.cluster.devices_per_node
         lines.append(f"model={model} is {_place(search.cluster, model)} of {size}: its all-reduces cross slow links")
-    if candidate.num_stages > 1 and best is not None and best.num_stages == 1:
+    if candidate.num_stages > 1 and best.num_stages == 1:
         lines.append("stages are not needed here: a layout without them is faster")
     return lines

@@ -1,8 +1,8 @@
 """Summarizes a search: the best layout with its plan, collectives and reasons, or what would make a layout fit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, shortfall
 from spanax.plan.evaluate import Moved, evaluated
@@ -41,11 +41,11 @@ class Summary:
         return 0.0 if candidate is None else 1 - candidate.peak_bytes / candidate.upper_bytes
 
 
-def summarize(search: Search) -> Summary:
-    """Returns the summary of a search; where nothing fits, prices further layouts for the remedies."""
+def summarize(search: Search, fits_with: Sequence[str] = ()) -> Summary:
+    """Returns the summary of a search, and of what would make a layout fit, the `remedies` of its request."""
     candidate = search.best
     if candidate is None:
-        return Summary(search, None, shortfall(search), tuple(remedies(search)))
+        return Summary(search, None, shortfall(search), tuple(fits_with))
     evaluation = evaluated(search, candidate)
     plan = evaluation.plan
     return Summary(search, Best(plan, evaluation.collectives, rule(search, candidate, plan)))

@@ -55,9 +55,11 @@ def largest(size_up: Callable[[int], Search | None], start: int, step: int = 1) 
     return fits
 
 
-def fewest_devices(search_on: Callable[[Cluster], Search], machine: Cluster, most: int = 65536) -> Search | None:
-    """Returns the search on the fewest devices, in powers of two, on which some layout fits; None without any."""
-    count = 1
+def fewest_devices(
+    search_on: Callable[[Cluster], Search | None], machine: Cluster, least: int = 1, most: int = 65536
+) -> Search | None:
+    """Returns the search on the fewest devices, of `least` doubled, on which some layout fits; None without any."""
+    count = least
     while count <= most:
         candidate = cluster_of_size(machine, count)
         try:

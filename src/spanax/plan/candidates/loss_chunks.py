@@ -96,19 +96,6 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster, scale: float 
     return count, reason
 
 
-def chunks_to_try(result: Search) -> tuple[int, int]:
-    """Returns the best number of chunks for the leanest layout of a search where nothing fits, and the bytes saved.
-
-    Returns (1, 0) where chunks save little.
-    """
-    program = next(iter(result.programs.values()))
-    if result.best or not result.nearest or program.loss_chunks > 1:
-        return 1, 0
-    plan = plan_of(result, result.nearest[0])
-    count, _ = suiting_chunks(program, plan, result.cluster)
-    return count, saved_bytes(program, _with_chunks(plan, count), result.cluster) if count > 1 else 0
-
-
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
     """Returns the bytes per device by which the chunks of the logits of a plan lower the peak memory."""
     counts = (1, plan.schedule.loss_chunks)

@@ -1,7 +1,7 @@
 """What a user requires of a plan, and what a search prices."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -60,6 +60,8 @@ class Request:
             _check_names("pad", self.pad, 'pad="AXIS,AXIS", or pad=["AXIS"], of `program.axes`')
         if self.mesh is not None:
             object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
+        if self.schedule is not None and self.offload is None:
+            object.__setattr__(self, "offload", self.schedule.offload or None)
         if self.sequence_parallel and not self.is_placed:
             raise ConflictError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
         if self.is_ring and self.attention == "flash":
@@ -97,6 +99,10 @@ class Request:
         """Whether ring attention is requested."""
         named = isinstance(self.layout, str) and RING in self.layout.split("+")
         return named or (self.schedule is not None and self.schedule.context == RING)
+
+    def scheduled(self, **changes: Any) -> "Request":
+        """Returns the request with other fields of its schedule."""
+        return replace(self, schedule=replace(self.schedule or Schedule(microbatches=0, pipeline=ANY), **changes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,13 @@
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
-from rich.console import Console, ConsoleDimensions
+from rich.cells import cell_len
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
@@ -44,8 +48,22 @@ class Terminal(Console):
 
 
 class Numbers(ProgressColumn):
-    """The field `numbers` of a task in one line, the most important first; what does not fit ends in an ellipsis."""
+    """The field `numbers` of a task in one line, the most important first; those that do not fit are left out whole."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: Task) -> RenderableType:
         """Returns the numbers of a task."""
-        return Text("  ".join(task.fields["numbers"]), no_wrap=True, overflow="ellipsis")
+        return _Fitting(task.fields["numbers"])
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """The first of some texts that fit into the width of a column."""
+
+    texts: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = ["  ".join(self.texts[:count]) for count in range(len(self.texts) + 1)]
+        yield Text(max((line for line in lines if cell_len(line) <= options.max_width), key=len), no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, options.max_width)

@@ -142,11 +142,13 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
     if isinstance(field, str):
         names = [name.strip() for name in field.split(",")]
         return Column(table, next((name for name in names if name in table.fields), "") or _known(table, names[0]))
-    if unknown := next((leaf for leaf in field or {} if leaf not in leaves), None):
-        message = f"the plan has no leaf '{unknown}'."
-        raise UnknownNameError(message, where=f"--field {unknown}=...", fix=nearest(unknown, leaves))
+    field = field or {}
+    if unknown := next((leaf for leaf in field if leaf not in leaves), None):
+        message = f"no array of the batch is called '{unknown}', so no field of '{table.name}' can fill it."
+        where = f"--field {unknown}={field[unknown]}; fields: {', '.join(table.fields)[:150]}"
+        raise UnknownNameError(message, where=where, fix=f"--field ARRAY=FIELD; arrays are {', '.join(leaves)[:150]}")
     if field or all(leaf in table.fields for leaf in leaves):
-        fields = {leaf: leaf for leaf in leaves} | dict(field or {})
+        fields = {leaf: leaf for leaf in leaves} | dict(field)
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
     if set(leaves) != WINDOWS:
