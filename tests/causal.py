@@ -128,6 +128,47 @@ class ChunkedStates(nnx.Module):
         return self.out(y.reshape(x.shape))
 
 
+class LinearAttention(nnx.Module):
+    """Attention without a softmax, by cumulative sums of outer products (Katharopoulos et al., 2020)."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.qkv = nnx.Linear(DIM, 3 * DIM, rngs=rngs)
+
+    def __call__(self, x):
+        q, k, v = map(heads, jnp.split(self.qkv(x), 3, -1))
+        q, k = nnx.elu(q) + 1, nnx.elu(k) + 1
+        states = jnp.cumsum(jnp.einsum("bthd,bthe->bthde", k, v), 1)
+        total = jnp.einsum("bthd,bthd->bth", q, jnp.cumsum(k, 1))
+        return (jnp.einsum("bthd,bthde->bthe", q, states) / total[..., None]).reshape(x.shape)
+
+
+class BlockwiseAttention(nnx.Module):
+    """A scan over blocks of keys with a running maximum, and layers in a counted loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.qkv, self.mix = nnx.Linear(DIM, 3 * DIM, rngs=rngs), nnx.Param(jnp.ones((2, DIM)))
+
+    def __call__(self, x, size=8):
+        q, k, v = map(heads, jnp.split(self.qkv(x), 3, -1))
+        places = jnp.arange(x.shape[1])
+        blocks = [jnp.moveaxis(y.reshape(y.shape[0], -1, size, HEADS, HEAD), 1, 0) for y in (k, v)]
+
+        def block(carry, inputs):
+            (best, total, out), (keys, values, first) = carry, inputs
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys) / HEAD**0.5
+            scores = jnp.where(places[:, None] >= first + jnp.arange(size), scores, -1e30)
+            new = jnp.maximum(best, scores.max(-1))
+            weights, old = jnp.exp(scores - new[..., None]), jnp.exp(best - new)
+            out = out * old[..., None] + jnp.einsum("bhqk,bkhd->bhqd", weights, values)
+            return (new, total * old + weights.sum(-1), out), None
+
+        zero = jnp.zeros((x.shape[0], HEADS, x.shape[1]))
+        start = zero - 1e30, zero, jnp.zeros((*zero.shape, HEAD))
+        (_, total, out), _ = jax.lax.scan(block, start, (*blocks, places[::size]))
+        y = jnp.moveaxis(out / total[..., None], 1, 2).reshape(x.shape)
+        return jax.lax.fori_loop(0, 2, lambda index, y: y + jnp.tanh(y * self.mix[...][index]), y)
+
+
 class RepeatedKeys(nnx.Module):
     """Grouped queries by repeated keys and values, and positions that a padding mask counts."""
 
@@ -183,9 +224,11 @@ CAUSAL = {
     "qwen3": Causal(zoo.ZOO["qwen"].build),
     "window, soft cap, sinks": Causal(layers(WindowAttention)),
     "latent attention": Causal(layers(LatentAttention)),
+    "linear attention": Causal(layers(LinearAttention)),
+    "blockwise attention": Causal(layers(BlockwiseAttention)),
     "repeated keys": Causal(layers(RepeatedKeys)),
     "nnx attention, dropout, two heads": Causal(Learned),
-    "padding by id": Causal(Padded, is_recomputed=True),
+    "padding by id": Causal(Padded),
     "alibi, segments": Causal(
         alibi.build,
         lambda model, tokens, segments: model(tokens, segments),
@@ -205,7 +248,7 @@ CAUSAL = {
     "griffin": Causal(layers(Griffin), is_recomputed=True),
     "rwkv": Causal(rwkv.build),
     "lstm": Causal(lstm_lm.build, lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1]))),
-    "wavenet": Causal(wavenet.build, is_recomputed=True),
+    "wavenet": Causal(wavenet.build),
     "t5 decoder": Causal(t5.build, **of_source),
     "gru with attention": Causal(seq2seq_gru.build, **of_source),
     "cross attention": Causal(zoo.ZOO["seq2seq"].build, **of_source),

@@ -13,6 +13,7 @@ from sampling import sampled
 QUICK = {
     "11_real_images": ["--models", "ResNet", "U-Net", "--steps", "10"],
     "12_real_text": ["--models", "MoE-dropless"],
+    "13_reinforcement": ["--steps", "2"],
 }
 """What of the longer ones is run each time; `slow` runs every model of them in every layout."""
 
@@ -90,3 +91,14 @@ def test_without_scikit_learn_an_error_names_the_package(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(example), run_name="__main__")
     assert 'pip install "spanax[examples]"' in str(stop.value)
+
+
+@pytest.mark.slow
+def test_rewards_teach_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = next(path for path in EXAMPLES if path.stem == "13_reinforcement")
+    run_in(tmp_path, monkeypatch, example, [])
+    lines = re.findall(r"reward ([\d.]+), log-probabilities differ by ([\d.e-]+)", capsys.readouterr().out)
+    assert float(lines[0][0]) < 0.6 and float(lines[-1][0]) > 0.9
+    assert max(float(difference) for _, difference in lines) < 1e-5

@@ -12,6 +12,7 @@ from jax import lax
 from spanax.decoding.fill import Cache
 from spanax.decoding.forward import Forward
 from spanax.decoding.incremental import How, Part, Steps, Want, row_form
+from spanax.decoding.windows import row_of
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Equation, Family
 from spanax.trace.jaxpr.interpret import as_traced, evaluate
@@ -58,11 +59,20 @@ class Advance:
             return self._over_layers(part, ins, cache)
         if part.how is How.STATE:
             return self._next_state(part, ins, cache)
+        if part.how is How.TOTAL:
+            (value,) = part.op.outputs
+            (axis,) = part.results[0].rows
+            both = lax.concatenate([self._cached(cache, value), ins[0]], axis)
+            total = lax.slice_in_dim(part.op.bind([both])[0], 1, 2, axis=axis)
+            self._write(cache, value, total)
+            return {want: total for want in part.results}
         if part.how is How.CALL:
             return self._called(part, ins, cache)
         if part.how is How.COMPUTE:
             return self._computed(part, ins)
         (want,) = part.results
+        if part.how is How.WINDOW:
+            return {want: row_of(part.op, part.windows, ins, want.rows[0], self.position)}
         if part.how is How.CUT:
             return {want: cut(ins[0], want.rows, self.position)}
         if part.how is How.KEEP:
@@ -155,7 +165,7 @@ class Advance:
 
 def cached_values(forward: Forward, steps: Steps) -> list[int]:
     """Returns the values that the steps of a body cache, in it and in the bodies inside."""
-    values = [part.results[0].value for part in steps.of(How.CACHE, How.KEEP)]
+    values = [part.results[0].value for part in steps.of(How.CACHE, How.KEEP, How.TOTAL)]
     for part in steps.of(How.STATE):
         values += loop_of(forward.graph, part.op).body_carried
     for part in steps.of(How.LOOP, How.CALL):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spanax.decoding.forward import Forward
-from spanax.decoding.incremental import How, Part, Steps
+from spanax.decoding.incremental import IDENTITY, How, Part, Steps
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
 from spanax.trace.jaxpr.loops import loop_of
 
@@ -37,11 +37,24 @@ def filled(forward: Forward, steps: Steps, args: Sequence[Any], count: Any) -> t
             outs, inner = _filled_part(forward, part, ins, count)
             cache |= inner
         values.update(zip(op.outputs, outs, strict=True))
+    for part in steps.of(How.TOTAL):
+        cache[part.op.outputs[0]] = _total(part, values[part.op.outputs[0]], count)
     for part in steps.of(How.CACHE, How.KEEP):
         (want,) = part.results
         (array,) = read(graph, values, [want.value])
         cache[want.value] = jnp.transpose(array, part.order) if part.order else array
     return read(graph, values, steps.body.outputs), cache
+
+
+def _total(part: Part, results: Any, count: Any) -> Any:
+    """Returns the result of a cumulative operation after `count` rows."""
+    (axis,) = part.results[0].rows
+    none = IDENTITY[part.op.name]
+    if not jnp.issubdtype(results.dtype, jnp.floating):
+        limits = jnp.iinfo(results.dtype)
+        none = min(max(none, limits.min), limits.max)
+    last = lax.dynamic_slice_in_dim(results, jnp.maximum(count - 1, 0), 1, axis)
+    return jnp.where(count > 0, last, jnp.asarray(none, results.dtype))
 
 
 def _filled_part(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:

@@ -102,6 +102,7 @@ def forward_of(
 
     def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         nodes[0].eval()
+        nodes[0].set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
         return logits_of(function(nodes[0], *values), (1, length))
 
     program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))

@@ -2,10 +2,12 @@
 
 The logits are wanted at one position. Going back through the program, an operation whose rows correspond is computed
 for that position alone. Where all positions of a value are wanted, as those of keys by the scores of attention, its
-row is computed, written to a cache, and the cache is read. An operation whose rows do not correspond, as a convolution,
-is computed for all positions from cached operands. Nothing here decides whether the model is causal: `proof` does.
+row is computed, written to a cache, and the cache is read. A convolution reads a few rows of a cache. An operation
+whose rows do not correspond, such as a sort, is computed for all positions from cached operands. Nothing here decides
+whether the model is causal: `proof` does.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +15,15 @@ from enum import Enum, auto
 from typing import Any
 
 from spanax.decoding.forward import Forward
+from spanax.decoding.windows import Window, windows
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
-from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Op, remat_of
+from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Graph, Op, remat_of
 from spanax.trace.jaxpr.loops import Loop, loop_of
 from spanax.trace.jaxpr.provenance import propagated
+
+IDENTITY = {"cumsum": 0, "cumprod": 1, "cummax": -math.inf, "cummin": math.inf, "cumlogsumexp": -math.inf}
+"""By cumulative operation, its result of no rows."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +38,23 @@ class How(Enum):
     """How a wanted value is computed in a step.
 
     COMPUTE: by its operation, on rows of operands.
+    WINDOW: by an operation along the sequence, on a few rows of operands.
     CUT: as the row of the value at all positions.
     CACHE: by writing the row to the cache of the value, and reading the cache.
     KEEP: by reading the cache, filled once from inputs that do not change.
     STATE: by one iteration of a scan over positions, from the cached carry.
+    TOTAL: by a cumulative operation, from its cached result of the row before.
     LOOP: by a scan over layers, on rows of the carry.
     CALL: by the body of a remat, on rows of its inputs.
     """
 
     COMPUTE = auto()
+    WINDOW = auto()
     CUT = auto()
     CACHE = auto()
     KEEP = auto()
     STATE = auto()
+    TOTAL = auto()
     LOOP = auto()
     CALL = auto()
 
@@ -61,6 +71,7 @@ class Part:
       steps: those of the body of a loop over layers or of a call.
       slots: what a loop over layers carries, as the positions in its carry, and the rows.
       order: the order in which a cache has the dims of its value.
+      windows: the rows that an operation along the sequence reads of its first operands.
     """
 
     how: How
@@ -70,6 +81,7 @@ class Part:
     steps: "Steps | None" = None
     slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     order: tuple[int, ...] = ()
+    windows: tuple[Window, ...] = ()
 
     @property
     def inside(self) -> "Steps":
@@ -112,7 +124,7 @@ def _entangled(forward: Forward) -> frozenset[int]:
         if any(operands) or not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
             return int(any(operands))
         wants = [Want(value, forward.positions(value)) for value in op.outputs]
-        return int(any(not want.rows or row_form(op, want) is None for want in wants))
+        return int(any(not want.rows or not _computes_rows(graph, op, want) for want in wants))
 
     return frozenset(value for value, bit in enumerate(propagated(graph, {}, transfer)) if bit)
 
@@ -196,7 +208,7 @@ class _Derivation:
             if self._is_over_positions(loop):
                 return is_stacked and want.rows == (0,)
             return not (is_stacked and 0 in want.rows)
-        return _is_call(op) if op.bodies else row_form(op, want) is not None
+        return _is_call(op) if op.bodies else _computes_rows(self.forward.graph, op, want)
 
     def _is_over_positions(self, loop: Loop) -> bool:
         """Whether a scan runs forward over the positions of the sequence."""
@@ -212,12 +224,23 @@ class _Derivation:
         if op.bodies and _is_call(op):
             self._call(op, direct)
             return
+        if self._is_running(op, direct):
+            operand = Want(op.inputs[0], direct[0].rows)
+            self.parts.append(Part(How.TOTAL, op, tuple(direct), (operand,)))
+            self.need([operand])
+            return
         whole = {want.value for want in direct if not want.rows}
         for want in direct:
             if not want.rows:
                 continue
             rows = None if op.bodies else row_form(op, want)
-            if rows is None:
+            found = windows_of(self.forward.graph, op, want) if rows is None else None
+            if found is not None:
+                read = [window.value for window in found]
+                operands = tuple(map(Want, [*read, *op.inputs[len(read) :]]))
+                self.parts.append(Part(How.WINDOW, op, (want,), operands, windows=found))
+                self.need(operands)
+            elif rows is None:
                 self.parts.append(Part(How.CUT, op, (want,), (Want(want.value),)))
                 whole.add(want.value)
             else:
@@ -228,6 +251,15 @@ class _Derivation:
             operands = tuple(map(Want, op.inputs))
             self.parts.append(Part(How.COMPUTE, op, tuple(map(Want, op.outputs)), operands))
             self.need(operands)
+
+    def _is_running(self, op: Op, direct: list[Want]) -> bool:
+        """Whether the row of a cumulative operation along the sequence is wanted, and not all positions of it."""
+        return (
+            op.name in IDENTITY
+            and not op.params["reverse"]
+            and self.forward.follows_tokens(op.outputs[0])
+            and all(want.rows == (op.params["axis"],) for want in direct)
+        )
 
     def _call(self, op: Op, direct: list[Want]) -> None:
         (body,) = op.bodies
@@ -305,6 +337,16 @@ def _order(forward: Forward, value: int) -> tuple[int, ...]:
 def _is_call(op: Op) -> bool:
     """Whether an operation runs one body once, on all of its operands."""
     return op.name in REMAT or remat_of(op.eqn) is not None
+
+
+def _computes_rows(graph: Graph, op: Op, want: Want) -> bool:
+    """Whether an operation without a body computes wanted rows without the others."""
+    return row_form(op, want) is not None or windows_of(graph, op, want) is not None
+
+
+def windows_of(graph: Graph, op: Op, want: Want) -> tuple[Window, ...] | None:
+    """Returns the rows that an operation along the sequence reads of its operands; None if it needs all of them."""
+    return windows(graph, op, want.rows[0]) if len(want.rows) == 1 and not op.bodies else None
 
 
 def row_form(op: Op, want: Want) -> tuple[tuple[int, ...], ...] | None:
