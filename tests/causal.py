@@ -27,6 +27,7 @@ class Causal:
     per_token: tuple[str, ...] = ()
     is_recomputed: bool = False  # whether some lines are computed for all positions
     length: int = 32
+    has_dropout: bool = False
 
 
 def heads(x):
@@ -227,17 +228,18 @@ CAUSAL = {
     "linear attention": Causal(layers(LinearAttention)),
     "blockwise attention": Causal(layers(BlockwiseAttention)),
     "repeated keys": Causal(layers(RepeatedKeys)),
-    "nnx attention, dropout, two heads": Causal(Learned),
+    "nnx attention, dropout, two heads": Causal(Learned, has_dropout=True),
     "padding by id": Causal(Padded),
     "alibi, segments": Causal(
         alibi.build,
         lambda model, tokens, segments: model(tokens, segments),
         {"segments": SEGMENTS},
         per_token=("segments",),
+        has_dropout=True,
     ),
     "bfloat16": Causal(half.build, length=16),
     "lora": Causal(lora_gpt.build, length=16),
-    "scan and remat": Causal(scanned.build),
+    "scan and remat": Causal(scanned.build, has_dropout=True),
     "tied": Causal(zoo.ZOO["tied"].build),
     "mixtral, slots": Causal(zoo.ZOO["mixtral"].build, is_recomputed=True),
     "experts, all": Causal(zoo.ZOO["dropless"].build),
@@ -247,7 +249,11 @@ CAUSAL = {
     "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),
     "griffin": Causal(layers(Griffin), is_recomputed=True),
     "rwkv": Causal(rwkv.build),
-    "lstm": Causal(lstm_lm.build, lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1]))),
+    "lstm": Causal(
+        lstm_lm.build,
+        lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1])),
+        has_dropout=True,
+    ),
     "wavenet": Causal(wavenet.build),
     "t5 decoder": Causal(t5.build, **of_source),
     "gru with attention": Causal(seq2seq_gru.build, **of_source),

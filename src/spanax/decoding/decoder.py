@@ -11,15 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.advance import Advance, cut
-from spanax.decoding.fill import filled
-from spanax.decoding.forward import Forward, forward_of
-from spanax.decoding.incremental import How, Steps, Want, incremental
+from spanax.decoding.forward import forward_of
+from spanax.decoding.incremental import incremental
 from spanax.decoding.proof import prove
+from spanax.decoding.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
-from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import RAGGED, Op
-from spanax.trace.jaxpr.interpret import evaluate
 from spanax.trace.variables import Owner, take_apart
 
 BUCKET = 64
@@ -53,100 +49,6 @@ class Form:
 
     length: int
     inputs: tuple[tuple[str, tuple[int, ...], str], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Incremental:
-    """The incremental form of a forward pass, for several sequences."""
-
-    forward: Forward
-    steps: Steps
-
-    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
-        """Returns the caches of sequences after their first `counts` positions."""
-
-        def one(arrays: Sequence[Any], count: Any) -> dict[int, Any]:
-            args = [*parameters, *(array[None] for array in arrays)]
-            return filled(self.forward, self.steps, args, count)[1]
-
-        return _over_rows(self.forward, one)(list(arrays), counts)
-
-    def step(
-        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
-    ) -> tuple[Any, dict[int, Any]]:
-        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the caches after it."""
-        forward = self.forward
-        per_token = forward.token_arrays
-        logits = Want(forward.logits, (1,))
-
-        def one(cache: dict[int, Any], rows: Sequence[Any], position: Any) -> Any:
-            given = dict(zip(forward.parameters, parameters, strict=True))
-            given |= {value: row[None, None] for value, row in zip(per_token, rows, strict=True)}
-            inputs = {
-                want: given[want.value] if want.value in per_token else cut(given[want.value], want.rows, position)
-                for want in self.steps.inputs
-            }
-            arrays, cache = Advance(forward, position).run(self.steps, inputs, cache)
-            return arrays[logits][0, 0], cache
-
-        return _over_rows(self.forward, one)(cache, list(rows), positions)
-
-    def recomputed(self) -> list[str]:
-        """Returns the lines of the model whose operations a step computes for all positions."""
-        return [*dict.fromkeys(filter(None, (op.where for op in _recomputed(self.forward, self.steps))))]
-
-    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
-        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
-
-
-@dataclass(frozen=True, eq=False)
-class Recomputation:
-    """The same for a forward pass without an incremental form: the cache is the tokens, and a step computes all."""
-
-    forward: Forward
-
-    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
-        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
-
-    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
-        """Returns the arrays of sequences."""
-        return dict(zip(self.forward.arrays, arrays, strict=True))
-
-    def step(
-        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
-    ) -> tuple[Any, dict[int, Any]]:
-        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the arrays with it."""
-        cache = dict(cache)
-        sequences = jnp.arange(positions.shape[0])
-        for value, row in zip(self.forward.token_arrays, rows, strict=True):
-            cache[value] = cache[value].at[sequences, positions].set(row.astype(cache[value].dtype))
-        logits = self.full(parameters, [cache[value] for value in self.forward.arrays])
-        return logits[sequences, positions], cache
-
-
-def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> Any:
-    """Returns the logits [length, vocabulary] of one sequence."""
-    return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
-
-
-def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of one sequence as a function of several."""
-    if any(op.name == RAGGED for op in forward.graph.ops()):  # JAX cannot batch a matmul of ragged groups
-        return lambda *args: jax.lax.map(lambda row: function(*row), args)
-    return jax.vmap(function)
-
-
-def _recomputed(forward: Forward, steps: Steps) -> list[Op]:
-    inside = [op for part in steps.of(How.LOOP, How.CALL) for op in _recomputed(forward, part.inside)]
-    whole = (part.op for part in steps.of(How.COMPUTE) if not part.results[0].rows)
-    views = Family.VIEW, Family.RESIZE
-    return inside + [
-        op
-        for op in whole
-        if op.family not in views and op.name != "convert_element_type" and any(map(forward.follows_tokens, op.outputs))
-    ]
 
 
 class Decoder:
@@ -234,10 +136,15 @@ class Decoder:
         return self._forms[form]
 
     def _derive(self, form: Form) -> Incremental | Recomputation:
+        if not self._forms and _has_dropout(self._model()):
+            warnings.warn("the model is in training mode, with dropout; it generates in evaluation mode.", stacklevel=5)
         arrays = [jax.ShapeDtypeStruct((1, *shape), dtype) for _, shape, dtype in form.inputs]
         names = [name for name, _, _ in form.inputs]
         per_token = [name == names[0] or name in self._per_token for name in names]
-        call = lambda model, tokens, *others: self._function(model, tokens, **dict(zip(names[1:], others, strict=True)))  # noqa: E731
+
+        def call(model: Any, tokens: Any, *others: Any) -> Any:
+            return self._function(model, tokens, **dict(zip(names[1:], others, strict=True)))
+
         try:
             forward = forward_of(call, self._model(), arrays, names, per_token)
         except SpanaxError:
@@ -327,6 +234,12 @@ class Decoder:
     ) -> tuple[Any, dict[int, Any]]:
         """Returns the logits [sequences, vocabulary] of one more token at each position, and the caches."""
         return self.derived(form).step(parameters, arrays, rows, positions)
+
+
+def _has_dropout(model: Any) -> bool:
+    """Whether a model would drop activations."""
+    dropouts = (module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.Dropout))
+    return any(not module.deterministic and module.rate > 0 for module in dropouts)
 
 
 def called(model: Any, tokens: Any) -> Any:

@@ -80,6 +80,7 @@ def load_model(
     placements = forward.plan.leaves
     arrays, loaded = weights.load(forward.program, placements, forward.placement.mesh, checkpoint)
     Objects.of((model,)).update([*arrays], [*arrays.values()])
+    model.eval()
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
     return LoadedModel(model, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)

@@ -1,0 +1,106 @@
+"""The forward pass of one sequence as functions of several: prefill and step, from caches or by recomputation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spanax.decoding.advance import Advance, cut
+from spanax.decoding.fill import Cache, filled
+from spanax.decoding.forward import Forward
+from spanax.decoding.incremental import How, Steps, Want
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import RAGGED, Op
+from spanax.trace.jaxpr.interpret import evaluate
+
+
+@dataclass(frozen=True, eq=False)
+class Incremental:
+    """The incremental form of a forward pass, for several sequences."""
+
+    forward: Forward
+    steps: Steps
+
+    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> Cache:
+        """Returns the caches of sequences after their first `counts` positions."""
+
+        def one(arrays: Sequence[Any], count: Any) -> Cache:
+            args = [*parameters, *(array[None] for array in arrays)]
+            return filled(self.forward, self.steps, args, count)[1]
+
+        return _over_rows(self.forward, one)(list(arrays), counts)
+
+    def step(self, parameters: Sequence[Any], cache: Cache, rows: Sequence[Any], positions: Any) -> tuple[Any, Cache]:
+        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the caches after it."""
+        forward = self.forward
+        per_token = forward.token_arrays
+        logits = Want(forward.logits, (1,))
+
+        def one(cache: Cache, rows: Sequence[Any], position: Any) -> Any:
+            given = dict(zip(forward.parameters, parameters, strict=True))
+            given |= {value: row[None, None] for value, row in zip(per_token, rows, strict=True)}
+            inputs = {
+                want: given[want.value] if want.value in per_token else cut(given[want.value], want.rows, position)
+                for want in self.steps.inputs
+            }
+            arrays, cache = Advance(forward, position).run(self.steps, inputs, cache)
+            return arrays[logits][0, 0], cache
+
+        return _over_rows(self.forward, one)(cache, list(rows), positions)
+
+    def recomputed(self) -> list[str]:
+        """Returns the lines of the model whose operations a step computes for all positions."""
+        return [*dict.fromkeys(filter(None, (op.where for op in _recomputed(self.forward, self.steps))))]
+
+    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
+        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """The same for a forward pass without an incremental form: the cache is the tokens, and a step computes all."""
+
+    forward: Forward
+
+    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
+        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
+
+    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> Cache:
+        """Returns the arrays of sequences."""
+        return dict(zip(self.forward.arrays, arrays, strict=True))
+
+    def step(self, parameters: Sequence[Any], cache: Cache, rows: Sequence[Any], positions: Any) -> tuple[Any, Cache]:
+        """Returns the logits [sequences, vocabulary] at a position of each sequence, and the arrays with it."""
+        cache = dict(cache)
+        sequences = jnp.arange(positions.shape[0])
+        for value, row in zip(self.forward.token_arrays, rows, strict=True):
+            cache[value] = cache[value].at[sequences, positions].set(row.astype(cache[value].dtype))
+        logits = self.full(parameters, [cache[value] for value in self.forward.arrays])
+        return logits[sequences, positions], cache
+
+
+def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> Any:
+    """Returns the logits [length, vocabulary] of one sequence."""
+    return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
+
+
+def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of one sequence as a function of several."""
+    if any(op.name == RAGGED for op in forward.graph.ops()):  # JAX cannot batch a matmul of ragged groups
+        return lambda *args: jax.lax.map(lambda row: function(*row), args)
+    return jax.vmap(function)
+
+
+def _recomputed(forward: Forward, steps: Steps) -> list[Op]:
+    inside = [op for part in steps.of(How.LOOP, How.CALL) for op in _recomputed(forward, part.inside)]
+    whole = (part.op for part in steps.of(How.COMPUTE) if not part.results[0].rows)
+    views = Family.VIEW, Family.RESIZE
+    return inside + [
+        op
+        for op in whole
+        if op.family not in views and op.name != "convert_element_type" and any(map(forward.follows_tokens, op.outputs))
+    ]
