@@ -245,9 +245,9 @@ CAUSAL = {
     "experts, all": Causal(zoo.ZOO["dropless"].build),
     "experts, sorted": Causal(sorted_moe.build, is_recomputed=True),
     "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True),
-    "mamba, two scans": Causal(mamba.build, is_recomputed=True),
+    "mamba, two scans": Causal(mamba.build),
     "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),
-    "griffin": Causal(layers(Griffin), is_recomputed=True),
+    "griffin": Causal(layers(Griffin)),
     "rwkv": Causal(rwkv.build),
     "lstm": Causal(
         lstm_lm.build,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from spanax.decoding.associative_scans import as_loops
 from spanax.errors import DecodeError, RangeError
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.jaxpr.interpret import Values, read, run
@@ -105,7 +106,8 @@ def forward_of(
         nodes[0].set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
         return logits_of(function(nodes[0], *values), (1, length))
 
-    program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
+    with as_loops():
+        program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
     forward = Forward(program, length, tuple(per_token))
     _check_positions(forward)
     return forward

@@ -50,7 +50,7 @@ def windows(graph: Graph, op: Op, dim: int) -> tuple[Window, ...] | None:
     elif op.name == "pad":
         config = op.params["padding_config"]
         if all(each == (0, 0, 0) for other, each in enumerate(config) if other != dim) and config[dim][2] == 0:
-            found = [Window(op.inputs[0], dim, -config[dim][0])]
+            found = [Window(op.inputs[0], dim, -int(config[dim][0]))]
     elif op.name == "concatenate" and op.params["dimension"] == dim:
         offset = 0
         for value in op.inputs:
