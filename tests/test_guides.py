@@ -118,7 +118,7 @@ CHANGES = [
     ("memory", LLAMA[0], "tensor", "tensor+seq"),
     ("weights between devices", LLAMA[1], "pipe=2,fsdp=8", "pipeline+zero1"),
     ("gradient sync", LLAMA[1], "pipe=4,data=4", "pipe=4,fsdp=4"),
-    ("bubble", LLAMA[1], "pipe=4,fsdp=4", "pipe=2,fsdp=8"),
+    ("bubble", LLAMA[1], "pipe=8,fsdp=2", "pipe=4,fsdp=4"),
     ("update", ("gpt2", 64, "h100:8"), "data", "zero1"),
     ("update", ("gpt2", 64, "h100:8"), "data", "fsdp"),
 ]

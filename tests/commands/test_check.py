@@ -62,7 +62,7 @@ def test_what_a_gpu_needs_beyond_the_default_of_jax(
     planned = plan.answer(command)
     for text, data in (ask(on="h100:8", level=0, **flags), (planned.text, planned.data["best"])):
         assert data["environment"] == ({} if value is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": value})
-        assert text.count(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={value}: by default") == (value is not None)
+        assert text.count(f"set XLA_PYTHON_CLIENT_MEM_FRACTION={value}, also for ") == (value is not None)
 
 
 def test_the_text_output(tmp_path: Path) -> None:
