@@ -27,7 +27,7 @@ class Causal:
     per_token: tuple[str, ...] = ()
     is_recomputed: bool = False  # whether some lines are computed for all positions
     length: int = 32
-    has_dropout: bool = False
+    warns: str = ""  # what is warned of
 
 
 def heads(x):
@@ -228,23 +228,23 @@ CAUSAL = {
     "linear attention": Causal(layers(LinearAttention)),
     "blockwise attention": Causal(layers(BlockwiseAttention)),
     "repeated keys": Causal(layers(RepeatedKeys)),
-    "nnx attention, dropout, two heads": Causal(Learned, has_dropout=True),
+    "nnx attention, dropout, two heads": Causal(Learned, warns="with dropout"),
     "padding by id": Causal(Padded),
     "alibi, segments": Causal(
         alibi.build,
         lambda model, tokens, segments: model(tokens, segments),
         {"segments": SEGMENTS},
         per_token=("segments",),
-        has_dropout=True,
+        warns="with dropout",
     ),
     "bfloat16": Causal(half.build, length=16),
     "lora": Causal(lora_gpt.build, length=16),
-    "scan and remat": Causal(scanned.build, has_dropout=True),
+    "scan and remat": Causal(scanned.build, warns="with dropout"),
     "tied": Causal(zoo.ZOO["tied"].build),
-    "mixtral, slots": Causal(zoo.ZOO["mixtral"].build, is_recomputed=True),
+    "mixtral, slots": Causal(zoo.ZOO["mixtral"].build, is_recomputed=True, warns="number of tokens"),
     "experts, all": Causal(zoo.ZOO["dropless"].build),
     "experts, sorted": Causal(sorted_moe.build, is_recomputed=True),
-    "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True),
+    "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True, warns="number of tokens"),
     "mamba, two scans": Causal(mamba.build),
     "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),
     "griffin": Causal(layers(Griffin)),
@@ -252,7 +252,7 @@ CAUSAL = {
     "lstm": Causal(
         lstm_lm.build,
         lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1])),
-        has_dropout=True,
+        warns="with dropout",
     ),
     "wavenet": Causal(wavenet.build),
     "t5 decoder": Causal(t5.build, **of_source),

@@ -13,7 +13,7 @@ from flax import nnx
 
 from spanax.decoding.forward import forward_of
 from spanax.decoding.incremental import incremental
-from spanax.decoding.proof import prove
+from spanax.decoding.proof import depends_on_length, prove
 from spanax.decoding.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.trace.variables import Owner, take_apart
@@ -166,7 +166,29 @@ class Decoder:
             warnings.warn(f"{first_line(error)} Each token computes the whole sequence.", stacklevel=4)
             return Recomputation(forward)
         self.recomputed = tuple(derived.recomputed())
+        if not self._forms and form.length > 1:
+            self._compare_lengths(call, derived, form.length // 2)
         return derived
+
+    def _compare_lengths(self, call: Callable[..., Any], derived: Incremental, length: int) -> None:
+        """Warns if the logits depend on the number of tokens."""
+        forward = derived.forward
+        arrays = []
+        for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
+            aval = forward.graph.avals[value]
+            shape = (1, length, *aval.shape[2:]) if is_per_token else aval.shape
+            arrays.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+        names = [leaf.path for leaf in forward.program.batch]
+        try:
+            shorter = Recomputation(forward_of(call, self._model(), arrays, names, forward.per_token))
+        except (SpanaxError, TypeError, ValueError):
+            return  # an expected result: a model of certain lengths, such as multiples of a chunk
+        if depends_on_length(derived, shorter, self.parameters()):
+            warnings.warn(
+                f"the logits of this model depend on the number of tokens; here, they are those of {forward.length} "
+                "tokens, whatever the later ones are.",
+                stacklevel=6,
+            )
 
     def _form(self, shape: tuple[int, ...], inputs: Mapping[str, Any]) -> Form:
         """Returns the form for a prefill.

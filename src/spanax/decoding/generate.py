@@ -184,15 +184,17 @@ def _stops(stop: Any, tokenizer: TextTokenizer | None) -> list[Stop]:
     return stops
 
 
-_DECODERS: "weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Decoder]]]" = weakref.WeakKeyDictionary()
-"""The decoders of models, so that the next call does not derive and compile them again."""
+_DECODERS: dict[int, dict[Any, tuple[Any, Decoder]]] = {}
+"""The decoders of living models by identity, so that the next call does not derive and compile them again."""
 
 
 def _decoder(model: Any, function: Callable[..., Any] | None, fallback: bool) -> Decoder:
     """Returns the decoder of a model: that of the last call, if the model has the same structure."""
     if not isinstance(model, nnx.Module):
         raise ArgumentError.of("model", model, "an nnx.Module")
-    known = _DECODERS.setdefault(model, {})
+    if id(model) not in _DECODERS:
+        weakref.finalize(model, _DECODERS.pop, id(model), None)
+    known = _DECODERS.setdefault(id(model), {})
     structure = nnx.graphdef(model)
     key = function, fallback
     if key not in known or known[key][0] != structure:

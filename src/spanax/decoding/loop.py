@@ -101,7 +101,8 @@ def _whole(
         lambda state: _next(decoder, job, parameters, state, sampling, seed),
         state,
     )
-    return state.tokens, state.log_probabilities, state.counts
+    gathered = job.rows.gathered
+    return gathered(state.tokens), gathered(state.log_probabilities), gathered(state.counts)
 
 
 def _first(

@@ -74,6 +74,17 @@ def prove(derived: Derived, parameters: Sequence[Any]) -> None:
     )
 
 
+def depends_on_length(derived: Derived, shorter: Derived, parameters: Sequence[Any]) -> bool:
+    """Whether the first positions of a shorter sequence have other logits, as where experts have fewer slots."""
+    inputs = [_random(derived.forward, index) for index in range(len(derived.forward.arrays))]
+    length = shorter.forward.length
+    pairs = zip(inputs, derived.forward.per_token, strict=True)
+    first = [array[:, :length] if is_per_token else array for array, is_per_token in pairs]
+    few = np.asarray(jax.jit(shorter.full)(parameters, first), np.float64)
+    many = np.asarray(jax.jit(derived.full)(parameters, inputs), np.float64)[:, :length]
+    return float(np.abs(few - many).max()) > _tolerance(derived.forward) * float(np.abs(many).max())
+
+
 def _largest_error(
     derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any], expected: np.ndarray
 ) -> float:

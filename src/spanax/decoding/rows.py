@@ -1,5 +1,6 @@
 """Where the parameters and the sequences of a generation are."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ class Rows:
             return cls()
         forward = jit(function or called, **given)
         # Planned for so many sequences that every mesh axis divides them: whether these do is checked here.
-        plan = forward.prepare(model, jax.ShapeDtypeStruct((shape[0] * len(jax.devices()), shape[1]), "int32"))
+        count = math.lcm(shape[0], len(jax.devices()))
+        plan = forward.prepare(model, jax.ShapeDtypeStruct((count, shape[1]), "int32"))
         axes = tuple(plan.batch[0].spec[0])
         ways = plan.mesh.ways(axes)
         if shape[0] % ways:
@@ -72,6 +74,12 @@ class Rows:
             return [jnp.asarray(array) for array in arrays]
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes or None))
         return [jax.device_put(array, sharding) for array in arrays]
+
+    def gathered(self, array: Any) -> Any:
+        """Returns a replicated array, which every process can read."""
+        if self.mesh is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
 
     def constrained(self, cache: dict[int, Any]) -> dict[int, Any]:
         """Returns a cache with its sequences sharded; the compiler shards other dims as those of the parameters."""
