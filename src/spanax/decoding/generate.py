@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -115,8 +115,9 @@ def generate(  # noqa: PLR0913
     ids = [each for each in _token_ids(prompts, tokenizer) for _ in range(num_samples)]
     lengths = np.array([*map(len, ids)], np.int32)
     stops = _stops(stop, tokenizer)
-    rows = Rows.of(model, function, (len(ids), int(lengths.max())), layout=layout, mesh=mesh, like=like)
-    decoder = _decoder(model, function, fallback)
+    known = _known(model, function, fallback)
+    decoder = known.decoder
+    rows = known.placed(model, (len(ids), int(lengths.max())), layout=layout, mesh=mesh, like=like)
     others = {name: np.repeat(np.asarray(array), num_samples, 0) for name, array in (inputs or {}).items()}
     form = decoder.form_for(int(lengths.max()) + max_new_tokens, others)
     tokens = np.zeros((len(ids), form.length), np.int32)
@@ -184,22 +185,47 @@ def _stops(stop: Any, tokenizer: TextTokenizer | None) -> list[Stop]:
     return stops
 
 
-_DECODERS: dict[int, dict[Any, tuple[Any, Decoder]]] = {}
-"""The decoders of living models by identity, so that the next call does not derive and compile them again."""
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What calls for one model share.
+
+    Attributes:
+      structure: the structure of the model; another one is derived anew.
+      function: as in `spanax.decode`.
+      decoder: the decoder.
+      rows: the placements of earlier calls.
+    """
+
+    structure: Any
+    function: Callable[..., Any] | None
+    decoder: Decoder
+    rows: dict[Any, Rows] = field(default_factory=dict)
+
+    def placed(self, model: Any, shape: tuple[int, int], **options: Any) -> Rows:
+        """Returns the placement under options of `spanax.jit`, planned once."""
+        key = shape, repr(options["layout"]), repr(options["mesh"]), options["like"]
+        if key not in self.rows:
+            self.rows[key] = Rows.of(model, self.function, shape, **options)
+        return self.rows[key]
 
 
-def _decoder(model: Any, function: Callable[..., Any] | None, fallback: bool) -> Decoder:
-    """Returns the decoder of a model: that of the last call, if the model has the same structure."""
+_KNOWN: dict[int, dict[Any, _Known]] = {}
+"""What is known of living models, by identity, so that the next call does not derive and compile it again."""
+
+
+def _known(model: Any, function: Callable[..., Any] | None, fallback: bool) -> _Known:
+    """Returns what earlier calls derived of a model, if it has the same structure."""
     if not isinstance(model, nnx.Module):
         raise ArgumentError.of("model", model, "an nnx.Module")
-    if id(model) not in _DECODERS:
-        weakref.finalize(model, _DECODERS.pop, id(model), None)
-    known = _DECODERS.setdefault(id(model), {})
+    if id(model) not in _KNOWN:
+        weakref.finalize(model, _KNOWN.pop, id(model), None)
+    of_model = _KNOWN.setdefault(id(model), {})
     structure = nnx.graphdef(model)
     key = function, fallback
-    if key not in known or known[key][0] != structure:
-        known[key] = structure, Decoder(weakref.ref(model), function or called, None, (), fallback)
-    return known[key][1]
+    if key not in of_model or of_model[key].structure != structure:
+        decoder = Decoder(weakref.ref(model), function or called, None, (), fallback)
+        of_model[key] = _Known(structure, function, decoder)
+    return of_model[key]
 
 
 def _generations(
