@@ -251,7 +251,7 @@ CAUSAL = {
     "rwkv": Causal(rwkv.build),
     "lstm": Causal(
         lstm_lm.build,
-        lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1])),
+        lambda model, tokens: model(tokens, jnp.full(tokens.shape[0], tokens.shape[1]))[0],
         warns="with dropout",
     ),
     "wavenet": Causal(wavenet.build),

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from flax import nnx
 import spanax
 import zoo
 from byo import longformer
-from causal import CAUSAL, DIM, Causal, Layers, Learned, WindowAttention
+from causal import CAUSAL, DIM, VOCAB, Causal, Layers, Learned, WindowAttention
 from spanax.errors import CausalityError, DecodeError, RangeError
 
 LENGTH = 32
@@ -88,12 +89,72 @@ class Centered(nnx.Module):
         return self.linear(x - x.mean(1, keepdims=True))
 
 
+class Sifted(nnx.Module):
+    """Only half of the tokens pass, those with the largest scores of all."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.score, self.linear = nnx.Linear(DIM, 1, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        score = self.score(x)[..., 0]
+        least = jax.lax.top_k(score, x.shape[1] // 2)[0][:, -1:]
+        return self.linear(x) * (score >= least)[..., None]
+
+
+class Peeking(nnx.Module):
+    """The last position of each block sees the next one, by a mask that is off by one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(4, DIM, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        row, column = jnp.arange(x.shape[1])[:, None], jnp.arange(x.shape[1])
+        return self.attention(x, mask=(column <= row) | ((row % 4 == 3) & (column == row + 1)))
+
+
+class Flipped(nnx.Module):
+    """Causal attention over the sequence in the other direction: causal, but no row is where it was."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = nnx.MultiHeadAttention(4, DIM, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        mask = jnp.triu(jnp.ones((x.shape[1],) * 2, bool))
+        return self.attention(jnp.roll(x, 0, 1)[:, ::-1], mask=mask)[:, ::-1]
+
+
+class Coupled(nnx.Module):
+    """Adds the mean over the batch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x).mean(0, keepdims=True) + x
+
+
+def test_a_causal_model_in_another_order_is_recomputed() -> None:
+    model = Layers(nnx.Rngs(0), Flipped)
+    with pytest.raises(DecodeError, match=r"\[SPX411\]"):
+        spanax.decode(model, length=16).prefill([[1, 2, 3]])
+    with pytest.warns(UserWarning, match="computes the whole sequence"):
+        (result,) = spanax.generate(model, [[1, 2, 3]], 3, temperature=0)
+    assert result.tokens[0] == int(model(jnp.array([[1, 2, 3]]))[0, -1].argmax())
+
+
+def test_sequences_that_depend_on_each_other_are_reported() -> None:
+    with pytest.warns(UserWarning, match="other sequences of the batch"):
+        spanax.decode(Layers(nnx.Rngs(0), Coupled), length=16).prefill([[1, 2, 3]])
+
+
 @pytest.mark.parametrize(
     ("build", "line"),
     [
         (lambda rngs: Layers(rngs, Bidirectional), "(Bidirectional.__call__)"),
         (lambda rngs: Layers(rngs, Centered), "(Centered.__call__)"),
         (longformer.build, "(LocalAttention.__call__)"),
+        (lambda rngs: Layers(rngs, Sifted), "(Sifted.__call__)"),
+        (lambda rngs: Layers(rngs, Peeking), "(Peeking.__call__)"),
     ],
 )
 def test_a_model_that_is_not_causal_is_refused_with_its_line(build: Any, line: str) -> None:
@@ -122,6 +183,14 @@ class Pooled(nnx.Module):
         (lambda: spanax.decode(learned()).prefill(np.ones((2, 0), int)), RangeError, "shape"),
         (lambda: spanax.decode(learned()).prefill([[1, 2]], [3]), RangeError, "`lengths`"),
         (lambda: spanax.decode(Pooled()).prefill([[1, 2]]), DecodeError, "returns logits"),
+        (lambda: spanax.decode(learned(), length=8).prefill([[1, VOCAB]]), RangeError, f"has token {VOCAB}"),
+        (
+            lambda: spanax.decode(
+                learned(), lambda model, tokens: (model.embed(tokens), model(tokens)[0][..., :5])
+            ).prefill([[1]]),
+            DecodeError,
+            "returns logits",
+        ),
         (lambda: spanax.decode(lambda x: x), spanax.SpanaxError, "`model`"),
     ],
 )

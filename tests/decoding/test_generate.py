@@ -70,7 +70,7 @@ def test_an_expert_mesh_and_like() -> None:
 def test_each_row_ends_at_its_stop(model: llama.Llama) -> None:
     free = [result.tokens for result in spanax.generate(model, PROMPTS, 10, temperature=0)]
     stop = free[0][3], free[0][4]
-    results = spanax.generate(model, PROMPTS, 10, temperature=0, stop=[stop, 1000])
+    results = spanax.generate(model, PROMPTS, 10, temperature=0, stop=[stop, 63])
     assert results[0].tokens == free[0][:3] and results[0].is_stopped
     assert len(results[0].log_probabilities) == 3
     others = [result for result in results[1:] if not result.is_stopped]
@@ -130,6 +130,9 @@ def test_log_probabilities_are_those_of_a_train_step(model: llama.Llama) -> None
         ({"max_new_tokens": 0}, "`max_new_tokens`"),
         ({"num_samples": True}, "`num_samples`"),
         ({"stop": [[]]}, "stop is empty"),
+        ({"stop": [64]}, "`stop` has token 64"),
+        ({"stop": "x"}, "`stop` is 'x'"),
+        ({"prompts": [[1], [-1]]}, "`prompts` has token -1"),
         ({"mesh": "data=4"}, "do not divide into 4"),
         ({"model": nnx.view(Learned(nnx.Rngs(0)), deterministic=True), "max_new_tokens": 64}, "64 positions"),
     ],

@@ -105,7 +105,8 @@ def _prompts(command: GenerateCommand) -> list[str]:
         try:
             content = sys.stdin.read() if is_stdin else read_bytes(command.prompts).decode()
         except (OSError, ValueError) as error:
-            raise FileError(f"cannot read the prompts of '{command.prompts}'.", where=str(error)) from None
+            what = f"cannot read the prompts of '{command.prompts}'."
+            raise FileError(what, where=str(error), fix="a text file in UTF-8 with one prompt per line") from None
         texts += [line for line in content.splitlines() if line.strip()]
     if not texts:
         raise MissingError("there is no prompt.", fix='--prompt "Once upon a time", or --prompts FILE, or --prompts -')

@@ -13,7 +13,7 @@ from flax import nnx
 
 from spanax.decoding.forward import forward_of
 from spanax.decoding.incremental import incremental
-from spanax.decoding.proof import depends_on_length, prove
+from spanax.decoding.proof import depends_on_others, prove
 from spanax.decoding.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.trace.variables import Owner, take_apart
@@ -102,6 +102,8 @@ class Decoder:
                     f"`lengths` is {lengths.tolist()}, for tokens {list(shape)}.",
                     fix=f"one number from 1 to {shape[1]} for each sequence",
                 )
+        if isinstance(tokens, np.ndarray):
+            check_tokens("tokens", tokens, self.derived(form).forward.vocabulary)
         logits, arrays = self._prefill(form, self.parameters(), [tokens, *inputs.values()], lengths)
         return logits, Cache(arrays, jnp.asarray(lengths), form)
 
@@ -167,26 +169,26 @@ class Decoder:
             return Recomputation(forward)
         self.recomputed = tuple(derived.recomputed())
         if not self._forms and form.length > 1:
-            self._compare_lengths(call, derived, form.length // 2)
+            self._compare_batch(call, derived, form.length // 2)
         return derived
 
-    def _compare_lengths(self, call: Callable[..., Any], derived: Incremental, length: int) -> None:
-        """Warns if the logits depend on the number of tokens."""
+    def _compare_batch(self, call: Callable[..., Any], derived: Incremental, length: int) -> None:
+        """Warns if the logits depend on the number of tokens, or on other sequences."""
         forward = derived.forward
         arrays = []
         for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
             aval = forward.graph.avals[value]
-            shape = (1, length, *aval.shape[2:]) if is_per_token else aval.shape
-            arrays.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+            rest = (length, *aval.shape[2:]) if is_per_token else aval.shape[1:]
+            arrays.append(jax.ShapeDtypeStruct((2, *rest), aval.dtype))
         names = [leaf.path for leaf in forward.program.batch]
         try:
-            shorter = Recomputation(forward_of(call, self._model(), arrays, names, forward.per_token))
+            batch = forward_of(call, self._model(), arrays, names, forward.per_token)
         except (SpanaxError, TypeError, ValueError):
             return  # an expected result: a model of certain lengths, such as multiples of a chunk
-        if depends_on_length(derived, shorter, self.parameters()):
+        if depends_on_others(derived, batch, self.parameters()):
             warnings.warn(
-                f"the logits of this model depend on the number of tokens; here, they are those of {forward.length} "
-                "tokens, whatever the later ones are.",
+                "the logits of this model depend on the number of tokens, or on other sequences of the batch; here, "
+                f"they are those of each sequence alone with {forward.length} tokens, whatever the later ones are.",
                 stacklevel=6,
             )
 
@@ -256,6 +258,14 @@ class Decoder:
     ) -> tuple[Any, dict[int, Any]]:
         """Returns the logits [sequences, vocabulary] of one more token at each position, and the caches."""
         return self.derived(form).step(parameters, arrays, rows, positions)
+
+
+def check_tokens(name: str, tokens: Any, vocabulary: int) -> None:
+    """Raises RangeError if a token id has no logit."""
+    ids = np.asarray(tokens)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise RangeError(f"`{name}` has token {wrong}; the model has {vocabulary} tokens.", fix="the model's tokenizer")
 
 
 def _has_dropout(model: Any) -> bool:

@@ -45,6 +45,11 @@ class Forward:
         return self.graph.body.outputs[-1]
 
     @property
+    def vocabulary(self) -> int:
+        """The number of tokens that have a logit."""
+        return int(self.graph.shape(self.logits)[-1])
+
+    @property
     def parameters(self) -> tuple[int, ...]:
         """The inputs that are arrays of the model."""
         return self.graph.body.inputs[: len(self.program.leaves)]
@@ -92,19 +97,19 @@ def forward_of(
     Args:
       function: returns the logits, given the model and the arrays.
       model: the model.
-      arrays: shape and dtype of the tokens, [1, length], and of other arrays of one sequence.
+      arrays: shape and dtype of the tokens, [1, length], and of other arrays of one sequence; or of more.
       names: a name for each array.
       per_token: whether each array has an element for each token.
 
     Raises:
       SpanaxError: the function cannot be traced, does not return logits, or reads more positions than the model has.
     """
-    length = arrays[0].shape[1]
+    rows, length = arrays[0].shape
 
     def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         nodes[0].eval()
         nodes[0].set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
-        return logits_of(function(nodes[0], *values), (1, length))
+        return logits_of(function(nodes[0], *values), (rows, length))
 
     with as_loops():
         program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
@@ -141,16 +146,27 @@ def _check_positions(forward: Forward) -> None:
 
 
 def logits_of(results: Any, shape: tuple[int, int]) -> Any:
-    """Returns the first array [rows, positions, vocabulary] among the results of a model.
+    """Returns the logits [rows, positions, vocabulary] among the results of a model.
+
+    They are named so, or all arrays of this form are alike, as those of several heads are; then the first.
 
     Raises:
-      SpanaxError: there is none.
+      DecodeError: there are none, or it is not clear which they are.
     """
-    arrays = jax.tree.leaves(results)
-    for array in arrays:
-        is_float = jax.numpy.issubdtype(getattr(array, "dtype", None), jax.numpy.floating)
-        if is_float and array.ndim == 3 and array.shape[:2] == shape:
-            return array
+    leaves = jax.tree_util.tree_leaves_with_path(results)
+    arrays = [array for _, array in leaves]
+    is_score = [
+        jax.numpy.issubdtype(getattr(array, "dtype", None), jax.numpy.floating)
+        and array.ndim == 3
+        and array.shape[:2] == shape
+        for array in arrays
+    ]
+    candidates = [leaf for leaf, is_one in zip(leaves, is_score, strict=True) if is_one]
+    named = [array for path, array in candidates if jax.tree_util.keystr(path, simple=True).endswith("logits")]
+    if len(named) == 1:
+        return named[0]
+    if len({array.shape for _, array in candidates}) == 1:  # the first of several heads
+        return candidates[0][1]
     found = ", ".join(str(list(getattr(array, "shape", ()))) for array in arrays) or "nothing"
     raise DecodeError(
         f"a model that generates returns logits [batch, tokens, vocabulary]; of tokens {list(shape)}, this one returns "

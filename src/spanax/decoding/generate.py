@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.decoder import Decoder, called
+from spanax.decoding.decoder import Decoder, called, check_tokens
 from spanax.decoding.loop import Job, Loop
 from spanax.decoding.rows import Rows
 from spanax.decoding.sampling import Sampling
@@ -120,6 +120,9 @@ def generate(  # noqa: PLR0913
     rows = known.placed(model, (len(ids), int(lengths.max())), layout=layout, mesh=mesh, like=like)
     others = {name: np.repeat(np.asarray(array), num_samples, 0) for name, array in (inputs or {}).items()}
     form = decoder.form_for(int(lengths.max()) + max_new_tokens, others)
+    vocabulary = decoder.derived(form).forward.vocabulary
+    for name, each in (*(("prompts", prompt) for prompt in ids), *(("stop", stop.ids) for stop in stops)):
+        check_tokens(name, each, vocabulary)
     tokens = np.zeros((len(ids), form.length), np.int32)
     for row, prompt in zip(tokens, ids, strict=True):
         row[: len(prompt)] = prompt
@@ -146,14 +149,14 @@ def _token_ids(prompts: Any, tokenizer: TextTokenizer | None) -> list[list[int]]
     return ids
 
 
-def _encoded(prompt: Any, tokenizer: TextTokenizer | None) -> list[int]:
+def _encoded(prompt: Any, tokenizer: TextTokenizer | None, name: str = "prompts") -> list[int]:
     if not isinstance(prompt, str):
         array = np.asarray(prompt)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ArgumentError.of("prompts", prompt, "token ids, such as [3, 1, 4]")
+            raise ArgumentError.of(name, prompt, "token ids, such as [3, 1, 4]")
         return [int(each) for each in array]
     if tokenizer is None:
-        raise ArgumentError.of("prompts", prompt, "token ids; or pass tokenizer=")
+        raise ArgumentError.of(name, prompt, "token ids; or pass tokenizer=")
     encoding = tokenizer.encode(prompt)
     return [int(each) for each in getattr(encoding, "ids", encoding)]
 
@@ -176,7 +179,7 @@ def _stops(stop: Any, tokenizer: TextTokenizer | None) -> list[Stop]:
     stops = []
     for each in given:
         text = each if isinstance(each, str) else None
-        ids = _encoded([each] if isinstance(each, int) else each, tokenizer)
+        ids = _encoded([each] if isinstance(each, int) else each, tokenizer, "stop")
         if text is not None and tokenizer is not None and tokenizer.decode(ids) != text:
             raise FormatError(f"the tokenizer cannot make the stop {text!r}.", fix="its token ids, or another text")
         if not ids:

@@ -11,7 +11,7 @@ from jax import lax
 from spanax.decoding.forward import Forward
 from spanax.errors import CausalityError, DecodeError, first_line
 from spanax.trace.jaxpr.graph import Body, Op
-from spanax.trace.jaxpr.interpret import Values, read
+from spanax.trace.jaxpr.interpret import Values, evaluate, read
 from spanax.trace.jaxpr.loops import loop_of
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
@@ -43,52 +43,95 @@ class Derived(Protocol):
 
 
 def prove(derived: Derived, parameters: Sequence[Any]) -> None:
-    """Checks the logits of an incremental form on random sequences, of which later positions are garbage.
+    """Checks a model and its incremental form on random sequences.
+
+    Later tokens must not change earlier logits of the forward pass, and the incremental form must have its logits, with
+    other tokens after those that count.
 
     Raises:
       CausalityError: the model is not causal; the error names the line.
-      DecodeError: they differ from those of the full forward pass for another reason.
+      DecodeError: the incremental form differs from the forward pass, or that returns NaN.
     """
     forward = derived.forward
     inputs = [_random(forward, index) for index in range(len(forward.arrays))]
     garbage = [_random(forward, index, seed=1) for index in range(len(forward.arrays))]
-    expected = jax.jit(derived.full)(parameters, inputs)
+    expected = _finite(jax.jit(derived.full)(parameters, inputs))
+    if np.isnan(expected).any():
+        raise DecodeError("the forward pass returns NaN for random tokens.", fix="parameters that are finite")
+    largest = max(float(np.abs(expected).max()), 1e-30)
+    count, others, leaked = _changed(derived, parameters, inputs, garbage)
+    if not leaked <= _tolerance(forward) * largest:
+        raise CausalityError(
+            "this model is not causal: the logits of a position depend on later tokens.",
+            where=_leak(forward, parameters, [array[:1] for array in inputs], others, count) or "",
+            fix="a causal mask in this line",
+        )
     try:
-        error = _largest_error(derived, parameters, inputs, garbage, np.asarray(expected, np.float64))
-    except (TypeError, ValueError, NotImplementedError) as failure:  # an operation that has no rows after all
-        raise DecodeError(
-            "no incremental form of this model was found.", where=first_line(failure), fix=FALLBACK
-        ) from None
-    if error <= _tolerance(forward):
-        return
-    where = _leak(forward, parameters, inputs, garbage)
-    if where is None:
+        error = _largest_error(derived, parameters, inputs, garbage, expected) / largest
+    except Exception as failure:  # an operation that has no rows after all, in any of JAX's or our rules
+        what = "no incremental form of this model was found."
+        raise DecodeError(what, where=first_line(failure), fix=FALLBACK) from failure
+    if not error <= _tolerance(forward):
         raise DecodeError(
             f"the incremental form of this model differs from its forward pass, by {error:.1e} of the largest logit.",
             fix=FALLBACK,
         )
-    raise CausalityError(
-        "this model is not causal: the logits of a position depend on later tokens.",
-        where=where,
-        fix="a causal mask in this line",
+
+
+def _changed(
+    derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any]
+) -> tuple[int, list[Any], float]:
+    """Returns how much later tokens change earlier logits at most, after how many tokens, and in which sequence."""
+    forward = derived.forward
+    length = forward.length
+    halves = [length >> power for power in range(1, length.bit_length())]
+    counts = np.array(
+        sorted({*halves, length - 1, 3 * length // 4, *(half + 1 for half in halves[:2])} - {0}), np.int32
     )
+    rows = []
+    for given, other, is_per_token in zip(inputs, garbage, forward.per_token, strict=True):
+        row = np.repeat(given[:1], len(counts), 0)
+        for index, count in enumerate(counts if is_per_token else ()):
+            # Random tokens, or one token: some gates compare a token with statistics of all.
+            row[index, count:] = other[0, count:] if index % 2 else other[0, 0]
+        rows.append(row)
+
+    def compared(parameters: Sequence[Any], rows: Sequence[Any], counts: Any) -> Any:
+        expected = derived.full(parameters, [array[:1] for array in inputs])[0]
+
+        def one(each: Any) -> Any:
+            row, count = each
+            logits = derived.full(parameters, [array[None] for array in row])[0]
+            difference = jnp.where(jnp.isinf(expected), 0.0, jnp.abs(logits - expected))
+            return jnp.where(jnp.arange(length)[:, None] < count, difference, 0.0).max()
+
+        return lax.map(one, (list(rows), counts))
+
+    differences = np.asarray(jax.jit(compared)(parameters, rows, counts), np.float64)
+    worst = int(np.nan_to_num(differences, nan=np.inf).argmax())
+    return int(counts[worst]), [row[worst : worst + 1] for row in rows], float(differences[worst])
 
 
-def depends_on_length(derived: Derived, shorter: Derived, parameters: Sequence[Any]) -> bool:
-    """Whether the first positions of a shorter sequence have other logits, as where experts have fewer slots."""
+def _finite(logits: Any) -> np.ndarray:
+    """Returns logits in float64, with 0 for those of tokens that are excluded by infinity."""
+    array = np.asarray(logits, np.float64)
+    return np.where(np.isinf(array), 0.0, array)
+
+
+def depends_on_others(derived: Derived, batch: Forward, parameters: Sequence[Any]) -> bool:
+    """Whether a shorter batch of two sequences has other logits, as where experts have fewer slots, or share them."""
     inputs = [_random(derived.forward, index) for index in range(len(derived.forward.arrays))]
-    length = shorter.forward.length
     pairs = zip(inputs, derived.forward.per_token, strict=True)
-    first = [array[:, :length] if is_per_token else array for array, is_per_token in pairs]
-    few = np.asarray(jax.jit(shorter.full)(parameters, first), np.float64)
-    many = np.asarray(jax.jit(derived.full)(parameters, inputs), np.float64)[:, :length]
-    return float(np.abs(few - many).max()) > _tolerance(derived.forward) * float(np.abs(many).max())
+    first = [array[:, : batch.length] if is_per_token else array for array, is_per_token in pairs]
+    together = _finite(jax.jit(lambda *args: evaluate(batch.graph, args)[-1])(*parameters, *first))
+    alone = _finite(jax.jit(derived.full)(parameters, inputs))[:, : batch.length]
+    return float(np.abs(together - alone).max()) > _tolerance(derived.forward) * float(np.abs(alone).max())
 
 
 def _largest_error(
     derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any], expected: np.ndarray
 ) -> float:
-    """Returns the largest difference of logits, relative to the largest logit."""
+    """Returns the largest difference of logits."""
     forward = derived.forward
     length = forward.length
     is_known = np.arange(length)
@@ -108,10 +151,10 @@ def _largest_error(
             chosen = np.arange(len(positions)), positions
             rows = [array[chosen] for array, is_row in zip(inputs, forward.per_token, strict=True) if is_row]
             logits, cache = step(parameters, cache, rows, positions)
-            difference = np.abs(np.asarray(logits, np.float64) - expected[chosen]).max()
+            difference = np.abs(_finite(logits) - expected[chosen]).max()
             largest = max(largest, float(difference)) if np.isfinite(difference) else np.inf
             positions = np.minimum(positions + 1, length - 1)
-    return largest / max(float(np.abs(expected).max()), 1e-30)
+    return largest
 
 
 def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
@@ -131,16 +174,11 @@ def _tolerance(forward: Forward) -> float:
     return max(TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE)
 
 
-def _leak(forward: Forward, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any]) -> str | None:
-    """Returns the line of the first operation whose first rows depend on later tokens; None if there is none."""
-    count = max(forward.length // 2, 1)
-    args = []
-    for source in (inputs, garbage):
-        arrays = []
-        for given, other, is_per_token in zip(inputs, source, forward.per_token, strict=True):
-            array = np.concatenate([given[:1, :count], other[:1, count:]], 1) if is_per_token else given[:1]
-            arrays.append(jnp.asarray(array))
-        args.append([*parameters, *arrays])
+def _leak(
+    forward: Forward, parameters: Sequence[Any], first: Sequence[Any], second: Sequence[Any], count: int
+) -> str | None:
+    """Returns the line of the first operation whose first rows depend on later tokens; None if it is not found."""
+    args = [[*parameters, *map(jnp.asarray, arrays)] for arrays in (first, second)]
     return _first_leak(forward, forward.graph.body, count, *args)
 
 

@@ -83,6 +83,10 @@ class Recomputation:
         return logits[sequences, positions], cache
 
 
+ONE_BY_ONE = {RAGGED, "pure_callback", "io_callback"}
+"""Operations that JAX cannot batch: matmuls of ragged groups, and callbacks that do not say how."""
+
+
 def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> Any:
     """Returns the logits [length, vocabulary] of one sequence."""
     return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
@@ -90,7 +94,7 @@ def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> 
 
 def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of one sequence as a function of several."""
-    if any(op.name == RAGGED for op in forward.graph.ops()):  # JAX cannot batch a matmul of ragged groups
+    if any(op.name in ONE_BY_ONE for op in forward.graph.ops()):
         return lambda *args: jax.lax.map(lambda row: function(*row), args)
     return jax.vmap(function)
 

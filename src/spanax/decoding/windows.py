@@ -56,6 +56,8 @@ def windows(graph: Graph, op: Op, dim: int) -> tuple[Window, ...] | None:
         for value in op.inputs:
             found.append(Window(value, dim, -offset))
             offset += graph.shape(value)[dim]
+        if any(graph.shape(value)[dim] == 0 for value in op.inputs):
+            return None
     elif op.name == "conv_general_dilated":
         found = _of_convolution(graph, op, dim)
     return tuple(_before_slices(graph, window) for window in found) or None

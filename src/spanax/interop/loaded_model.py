@@ -10,7 +10,7 @@ from flax import nnx
 
 from spanax.decoding.decoder import called
 from spanax.entries.names import TOKENIZER
-from spanax.errors import WorkloadError
+from spanax.errors import CheckpointError, WorkloadError
 from spanax.jit.init import init
 from spanax.jit.jit import jit
 from spanax.jit.objects import Objects
@@ -60,6 +60,8 @@ def load_model(
     """
     import tokenizers
 
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"there is no folder '{checkpoint}'.", fix="a run folder, such as runs/a")
     settings = recorded(checkpoint)
     name = workload or (str(checkpoint) if is_imported(checkpoint) else settings.get("workload"))
     if name is None:
