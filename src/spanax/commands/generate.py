@@ -75,9 +75,12 @@ def answer(command: GenerateCommand) -> Answer:
       DataError: the checkpoint or the file of prompts cannot be read.
     """
     texts = _prompts(command)
+    from spanax.decoding.sampling import Sampling
     from spanax.processes.devices import devices
     from spanax.train.compilation_cache import enable_compilation_cache
 
+    rules = command.temperature, command.top_k, command.top_p, command.min_p, command.repetition_penalty
+    Sampling(*rules).checked()  # before the model is loaded
     enable_compilation_cache()
     devices(None)
     from spanax.interop.chat import chat_prompt
