@@ -128,11 +128,12 @@ def _options(command: GenerateCommand, saved: "LoadedModel") -> dict[str, Any]:
         )
     names = (
         "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples",
-        "layout", "mesh",
     )  # fmt: skip
     options = {name: getattr(command, name) for name in names}
     ends = [] if saved.end_id is None else [saved.end_id]
-    return options | {"stop": [*command.stop, *ends], "tokenizer": saved.tokenizer}
+    is_placed = command.layout is not None or command.mesh is not None
+    like = saved.forward if is_placed else None
+    return options | {"stop": [*command.stop, *ends], "tokenizer": saved.tokenizer, "like": like}
 
 
 def _printed(

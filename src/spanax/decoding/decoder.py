@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.forward import forward_of
+from spanax.decoding.forward import Forward, forward_of
 from spanax.decoding.incremental import incremental
 from spanax.decoding.proof import depends_on_others, prove
 from spanax.decoding.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
-from spanax.trace.variables import Owner, take_apart
+from spanax.jit.objects import Objects, SeenObjects
 
 BUCKET = 64
 """The lengths of sequences are multiples of this, so that those of similar lengths share a compiled program."""
@@ -45,10 +45,17 @@ class Cache:
 
 @dataclass(frozen=True)
 class Form:
-    """The sizes for which a decoder is derived: positions, and shape and dtype of the inputs of one sequence."""
+    """What a decoder is derived for.
+
+    Attributes:
+      length: the number of positions.
+      inputs: name, shape and dtype of the inputs of one sequence.
+      structure: the number of the structure that the model has.
+    """
 
     length: int
     inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    structure: int
 
 
 class Decoder:
@@ -72,6 +79,7 @@ class Decoder:
         self._length = length
         self._per_token = tuple(per_token)
         self._fallback = fallback
+        self._seen = SeenObjects()
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._forms: dict[Form, Incremental | Recomputation] = {}
         self._prefill = jax.jit(self.prefilled, static_argnums=0)
@@ -129,7 +137,11 @@ class Decoder:
 
     def parameters(self) -> list[Any]:
         """Returns the arrays of the model."""
-        return take_apart([Owner(self._model())])[1]
+        return self._objects()[0].arrays()
+
+    def _objects(self) -> tuple[Objects, int]:
+        """Returns the arrays of the model, and the number of its structure, by which programs are known."""
+        return self._seen.of((self._model(),))
 
     def derived(self, form: Form) -> Incremental | Recomputation:
         """Returns the incremental form for some sizes, which was compared with the forward pass."""
@@ -159,7 +171,7 @@ class Decoder:
             ) from error
         try:
             derived = Incremental(forward, incremental(forward))
-            prove(derived, self.parameters())
+            logits = prove(derived, self.parameters())
         except CausalityError:
             raise
         except DecodeError as error:
@@ -169,12 +181,12 @@ class Decoder:
             return Recomputation(forward)
         self.recomputed = tuple(derived.recomputed())
         if not self._forms and form.length > 1:
-            self._compare_batch(call, derived, form.length // 2)
+            self._compare_batch(call, forward, logits)
         return derived
 
-    def _compare_batch(self, call: Callable[..., Any], derived: Incremental, length: int) -> None:
-        """Warns if the logits depend on the number of tokens, or on other sequences."""
-        forward = derived.forward
+    def _compare_batch(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> None:
+        """Warns if the logits, given for random sequences, depend on the number of tokens or on other sequences."""
+        length = forward.length // 2
         arrays = []
         for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
             aval = forward.graph.avals[value]
@@ -185,7 +197,7 @@ class Decoder:
             batch = forward_of(call, self._model(), arrays, names, forward.per_token)
         except (SpanaxError, TypeError, ValueError):
             return  # an expected result: a model of certain lengths, such as multiples of a chunk
-        if depends_on_others(derived, batch, self.parameters()):
+        if depends_on_others(forward, logits, batch, self.parameters()):
             warnings.warn(
                 "the logits of this model depend on the number of tokens, or on other sequences of the batch; here, "
                 f"they are those of each sequence alone with {forward.length} tokens, whatever the later ones are.",
@@ -211,7 +223,7 @@ class Decoder:
             rest = np.shape(array)[1:]
             rest = (length, *rest[1:]) if name in self._per_token else rest
             sizes.append((name, rest, str(jnp.result_type(array))))
-        form = Form(length, tuple(sizes))
+        form = Form(length, tuple(sizes), self._objects()[1])
         self.derived(form)
         return form
 

@@ -67,34 +67,31 @@ def _filled_part(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -
 
 def _over_layers(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
     loop = loop_of(forward.graph, part.op)
-    consts = ins[: loop.num_consts]
-    first = loop.num_consts + loop.num_carried
+    consts, start, scanned = loop.by_role(ins)
 
     def layer(carry: list[Any], rows: list[Any]) -> Any:
         outs, cache = filled(forward, part.inside, [*consts, *carry, *rows], count)
         return outs[: loop.num_carried], (outs[loop.num_carried :], cache)
 
     params = {key: part.op.params[key] for key in ("length", "reverse", "unroll")}
-    carry, (stacked, cache) = lax.scan(layer, list(ins[loop.num_consts : first]), list(ins[first:]), **params)
+    carry, (stacked, cache) = lax.scan(layer, start, scanned, **params)
     return [*carry, *stacked], cache
 
 
 def _over_positions(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:
     """Runs a scan over positions; what is cached is the carry after `count` of them."""
     loop = loop_of(forward.graph, part.op)
-    consts = ins[: loop.num_consts]
-    first = loop.num_consts + loop.num_carried
+    consts, start, scanned = loop.by_role(ins)
     body = forward.graph.within(loop.body)
 
-    def position(carry: Any, scanned: Any) -> Any:
+    def position(carry: Any, inputs: Any) -> Any:
         latest, kept = carry
-        index, rows = scanned
+        index, rows = inputs
         outs = evaluate(body, [*consts, *latest, *rows])
         latest = outs[: loop.num_carried]
         kept = [jnp.where(index < count, new, old) for new, old in zip(latest, kept, strict=True)]
         return (latest, kept), outs[loop.num_carried :]
 
-    start = list(ins[loop.num_consts : first])
     indices = jnp.arange(forward.length, dtype=jnp.int32)
-    (latest, kept), stacked = lax.scan(position, (start, start), (indices, list(ins[first:])))
+    (latest, kept), stacked = lax.scan(position, (start, start), (indices, scanned))
     return [*latest, *stacked], dict(zip(loop.body_carried, kept, strict=True))

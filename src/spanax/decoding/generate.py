@@ -193,13 +193,11 @@ class _Known:
     """What calls for one model share.
 
     Attributes:
-      structure: the structure of the model; another one is derived anew.
       function: as in `spanax.decode`.
       decoder: the decoder.
       rows: the placements of earlier calls.
     """
 
-    structure: Any
     function: Callable[..., Any] | None
     decoder: Decoder
     rows: dict[Any, Rows] = field(default_factory=dict)
@@ -217,17 +215,16 @@ _KNOWN: dict[int, dict[Any, _Known]] = {}
 
 
 def _known(model: Any, function: Callable[..., Any] | None, fallback: bool) -> _Known:
-    """Returns what earlier calls derived of a model, if it has the same structure."""
+    """Returns what earlier calls derived of a model."""
     if not isinstance(model, nnx.Module):
         raise ArgumentError.of("model", model, "an nnx.Module")
     if id(model) not in _KNOWN:
         weakref.finalize(model, _KNOWN.pop, id(model), None)
     of_model = _KNOWN.setdefault(id(model), {})
-    structure = nnx.graphdef(model)
     key = function, fallback
-    if key not in of_model or of_model[key].structure != structure:
+    if key not in of_model:
         decoder = Decoder(weakref.ref(model), function or called, None, (), fallback)
-        of_model[key] = _Known(structure, function, decoder)
+        of_model[key] = _Known(function, decoder)
     return of_model[key]
 
 

@@ -211,7 +211,7 @@ class _Derivation:
         return _is_call(op) if op.bodies else _computes_rows(self.forward.graph, op, want)
 
     def _is_over_positions(self, loop: Loop) -> bool:
-        """Whether a scan runs forward over the positions of the sequence."""
+        """Whether a scan runs over the positions of the sequence, in either direction."""
         forward = self.forward
         stacked = [*loop.scanned, *loop.stacked]
         is_over = any(0 in forward.positions(value) and forward.follows_tokens(value) for value in stacked)

@@ -1,7 +1,8 @@
 """Compares an incremental form with the full forward pass, and finds the line where a model is not causal."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spanax.decoding.forward import Forward
+from spanax.decoding.sequences import Incremental, full
 from spanax.errors import CausalityError, DecodeError, first_line
 from spanax.trace.jaxpr.graph import Body, Op
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
@@ -23,27 +25,8 @@ NUM_STEPS = 2
 """The number of steps after each prefill that are compared."""
 
 
-class Derived(Protocol):
-    """The part of an incremental form that is compared."""
-
-    @property
-    def forward(self) -> Forward:
-        """The forward pass."""
-
-    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Returns the logits of the forward pass."""
-
-    def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> dict[int, Any]:
-        """Returns the caches of sequences after their first `counts` positions."""
-
-    def step(
-        self, parameters: Sequence[Any], cache: dict[int, Any], rows: Sequence[Any], positions: Any
-    ) -> tuple[Any, dict[int, Any]]:
-        """Returns the logits at a position of each sequence, and the caches after it."""
-
-
-def prove(derived: Derived, parameters: Sequence[Any]) -> None:
-    """Checks a model and its incremental form on random sequences.
+def prove(derived: Incremental, parameters: Sequence[Any]) -> np.ndarray:
+    """Checks a model and its incremental form on random sequences; returns the logits of these by the forward pass.
 
     Later tokens must not change earlier logits of the forward pass, and the incremental form must have its logits, with
     other tokens after those that count.
@@ -55,11 +38,11 @@ def prove(derived: Derived, parameters: Sequence[Any]) -> None:
     forward = derived.forward
     inputs = [_random(forward, index) for index in range(len(forward.arrays))]
     garbage = [_random(forward, index, seed=1) for index in range(len(forward.arrays))]
-    expected = _finite(jax.jit(derived.full)(parameters, inputs))
+    expected = _finite(jax.jit(partial(full, forward))(parameters, inputs))
     if np.isnan(expected).any():
         raise DecodeError("the forward pass returns NaN for random tokens.", fix="parameters that are finite")
     largest = max(float(np.abs(expected).max()), 1e-30)
-    count, others, leaked = _changed(derived, parameters, inputs, garbage)
+    count, others, leaked = _changed(forward, parameters, inputs, garbage)
     if not leaked <= _tolerance(forward) * largest:
         raise CausalityError(
             "this model is not causal: the logits of a position depend on later tokens.",
@@ -76,13 +59,13 @@ def prove(derived: Derived, parameters: Sequence[Any]) -> None:
             f"the incremental form of this model differs from its forward pass, by {error:.1e} of the largest logit.",
             fix=FALLBACK,
         )
+    return expected
 
 
 def _changed(
-    derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any]
+    forward: Forward, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any]
 ) -> tuple[int, list[Any], float]:
-    """Returns how much later tokens change earlier logits at most, after how many tokens, and in which sequence."""
-    forward = derived.forward
+    """Returns after how many tokens others change the logits before them most, in which sequence, and how much."""
     length = forward.length
     halves = [length >> power for power in range(1, length.bit_length())]
     counts = np.array(
@@ -97,11 +80,11 @@ def _changed(
         rows.append(row)
 
     def compared(parameters: Sequence[Any], rows: Sequence[Any], counts: Any) -> Any:
-        expected = derived.full(parameters, [array[:1] for array in inputs])[0]
+        expected = full(forward, parameters, [array[:1] for array in inputs])[0]
 
         def one(each: Any) -> Any:
             row, count = each
-            logits = derived.full(parameters, [array[None] for array in row])[0]
+            logits = full(forward, parameters, [array[None] for array in row])[0]
             difference = jnp.where(jnp.isinf(expected), 0.0, jnp.abs(logits - expected))
             return jnp.where(jnp.arange(length)[:, None] < count, difference, 0.0).max()
 
@@ -118,18 +101,24 @@ def _finite(logits: Any) -> np.ndarray:
     return np.where(np.isinf(array), 0.0, array)
 
 
-def depends_on_others(derived: Derived, batch: Forward, parameters: Sequence[Any]) -> bool:
-    """Whether a shorter batch of two sequences has other logits, as where experts have fewer slots, or share them."""
-    inputs = [_random(derived.forward, index) for index in range(len(derived.forward.arrays))]
-    pairs = zip(inputs, derived.forward.per_token, strict=True)
-    first = [array[:, : batch.length] if is_per_token else array for array, is_per_token in pairs]
+def depends_on_others(forward: Forward, alone: np.ndarray, batch: Forward, parameters: Sequence[Any]) -> bool:
+    """Whether a shorter batch of two sequences has other logits, as where experts have fewer slots, or share them.
+
+    Args:
+      forward: the forward pass of one sequence.
+      alone: the logits of the random sequences, as `prove` returns them.
+      batch: the forward pass of two shorter sequences.
+      parameters: the arrays of the model.
+    """
+    pairs = ((_random(forward, index), is_row) for index, is_row in enumerate(forward.per_token))
+    first = [array[:, : batch.length] if is_row else array for array, is_row in pairs]
     together = _finite(jax.jit(lambda *args: evaluate(batch.graph, args)[-1])(*parameters, *first))
-    alone = _finite(jax.jit(derived.full)(parameters, inputs))[:, : batch.length]
-    return float(np.abs(together - alone).max()) > _tolerance(derived.forward) * float(np.abs(alone).max())
+    alone = alone[:, : batch.length]
+    return float(np.abs(together - alone).max()) > _tolerance(forward) * float(np.abs(alone).max())
 
 
 def _largest_error(
-    derived: Derived, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any], expected: np.ndarray
+    derived: Incremental, parameters: Sequence[Any], inputs: Sequence[Any], garbage: Sequence[Any], expected: np.ndarray
 ) -> float:
     """Returns the largest difference of logits."""
     forward = derived.forward
@@ -163,7 +152,7 @@ def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
     generator = np.random.default_rng((seed, index))
     shape = (2, *aval.shape[1:])
     if index == 0:
-        return generator.integers(0, forward.graph.shape(forward.logits)[-1], shape).astype(aval.dtype)
+        return generator.integers(0, forward.vocabulary, shape).astype(aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.floating):
         return generator.normal(size=shape).astype(aval.dtype)
     return np.ones(shape, aval.dtype)
@@ -204,8 +193,8 @@ def _inside(forward: Forward, op: Op, count: int, first: Sequence[Any], second: 
     if op.name != "scan":
         return _first_leak(forward, body, count, first, second)
     loop = loop_of(forward.graph, op)
-    fixed = loop.num_consts + loop.num_carried
-    args = [[*ins[:fixed], *(array[0] for array in ins[fixed:])] for ins in (first, second)]
+    roles = map(loop.by_role, (first, second))
+    args = [[*consts, *carry, *(array[0] for array in scanned)] for consts, carry, scanned in roles]
     return _first_leak(forward, body, count, *args)
 
 

@@ -88,7 +88,8 @@ def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling, seen: jax.Array
         shaped = jnp.where(shaped < floor, -jnp.inf, shaped)
         ranked = jnp.where(ranked < floor, -jnp.inf, ranked)
     if sampling.top_p is not None:
-        before = jnp.cumsum(jax.nn.softmax(ranked), axis=-1) - jax.nn.softmax(ranked)
+        probabilities = jax.nn.softmax(ranked)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
         floor = jnp.where(before < sampling.top_p, ranked, jnp.inf).min(-1, keepdims=True)
         shaped = jnp.where(shaped < floor, -jnp.inf, shaped)
     if sampling.min_p is not None:

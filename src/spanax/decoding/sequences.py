@@ -54,20 +54,12 @@ class Incremental:
         """Returns the lines of the model whose operations a step computes for all positions."""
         return [*dict.fromkeys(filter(None, (op.where for op in _recomputed(self.forward, self.steps))))]
 
-    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
-        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
-
 
 @dataclass(frozen=True, eq=False)
 class Recomputation:
     """The same for a forward pass without an incremental form: the cache is the tokens, and a step computes all."""
 
     forward: Forward
-
-    def full(self, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Returns the logits [sequences, length, vocabulary] of the forward pass."""
-        return _over_rows(self.forward, lambda *row: _logits(self.forward, parameters, row))(*arrays)
 
     def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> Cache:
         """Returns the arrays of sequences."""
@@ -79,7 +71,7 @@ class Recomputation:
         sequences = jnp.arange(positions.shape[0])
         for value, row in zip(self.forward.token_arrays, rows, strict=True):
             cache[value] = cache[value].at[sequences, positions].set(row.astype(cache[value].dtype))
-        logits = self.full(parameters, [cache[value] for value in self.forward.arrays])
+        logits = full(self.forward, parameters, [cache[value] for value in self.forward.arrays])
         return logits[sequences, positions], cache
 
 
@@ -87,9 +79,13 @@ ONE_BY_ONE = {RAGGED, "pure_callback", "io_callback"}
 """Operations that JAX cannot batch: matmuls of ragged groups, and callbacks that do not say how."""
 
 
-def _logits(forward: Forward, parameters: Sequence[Any], row: Sequence[Any]) -> Any:
-    """Returns the logits [length, vocabulary] of one sequence."""
-    return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
+def full(forward: Forward, parameters: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """Returns the logits [sequences, length, vocabulary] of the forward pass of several sequences."""
+
+    def one(*row: Any) -> Any:
+        return evaluate(forward.graph, [*parameters, *(array[None] for array in row)])[-1][0]
+
+    return _over_rows(forward, one)(*arrays)
 
 
 def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., Any]:

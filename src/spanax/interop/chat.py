@@ -7,6 +7,7 @@ from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import OF_TOKENIZER, TOKENIZER_CONFIG
 from spanax.errors import FormatError, MissingError, NotInstalledError, first_line
+from spanax.train.data.text.tokenizer import token_text
 
 TEMPLATE = OF_TOKENIZER[-1]
 """The file of a template on its own; others are in tokenizer_config.json."""
@@ -33,7 +34,8 @@ def chat_prompt(folder: Path | None, text: str) -> str:
     if template is None:
         where = "" if folder is None else f"{folder / TOKENIZER_CONFIG} has no chat_template"
         raise MissingError("the model has no chat template.", where=where, fix="leave --chat out")
-    tokens = {name: _content(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    texts = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    tokens = {name: text if isinstance(text, str) else "" for name, text in texts.items()}
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = _refuse
     messages = [{"role": "user", "content": text}]
@@ -64,9 +66,3 @@ def _template(folder: Path | None, config: dict[str, Any]) -> str | None:
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _content(token: Any) -> str:
-    """Returns the text of a special token, which is a string or an object."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""

@@ -24,10 +24,10 @@ from spanax.interop.configs import CONFIG, Family, config_json, family_of, membe
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
-from spanax.models.imported import MODELS, SavedModel, is_imported, read_model
+from spanax.models.imported import MODELS, SavedModel, is_imported, read_model, saved_workload
 from spanax.models.workloads import load
 from spanax.train.data.text.tokenizer import tokenizer_config
-from spanax.train.record.folder import recorded, saved_tokenizer
+from spanax.train.record.folder import saved_tokenizer
 from spanax.train.state import weights
 from spanax.units import bytes_text, count_text
 
@@ -146,9 +146,7 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> SavedModel:
       SpanaxError: the model is not recorded, or is of another kind.
     """
     model = members(kind)[0].model
-    name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
-    if name is None:
-        raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
+    name = saved_workload(checkpoint, workload)
     if is_imported(Path(name)):
         saved = read_model(Path(name))
         if saved.kind != model:

@@ -14,7 +14,8 @@ from spanax.errors import CheckpointError, WorkloadError
 from spanax.jit.init import init
 from spanax.jit.jit import jit
 from spanax.jit.objects import Objects
-from spanax.models.imported import is_imported
+from spanax.jit.sharded_function import ShardedFunction
+from spanax.models.imported import is_imported, saved_workload
 from spanax.models.workloads import load
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.train.record.folder import recorded, saved_tokenizer
@@ -30,6 +31,7 @@ class LoadedModel:
 
     Attributes:
       model: the model.
+      forward: the function whose mesh and layout its arrays have.
       step: the step of the checkpoint.
       tokenizer: that of the run or of the import; None if it has none.
       end_id: the end-of-text token.
@@ -37,6 +39,7 @@ class LoadedModel:
     """
 
     model: nnx.Module
+    forward: ShardedFunction
     step: int
     tokenizer: "tokenizers.Tokenizer | None"
     end_id: int | None
@@ -63,9 +66,7 @@ def load_model(
     if not checkpoint.is_dir():
         raise CheckpointError(f"there is no folder '{checkpoint}'.", fix="a run folder, such as runs/a")
     settings = recorded(checkpoint)
-    name = workload or (str(checkpoint) if is_imported(checkpoint) else settings.get("workload"))
-    if name is None:
-        raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
+    name = saved_workload(checkpoint, workload)
     source = partial(load, name)
     sizes = {"seq_len": settings["seq_len"]} if settings.get("seq_len") is not None else {}
     definition = source(**sizes)
@@ -85,7 +86,7 @@ def load_model(
     model.eval()
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
-    return LoadedModel(model, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
+    return LoadedModel(model, forward, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
 
 
 def _built(build: Any) -> nnx.Module:

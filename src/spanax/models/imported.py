@@ -10,9 +10,10 @@ from spanax import Workload
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import MODEL
-from spanax.errors import EntryError, FileError, RangeError, first_line
+from spanax.errors import EntryError, FileError, RangeError, WorkloadError, first_line
 from spanax.models import gpt, images, llama, vit
 from spanax.schema import parsed
+from spanax.train.record.folder import recorded
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt.GPT, gpt.GPTConfig),
@@ -107,6 +108,18 @@ def read_model(folder: Path) -> SavedModel:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
+
+
+def saved_workload(checkpoint: Path, workload: str | None) -> str:
+    """Returns the name of the workload of a checkpoint: as given, the folder of imported weights, or as a run recorded.
+
+    Raises:
+      WorkloadError: there is none.
+    """
+    name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
+    if name is None:
+        raise WorkloadError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
+    return str(name)
 
 
 def from_folder(folder: Path) -> Callable[..., Workload]:

@@ -144,9 +144,8 @@ def pipelined_loop(
         values: Values = dict(zip(loop.body.inputs, ins, strict=True))
         values |= {value: outer.to_rows(value, constants[operand]) for value, operand in pairs if operand in constants}
         outer.replay.ops(outer.prepared_ops, values)
-        carried = ins[loop.num_consts : loop.num_consts + loop.num_carried]
+        _, carried, microbatches = loop.by_role(ins)
         body_carries = loop.body.inputs[loop.num_consts :]
-        microbatches = list(ins[loop.num_consts + loop.num_carried :])
         consts = [*loop.body.inputs[: loop.num_consts], *partition.prepared, *partition.unchanged.values()]
         invariants = {value: outer.to_layers(value, values[value]) for value in consts if value in reads}
         by_layer, by_stage, results = run_stages(

@@ -1,9 +1,12 @@
 """Classifies operands and results of scans, and finds the loops over layers in the forward and backward pass."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Graph, Op, scan_counts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +51,11 @@ class Loop:
     def scanned(self) -> tuple[int, ...]:
         """The stacked operands; each iteration reads one slice."""
         return self.op.inputs[self.num_consts + self.num_carried :]
+
+    def by_role(self, operands: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Returns operands in the order of the loop's, such as arrays, as consts, initial carry and stacked ones."""
+        first = self.num_consts + self.num_carried
+        return list(operands[: self.num_consts]), list(operands[self.num_consts : first]), list(operands[first:])
 
     @property
     def results(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -259,12 +259,17 @@ def tokenizer_config(content: str) -> dict[str, str]:
     return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if end is None else {"eos_token": end})
 
 
+def token_text(token: Any) -> Any:
+    """Returns the text of a special token of tokenizer_config.json, which is a string or an object."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
 def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
     """Returns the id of the end-of-text token, from tokenizer_config.json in the same folder or by its usual names."""
     try:
         config = read_json(path.with_name("tokenizer_config.json"))
         token = config.get("eos_token") if isinstance(config, Mapping) else None
-        names: Sequence[object] = [token.get("content") if isinstance(token, Mapping) else token]
+        names: Sequence[object] = [token_text(token)]
     except (OSError, ValueError):
         names = END_OF_TEXT
     ids = (engine.token_to_id(name) for name in names if isinstance(name, str))
