@@ -209,7 +209,7 @@ def test_a_full_cache_is_an_error() -> None:
 
 def test_a_wrong_derivation_never_returns_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that is written to the place after its own, as a faulty rule would, is found by the comparison."""
-    from spanax.decoding import advance
+    from spanax.decoding.derive import advance
 
     write = advance.Advance._write
     monkeypatch.setattr(

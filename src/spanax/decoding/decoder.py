@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.forward import Forward, forward_of
-from spanax.decoding.incremental import incremental
-from spanax.decoding.proof import depends_on_others, prove
-from spanax.decoding.sequences import Incremental, Recomputation
+from spanax.decoding.derive.forward import Forward, forward_of
+from spanax.decoding.derive.incremental import incremental
+from spanax.decoding.derive.proof import depends_on_others, prove
+from spanax.decoding.derive.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.jit.objects import Objects, SeenObjects
 

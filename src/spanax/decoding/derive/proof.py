@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.decoding.forward import Forward
-from spanax.decoding.sequences import Incremental, full
+from spanax.decoding.derive.forward import Forward
+from spanax.decoding.derive.sequences import Incremental, full
 from spanax.errors import CausalityError, DecodeError, first_line
 from spanax.trace.jaxpr.graph import Body, Op
 from spanax.trace.jaxpr.interpret import Values, evaluate, read

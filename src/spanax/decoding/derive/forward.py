@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spanax.decoding.associative_scans import as_loops
+from spanax.decoding.derive.associative_scans import as_loops
 from spanax.errors import DecodeError, RangeError
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.jaxpr.interpret import Values, read, run

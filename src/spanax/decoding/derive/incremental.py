@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from spanax.decoding.forward import Forward
-from spanax.decoding.windows import Window, windows
+from spanax.decoding.derive.forward import Forward
+from spanax.decoding.derive.windows import Window, windows
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Graph, Op, remat_of

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.decoding.fill import Cache
-from spanax.decoding.forward import Forward
-from spanax.decoding.incremental import How, Part, Steps, Want, row_form
-from spanax.decoding.windows import row_of
+from spanax.decoding.derive.fill import Cache
+from spanax.decoding.derive.forward import Forward
+from spanax.decoding.derive.incremental import How, Part, Steps, Want, row_form
+from spanax.decoding.derive.windows import row_of
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Equation, Family
 from spanax.trace.jaxpr.interpret import as_traced, evaluate

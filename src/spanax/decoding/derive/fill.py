@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spanax.decoding.forward import Forward
-from spanax.decoding.incremental import IDENTITY, How, Part, Steps
+from spanax.decoding.derive.forward import Forward
+from spanax.decoding.derive.incremental import IDENTITY, How, Part, Steps
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
 from spanax.trace.jaxpr.loops import loop_of
 

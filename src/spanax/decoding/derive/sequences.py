@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spanax.decoding.advance import Advance, cut
-from spanax.decoding.fill import Cache, filled
-from spanax.decoding.forward import Forward
-from spanax.decoding.incremental import How, Steps, Want
+from spanax.decoding.derive.advance import Advance, cut
+from spanax.decoding.derive.fill import Cache, filled
+from spanax.decoding.derive.forward import Forward
+from spanax.decoding.derive.incremental import How, Steps, Want
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import RAGGED, Op
 from spanax.trace.jaxpr.interpret import evaluate
