@@ -22,8 +22,8 @@ from spanax.check.report import Report
 from spanax.commands import train
 from spanax.commands.check import CheckCommand
 from spanax.commands.check import answer as check_answer
-from spanax.commands.plan import PlanCommand
-from spanax.commands.plan import answer as plan_answer
+from spanax.commands.plan.answer import answer as plan_answer
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize

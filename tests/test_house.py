@@ -310,7 +310,7 @@ OPENS_ELSEWHERE = {
     "show/check.py": {"Path(file).read_text()"},
     "commands/generate.py": {"read_bytes(command.prompts)"},
     "commands/inspect.py": {"path.write_text(text)"},
-    "commands/plan.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
+    "commands/plan/ranked.py": {"command.out_cluster.write_text(cluster_text(calibration.cluster))"},
     "commands/machine.py": {
         "command.out.is_dir()", "command.out.parent.is_dir()",
         "command.out.write_text(probe(devices(command.devices), seconds=command.seconds))",

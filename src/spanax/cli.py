@@ -17,12 +17,13 @@ from spanax.commands import (
     launch,
     machine,
     models,
-    plan,
     report,
     train,
     weights,
 )
 from spanax.commands.answer import Answer
+from spanax.commands.plan import answer as plan
+from spanax.commands.plan.flags import PlanCommand
 from spanax.compat import color_help
 from spanax.entries.local_path import check_local_paths
 from spanax.errors import FormatError, UnknownNameError
@@ -52,7 +53,7 @@ class Verb:
 
 COMMANDS: dict[str, Verb] = {
     "train": Verb(TrainConfig, train.answer, train.parse),
-    "plan": Verb(plan.PlanCommand, plan.answer),
+    "plan": Verb(PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
     "generate": Verb(generate.GenerateCommand, generate.answer),
     "models": Verb(models.ModelsCommand, models.answer),

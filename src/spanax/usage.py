@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax plan gpt2 --on cpu:8 --out plan.json",
         "spanax plan gpt2 --on h100:8 --html layouts.html",
         "spanax plan llama3-8b --on h100:8 --solve-for batch",
+        "spanax plan llama3-8b --on h100:8 --generate --dtype bfloat16",
         "spanax plan llama3-8b --on h100:32 --tokens 300B --budget-hours 500",
         "spanax plan gpt2-xl --on h100:8,v5e:4x4 --global-batch-size 64 --tokens 300B --price h100=2.5",
         "spanax plan gpt2 --on h100:8 --calibrate runs/a --out-cluster mine.toml",

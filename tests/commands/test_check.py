@@ -14,8 +14,9 @@ from requested import with_flags
 from spanax import cli
 from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Buffer, Figures, Report
-from spanax.commands import plan
 from spanax.commands.check import CheckCommand, answer
+from spanax.commands.plan import answer as plan
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import SpanaxError
 from spanax.processes import devices as distributed_devices
 from spanax.show.check import collective_text, collectives_text, report_text
@@ -58,7 +59,7 @@ def test_what_a_gpu_needs_beyond_the_default_of_jax(
     chip = dataclasses.replace(h100.chip, memory_bytes=memory)
     cluster = dataclasses.replace(h100, chip=chip, memory_bytes=memory)
     monkeypatch.setattr("spanax.hardware.cluster.cluster", lambda *_: cluster)
-    command = with_flags(plan.PlanCommand("gpt-nano", ("h100:8",)), global_batch_size=16, mesh="fsdp=8", **flags)
+    command = with_flags(PlanCommand("gpt-nano", ("h100:8",)), global_batch_size=16, mesh="fsdp=8", **flags)
     planned = plan.answer(command)
     for text, data in (ask(on="h100:8", level=0, **flags), (planned.text, planned.data["best"])):
         assert data["environment"] == ({} if value is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": value})
@@ -124,10 +125,8 @@ def test_an_unknown_collective_raises() -> None:
 
 
 def test_a_plan_file_is_checked(tmp_path: Path) -> None:
-    from spanax.commands.plan import PlanCommand
-    from spanax.commands.plan import answer as plan_answer
 
-    plan_answer(
+    plan.answer(
         with_flags(PlanCommand("gpt-nano", ("cpu:8",)), global_batch_size=16, layout="fsdp", out=tmp_path / "p.json")
     )
     text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)

@@ -17,7 +17,8 @@ from requested import with_flags
 from sampling import sampled
 from spanax import cli
 from spanax.check.lint.lint import lint
-from spanax.commands.plan import PlanCommand, answer
+from spanax.commands.plan.answer import answer
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize

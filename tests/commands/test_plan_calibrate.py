@@ -13,7 +13,8 @@ import spanax
 from requested import with_flags
 from spanax import cli
 from spanax.commands.answer import Answer
-from spanax.commands.plan import PlanCommand, answer
+from spanax.commands.plan.answer import answer
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import SpanaxError, WriteError
 from spanax.hardware.cluster import cluster_text
 from spanax.models.workloads import load

@@ -14,7 +14,8 @@ import zoo
 from programs import workload
 from requested import with_flags
 from sampling import sampled
-from spanax.commands.plan import PlanCommand, answer
+from spanax.commands.plan.answer import answer
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import SpanaxError
 from spanax.trace.workload import Workload
 

@@ -7,7 +7,7 @@ import pytest
 from requested import flag_names
 from spanax.commands.check import CheckCommand
 from spanax.commands.launch import LAUNCHERS
-from spanax.commands.plan import PlanCommand
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import UnknownNameError
 from spanax.train.config import TrainConfig
 from spanax.usage import OTHER_FLAGS, SAME_FLAGS, parse_flags

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from spanax.commands.plan import PlanCommand
+from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import RangeError
 from spanax.train.config import TrainConfig, check
 from spanax.train.flags import MAX, MIN, USUAL

@@ -14,7 +14,7 @@ from flax import nnx
 from spanax.decoding.derive.forward import Forward, forward_of
 from spanax.decoding.derive.incremental import incremental
 from spanax.decoding.derive.proof import depends_on_others, prove
-from spanax.decoding.derive.sequences import Incremental, Recomputation
+from spanax.decoding.derive.sequences import Incremental, Recomputation, prefilled
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.jit.objects import Objects, SeenObjects
 
@@ -258,12 +258,7 @@ class Decoder:
             missing = form.length - array.shape[1] if is_per_token else 0
             widths = [(0, missing if dim == 1 else 0) for dim in range(array.ndim)]
             padded.append(jnp.pad(jnp.asarray(array), widths))
-        last = lengths - 1
-        cache = derived.fill(parameters, padded, last)
-        pairs = zip(padded, derived.forward.per_token, strict=True)
-        sequences = jnp.arange(lengths.shape[0])
-        rows = [array[sequences, last] for array, is_per_token in pairs if is_per_token]
-        return derived.step(parameters, cache, rows, last)
+        return prefilled(derived, parameters, padded, lengths)
 
     def stepped(
         self, form: Form, parameters: Sequence[Any], arrays: dict[int, Any], rows: Sequence[Any], positions: Any

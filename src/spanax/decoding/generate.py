@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.decoder import Decoder, called, check_tokens
+from spanax.decoding.decoder import Decoder, Form, called, check_tokens
 from spanax.decoding.loop import Job, Loop
 from spanax.decoding.rows import Rows
 from spanax.decoding.sampling import Sampling
@@ -117,9 +117,9 @@ def generate(  # noqa: PLR0913
     stops = _stops(stop, tokenizer)
     known = _known(model, function, fallback)
     decoder = known.decoder
-    rows = known.placed(model, (len(ids), int(lengths.max())), layout=layout, mesh=mesh, like=like)
     others = {name: np.repeat(np.asarray(array), num_samples, 0) for name, array in (inputs or {}).items()}
     form = decoder.form_for(int(lengths.max()) + max_new_tokens, others)
+    rows = known.placed(model, form, len(ids), layout=layout, mesh=mesh, like=like)
     vocabulary = decoder.derived(form).forward.vocabulary
     for name, each in (*(("prompts", prompt) for prompt in ids), *(("stop", stop.ids) for stop in stops)):
         check_tokens(name, each, vocabulary)
@@ -193,20 +193,18 @@ class _Known:
     """What calls for one model share.
 
     Attributes:
-      function: as in `spanax.decode`.
       decoder: the decoder.
       rows: the placements of earlier calls.
     """
 
-    function: Callable[..., Any] | None
     decoder: Decoder
     rows: dict[Any, Rows] = field(default_factory=dict)
 
-    def placed(self, model: Any, shape: tuple[int, int], **options: Any) -> Rows:
+    def placed(self, model: Any, form: Form, num_sequences: int, **options: Any) -> Rows:
         """Returns the placement under options of `spanax.jit`, planned once."""
-        key = shape, repr(options["layout"]), repr(options["mesh"]), options["like"]
+        key = form, num_sequences, repr(options["layout"]), repr(options["mesh"]), options["like"]
         if key not in self.rows:
-            self.rows[key] = Rows.of(model, self.function, shape, **options)
+            self.rows[key] = Rows.of(model, self.decoder.derived(form), num_sequences, **options)
         return self.rows[key]
 
 
@@ -224,7 +222,7 @@ def _known(model: Any, function: Callable[..., Any] | None, fallback: bool) -> _
     key = function, fallback
     if key not in of_model:
         decoder = Decoder(weakref.ref(model), function or called, None, (), fallback)
-        of_model[key] = _Known(function, decoder)
+        of_model[key] = _Known(decoder)
     return of_model[key]
 
 

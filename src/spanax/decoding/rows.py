@@ -1,7 +1,7 @@
-"""Where the parameters and the sequences of a generation are."""
+"""Where the parameters, the caches and the sequences of a generation are."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,35 +9,42 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spanax.decoding.decoder import called
+from spanax.decoding.derive.fill import Cache
+from spanax.decoding.derive.sequences import Incremental, Recomputation
+from spanax.decoding.programs import Caches, decode_step, step_arguments
 from spanax.errors import IndivisibleError
 from spanax.jit.jit import jit
+from spanax.plan.candidates.request import STATE_FRACTION
+from spanax.plan.sharding.resolve import Spec, axes_of
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The placement of a generation; without a mesh, the parameters stay where they are.
+    """The placement of a generation, that of its decode step; without a mesh, the parameters stay where they are.
 
     Attributes:
       mesh: the devices.
       axes: the mesh axes over which sequences are sharded.
-      specs: the sharding of each parameter.
+      parameter_specs: the sharding of each parameter.
+      cache_specs: that of each cache, with its value of the forward pass.
     """
 
     mesh: Mesh | None = None
     axes: tuple[str, ...] = ()
-    specs: tuple[PartitionSpec, ...] = ()
+    parameter_specs: tuple[PartitionSpec, ...] = ()
+    cache_specs: tuple[tuple[int, PartitionSpec], ...] = ()
 
     @classmethod
-    def of(cls, model: Any, function: Callable[..., Any] | None, shape: tuple[int, int], **options: Any) -> "Rows":
-        """Returns the placement of a forward pass under options of `spanax.jit`.
+    def of(cls, model: Any, derived: Incremental | Recomputation, num_sequences: int, **options: Any) -> "Rows":
+        """Returns the placement of a decode step under options of `spanax.jit`.
 
-        Parameters are gathered once over the axes of the sequences, since every token reads them.
+        Parameters are gathered once over the axes of the sequences, since every token reads them; unless they would
+        take more than `STATE_FRACTION` of a device's memory.
 
         Args:
           model: the model.
-          function: as in `spanax.decode`.
-          shape: the number of sequences, and of tokens.
+          derived: the form of its forward pass.
+          num_sequences: the sequences that generate together.
           **options: `layout`, `mesh` and `like`; None for those that are not given.
 
         Raises:
@@ -46,26 +53,37 @@ class Rows:
         given = {name: value for name, value in options.items() if value is not None}
         if not given:
             return cls()
-        forward = jit(function or called, **given)
+        step = jit(decode_step(derived), **given)
         # Planned for so many sequences that every mesh axis divides them: whether these do is checked here.
-        count = math.lcm(shape[0], len(jax.devices()))
-        plan = forward.prepare(model, jax.ShapeDtypeStruct((count, shape[1]), "int32"))
+        caches, arrays = step_arguments(derived, math.lcm(num_sequences, len(jax.devices())))
+        plan = step.prepare(model, caches, *arrays)
         axes = tuple(plan.batch[0].spec[0])
         ways = plan.mesh.ways(axes)
-        if shape[0] % ways:
+        if num_sequences % ways:
             raise IndivisibleError(
-                f"{shape[0]} generations do not divide into {ways} shards over {', '.join(axes)}.",
+                f"{num_sequences} generations do not divide into {ways} shards over {', '.join(axes)}.",
                 fix=f"a multiple of {ways} prompts times num_samples, or another mesh",
                 axis=axes[0],
             )
-        specs = [[tuple(axis for axis in by if axis not in axes) or None for by in leaf.spec] for leaf in plan.leaves]
-        return cls(forward.placement.mesh, axes, tuple(PartitionSpec(*spec) for spec in specs))
+        num_parameters = len(plan.leaves) - len(caches.arrays())
+        parameters = plan.leaves[:num_parameters]
+        kept = [tuple(tuple(axis for axis in by if axis not in axes) for by in leaf.spec) for leaf in parameters]
+        num_bytes = sum(leaf.local_bytes * plan.mesh.ways(axes_of(leaf.spec) & {*axes}) for leaf in parameters)
+        limit = step.placement.cluster().memory_bytes
+        is_gathered = limit is None or num_bytes <= STATE_FRACTION * limit
+        specs = kept if is_gathered else [leaf.spec for leaf in parameters]
+        return cls(
+            step.placement.mesh,
+            axes,
+            tuple(map(_partition_spec, specs)),
+            tuple((Caches.value_of(leaf.path), _partition_spec(leaf.spec)) for leaf in plan.leaves[num_parameters:]),
+        )
 
     def parameters(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the parameters where they are read."""
         if self.mesh is None:
             return list(arrays)
-        pairs = zip(arrays, self.specs, strict=True)
+        pairs = zip(arrays, self.parameter_specs, strict=True)
         return [jax.device_put(array, NamedSharding(self.mesh, spec)) for array, spec in pairs]
 
     def placed(self, arrays: Sequence[Any]) -> list[Any]:
@@ -81,12 +99,13 @@ class Rows:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
 
-    def constrained(self, cache: dict[int, Any]) -> dict[int, Any]:
-        """Returns a cache with its sequences sharded; the compiler shards other dims as those of the parameters."""
+    def constrained(self, cache: Cache) -> Cache:
+        """Returns a cache, sharded."""
         if self.mesh is None:
             return cache
-        result = {}
-        for value, array in cache.items():
-            spec = PartitionSpec(self.axes or None, *[PartitionSpec.UNCONSTRAINED] * (array.ndim - 1))
-            result[value] = jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
-        return result
+        constraint = jax.lax.with_sharding_constraint
+        return {value: constraint(cache[value], NamedSharding(self.mesh, spec)) for value, spec in self.cache_specs}
+
+
+def _partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(*(by or None for by in spec))

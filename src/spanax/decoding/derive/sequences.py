@@ -75,6 +75,25 @@ class Recomputation:
         return logits[sequences, positions], cache
 
 
+def prefilled(
+    derived: Incremental | Recomputation, parameters: Sequence[Any], arrays: Sequence[Any], lengths: Any
+) -> tuple[Any, Cache]:
+    """Returns the logits [sequences, vocabulary] after the last of the tokens that count, and the caches.
+
+    Args:
+      derived: the form of the forward pass.
+      parameters: the arrays of the model.
+      arrays: the inputs of the sequences, with all positions of the form.
+      lengths: the number of tokens of each sequence that count.
+    """
+    last = lengths - 1
+    cache = derived.fill(parameters, arrays, last)
+    sequences = jnp.arange(lengths.shape[0])
+    pairs = zip(arrays, derived.forward.per_token, strict=True)
+    rows = [array[sequences, last] for array, is_per_token in pairs if is_per_token]
+    return derived.step(parameters, cache, rows, last)
+
+
 ONE_BY_ONE = {RAGGED, "pure_callback", "io_callback"}
 """Operations that JAX cannot batch: matmuls of ragged groups, and callbacks that do not say how."""
 

@@ -387,12 +387,10 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
     for index, op in divided:
         if op.name not in (*SCATTERS, "gather"):
             continue
-        numbers = op.params["dimension_numbers"]
         table = op.outputs[0] if op.name in SCATTERS else op.inputs[0]
-        indexed = numbers.scatter_dims_to_operand_dims if op.name in SCATTERS else numbers.start_index_map
         shape = sharded.traced.graph.shape(table)
         column = _column(sharded, table, is_tiled=True)
-        if column.tiled is None or len(shape) < 2 or shape[-1] % LANES == 0 or len(shape) - 1 in indexed:
+        if column.tiled is None or len(shape) < 2 or shape[-1] % LANES == 0 or len(shape) - 1 in op.indexed:
             continue
         division = sharded.division(op)
         axes = column.tiled.axes
@@ -400,7 +398,7 @@ def _row_major(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> It
             axes = tuple(mask & shift.unchanged for mask in axes)
         if op.name == "gather" and division.operands is not None and division.operands.inputs[0] is not None:
             axes = sharded.masks_of(table, division.operands.inputs[0])
-        tiled = column.tiled._replace(axes=axes, indexed=tuple(indexed))
+        tiled = column.tiled._replace(axes=axes, indexed=op.indexed)
         column = column._replace(axes=union(axes), tiled=tiled)
         num_bytes = sharded.num_bytes(table)
         if shape[-1] < LANES:

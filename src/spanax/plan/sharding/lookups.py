@@ -56,16 +56,14 @@ def lookup_of(op: Op, constraints: Sequence[Constraint | None]) -> Lookup | None
     if op.family is Family.GATHER:
         table, indices, rows = *op.inputs[:2], op.outputs[0]
         columns = numbers.offset_dims
-        looked_up = numbers.start_index_map
     else:
         table, indices, rows = op.outputs[0], *op.inputs[1:3]
         columns = numbers.update_window_dims
-        looked_up = numbers.scatter_dims_to_operand_dims
     sharding = constraints[table]
     result = constraints[rows]
     if sharding is None or result is None:
         return None
-    lookup = Lookup(table, indices, rows, columns, looked_up, sharding, result)
+    lookup = Lookup(table, indices, rows, columns, op.indexed, sharding, result)
     return None if sharding.used is None and not lookup.summed else lookup
 
 

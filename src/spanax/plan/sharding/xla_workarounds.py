@@ -175,8 +175,7 @@ def writes_shards(op: Op, operand: Constraint | None) -> bool:
     slice of an operand that was computed replicated, XLA's simplifier reads the replicated form at these indices, and
     the scatter writes that into the shard. An optimization barrier keeps the two apart.
     """
-    dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
-    return operand is not None and any(operand.spec[dim] for dim in dims)
+    return operand is not None and any(operand.spec[dim] for dim in op.indexed)
 
 
 def is_extended(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> bool:

@@ -45,12 +45,11 @@ def match_sharded_lookup(
     numbers = op.params["dimension_numbers"]
     table, rows = (op.outputs[0], op.inputs[2]) if is_adding else (op.inputs[0], op.outputs[0])
     table_spec, row_spec = (_spec(graph, value, constraints, manual) for value in (table, rows))
-    looked_up = numbers.scatter_dims_to_operand_dims if is_adding else numbers.start_index_map
     columns = numbers.update_window_dims if is_adding else numbers.offset_dims
     dropped = numbers.inserted_window_dims if is_adding else numbers.collapsed_slice_dims
     batching = tuple(numbers.operand_batching_dims)
     index_batching = tuple(numbers.scatter_indices_batching_dims if is_adding else numbers.start_indices_batching_dims)
-    sharded_dims = [dim for dim in looked_up if table_spec[dim]]
+    sharded_dims = [dim for dim in op.indexed if table_spec[dim]]
     if len(sharded_dims) != 1 or sharded_dims[0] not in dropped:
         return None
     axes = table_spec[sharded_dims[0]]
@@ -58,7 +57,7 @@ def match_sharded_lookup(
     indices = tuple(dim_axes for dim, dim_axes in enumerate(row_spec) if dim not in columns) + ((),)
     window_dims = [dim for dim in range(len(table_spec)) if dim not in dropped and dim not in batching]
     sizes = graph.shape(table)
-    spec = [()] * len(table_spec)
+    spec: list[tuple[str, ...]] = [()] * len(table_spec)
     for dim, column in zip(window_dims, columns, strict=True):
         takes_all = graph.shape(rows)[column] == sizes[dim]
         if row_spec[column] and not takes_all:

@@ -76,7 +76,7 @@ def looked_up_labels(graph: Graph, axes: Axes) -> frozenset[int | None]:
         axes.classes[op.inputs[0]][dim]
         for op in graph.ops()
         if op.family is Family.GATHER and not axes.origins[op.inputs[0]] & Origin.BATCH
-        for dim in op.params["dimension_numbers"].start_index_map
+        for dim in op.indexed
     )
 
 

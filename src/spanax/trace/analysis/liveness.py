@@ -54,7 +54,8 @@ def liveness(
 ) -> dict[Body, Liveness]:
     """Returns the live ranges of every body of a traced function.
 
-    State and batch are always live, and the updated state reuses their buffers: none of them is included.
+    State and batch are always live, and the updated state reuses their buffers, also as the carry of a loop, such as
+    over layers: none of them is included.
 
     Args:
       traced: the train step.
@@ -75,6 +76,8 @@ def liveness(
             if outer in outside:  # it is live around the loop; else it is made for the loop
                 outside.add(inner)
                 excluded.add(inner)
+    for op in graph.ops():
+        excluded.update(_carried_state(graph, op, excluded) if op.name in LOOPS else ())
     if in_matmuls:
         excluded.update(value for value, origin in enumerate(traced.axes.origins) if not origin)
     ranges = dict[Body, Liveness]()
@@ -82,6 +85,15 @@ def liveness(
         in_memory, last = _last_reads(graph, body, plan, order[body], in_matmuls)
         ranges[body] = _of_body(graph, body, order[body], in_memory - excluded, last, keys)
     return ranges
+
+
+def _carried_state(graph: Graph, op: Op, state: Collection[int]) -> Iterator[int]:
+    """Yields the carry of a loop, before and after each iteration, that begins and ends as the state."""
+    wires = graph.wires(op)
+    starts = {inner: outer for outer, inner in wires.inputs}
+    for (result, _), (first, last) in zip(wires.outputs, wires.carried, strict=False):
+        if result in state and starts[first] in state:
+            yield from (first, last)
 
 
 def _of_body(

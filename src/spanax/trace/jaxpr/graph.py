@@ -18,7 +18,7 @@ from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
 from spanax.frames import is_library, is_spanax
-from spanax.trace.jaxpr.dim_maps.relations import DimMap, Family
+from spanax.trace.jaxpr.dim_maps.relations import DimMap, Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import dim_map, names
 
 NAME = "name"
@@ -137,6 +137,14 @@ class Op:
     def is_elementwise(self) -> bool:
         """Whether element i of a result depends on element i of the operands alone, which may be broadcast."""
         return self.family is Family.ELEMENTWISE
+
+    @property
+    def indexed(self) -> tuple[int, ...]:
+        """The dims of a table in which a lookup selects by indices, without those of which it takes all."""
+        numbers = self.params["dimension_numbers"]
+        dims = numbers.start_index_map if self.family is Family.GATHER else numbers.scatter_dims_to_operand_dims
+        whole = self.dim_map.dims(Kind.SAME)
+        return tuple(dim for dim in dims if (0, dim) not in whole)
 
     @property
     def where(self) -> str:

@@ -1,0 +1,160 @@
+"""Prefill and decode step of a workload as programs, which are planned and priced like a train step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spanax.decoding.decoder import called
+from spanax.decoding.derive.forward import forward_of
+from spanax.decoding.derive.incremental import incremental
+from spanax.decoding.derive.sequences import Incremental, Recomputation, prefilled
+from spanax.errors import DecodeError
+from spanax.trace.initial_state import Eager
+from spanax.trace.program import Program
+from spanax.trace.tracing import trace_function
+from spanax.trace.variables import Owner, model_of, take_apart
+from spanax.trace.workload import Workload
+
+
+class Caches(nnx.Module):
+    """The caches of sequences as state, which a step replaces."""
+
+    def __init__(self, arrays: dict[int, Any]):
+        self.values = nnx.Dict({f"value{value}": nnx.Variable(array) for value, array in arrays.items()})
+
+    @staticmethod
+    def value_of(path: str) -> int:
+        """Returns the value of the forward pass whose array has a path."""
+        return int(path.rpartition("value")[2])
+
+    def arrays(self) -> dict[int, Any]:
+        """Returns the arrays by value of the forward pass."""
+        return {self.value_of(name): variable.get_raw_value() for name, variable in self.values.items()}
+
+    def update(self, arrays: dict[int, Any]) -> None:
+        """Replaces the arrays."""
+        for value, array in arrays.items():
+            self.values[f"value{value}"].set_raw_value(array)
+
+
+@dataclass(frozen=True)
+class GenerationPrograms:
+    """What generates; `spanax.plan.advice.generation` prices it.
+
+    Attributes:
+      prefill: the logits and caches of sequences of tokens.
+      step: the logits after one more token of each sequence; its state has the caches.
+      length: the number of positions of a sequence.
+      cache_bytes: the bytes of the caches of one sequence.
+    """
+
+    prefill: Program
+    step: Program
+    length: int
+    cache_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most parameters."""
+        leaves = [leaf for leaf in self.step.leaves if leaf.kind == "param"]
+        return str(max(leaves, key=lambda leaf: leaf.num_bytes).dtype)
+
+
+def generation_programs(workload: Workload, dtype: str | None = None) -> GenerationPrograms:
+    """Returns the programs that generate with the model of a workload, for sequences like those of its batch.
+
+    No array is allocated, and the derivation is not compared with the forward pass.
+
+    Args:
+      workload: a language model, called with tokens alone.
+      dtype: that of the parameters; as in the model by default.
+
+    Raises:
+      SpanaxError: the model does not map tokens to logits, or has no incremental form.
+    """
+    rows, length = _tokens(workload.batch)
+    model = _abstract(workload, dtype)
+    forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
+    derived = Incremental(forward, incremental(forward))
+    caches, each = step_arguments(derived, rows)
+    owners = [Owner(model), Owner(caches, name="caches")]
+    tokens = jax.ShapeDtypeStruct((rows, length), "int32")
+    step = decode_step(derived)
+
+    def prefill(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
+        model, caches = nodes
+        logits, arrays = prefilled(derived, _arrays(model), values[:1], values[1])
+        caches.update(arrays)
+        return logits
+
+    traced = partial(trace_function, owners=owners, batch_axes=(0, 0))
+    return GenerationPrograms(
+        traced(prefill, arrays=[tokens, each[1]], names=["tokens", "lengths"]),
+        traced(lambda nodes, values: step(*nodes, *values), arrays=each, names=["token", "position"]),
+        length,
+        sum(array.size * array.dtype.itemsize for array in caches.arrays().values()) // rows,
+    )
+
+
+def decode_step(derived: Incremental | Recomputation) -> Callable[..., Any]:
+    """Returns the decode step as a function of a model, its caches, and the arrays of each sequence."""
+
+    def step(model: nnx.Module, caches: Caches, *arrays: Any) -> Any:
+        *rows, positions = arrays
+        logits, after = derived.step(_arrays(model), caches.arrays(), rows, positions)
+        caches.update(after)
+        return logits
+
+    return step
+
+
+def step_arguments(
+    derived: Incremental | Recomputation, num_sequences: int
+) -> tuple[Caches, list[jax.ShapeDtypeStruct]]:
+    """Returns the shapes of the arguments of a decode step: caches, an array for each per-token input, positions."""
+    forward = derived.forward
+    avals = forward.graph.avals
+    position = jax.ShapeDtypeStruct((num_sequences,), "int32")
+    parameters = [jax.ShapeDtypeStruct(avals[value].shape, avals[value].dtype) for value in forward.parameters]
+    shapes = [(num_sequences, *avals[value].shape[1:]) for value in forward.arrays]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, avals[value].dtype) for shape, value in zip(shapes, forward.arrays, strict=True)
+    ]
+    caches = jax.eval_shape(derived.fill, parameters, arrays, position)
+    rows = [
+        jax.ShapeDtypeStruct((num_sequences, *avals[value].shape[2:]), avals[value].dtype)
+        for value in forward.token_arrays
+    ]
+    return Caches(caches), [*rows, position]
+
+
+def _arrays(model: nnx.Module) -> list[Any]:
+    """Returns the arrays of a model in the order in which NNX flattens it."""
+    return take_apart([Owner(model)])[1]
+
+
+def _tokens(batch: Any) -> tuple[int, int]:
+    """Returns the number of sequences and of tokens of a batch."""
+    leaves = jax.tree.leaves(batch)
+    shapes = [leaf.shape for leaf in leaves if len(leaf.shape) == 2 and np.issubdtype(leaf.dtype, np.integer)]
+    if not shapes:
+        raise DecodeError("the batch of this workload has no tokens [batch, tokens].", fix="a language model")
+    rows, length = shapes[0]
+    return rows, length
+
+
+def _abstract(workload: Workload, dtype: str | None) -> nnx.Module:
+    """Returns the model with shapes in place of arrays."""
+    build = Eager(workload.build).model if workload.eager_build else partial(model_of, workload.build, 0)
+    model = nnx.eval_shape(build)
+    for _, variable in nnx.iter_graph(model) if dtype is not None else ():
+        if isinstance(variable, nnx.Variable) and jnp.issubdtype(variable.get_raw_value().dtype, jnp.floating):
+            variable.set_raw_value(jax.ShapeDtypeStruct(variable.get_raw_value().shape, dtype))
+    assert isinstance(model, nnx.Module)
+    return model

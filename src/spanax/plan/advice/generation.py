@@ -1,0 +1,178 @@
+"""The layouts in which a model generates: the time of prefill and decode step, and their memory."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from spanax.hardware.cluster import Cluster
+from spanax.plan.candidate import Candidate
+from spanax.plan.search import search
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN
+from spanax.trace.program import Program
+
+ALL = 1 << 16
+"""More layouts than a program has on any cluster."""
+
+MOST_SECANTS = 6
+"""How often memory is computed for another number of sequences, to find the largest."""
+
+
+class Programs(Protocol):
+    """What generates: `spanax.decoding.programs.GenerationPrograms`."""
+
+    @property
+    def prefill(self) -> Program:
+        """The logits and caches of sequences of tokens."""
+
+    @property
+    def step(self) -> Program:
+        """The logits after one more token of each sequence."""
+
+    @property
+    def length(self) -> int:
+        """The number of positions of a sequence."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of the caches of one sequence."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most parameters."""
+
+
+@dataclass(frozen=True)
+class GenerationLayout:
+    """One layout, with its bytes per device.
+
+    Attributes:
+      step: the decode step in it.
+      prefill: the prefill in it.
+      cache_scale: the sequences, over those of the traced programs, whose caches the memory of both has.
+    """
+
+    step: Candidate
+    prefill: Candidate
+    cache_scale: float
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The parameters."""
+        return self.step.memory["parameters"]
+
+    @property
+    def cache_bytes(self) -> int:
+        """The caches."""
+        return round(self.cache_scale * self.step.memory["other state"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger peak of both."""
+        return max(self.step.peak_bytes, self.prefill.peak_bytes) + self._more_caches
+
+    @property
+    def upper_bytes(self) -> int:
+        """The upper estimate of it, by which the layout fits."""
+        larger = max(self.step, self.prefill, key=lambda each: each.upper_bytes)
+        return larger.upper_bytes + round(self._more_caches * larger.upper_bytes / larger.peak_bytes)
+
+    @property
+    def _more_caches(self) -> int:
+        return self.cache_bytes - self.step.memory["other state"]
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """The layouts of a generation on a cluster.
+
+    Attributes:
+      programs: prefill and decode step.
+      cluster: the devices.
+      num_sequences: the sequences that generate together.
+      layouts: those that fit, the fastest decode step first.
+      nearest: the one that needs least memory, if none fits.
+    """
+
+    programs: Programs
+    cluster: Cluster
+    num_sequences: int
+    layouts: tuple[GenerationLayout, ...]
+    nearest: GenerationLayout | None
+
+    @property
+    def best(self) -> GenerationLayout | None:
+        """The fastest layout that fits, or None."""
+        return self.layouts[0] if self.layouts else None
+
+    def tokens_per_second(self, layout: GenerationLayout) -> float:
+        """Returns the new tokens of all sequences per second."""
+        return self.num_sequences / layout.step.step_seconds
+
+
+def generation_plan(
+    programs: Programs,
+    cluster: Cluster,
+    *,
+    num_sequences: int | None = None,
+    layout: str | None = None,
+    mesh: str | None = None,
+) -> GenerationPlan:
+    """Returns the layouts of a generation, priced. Uses no devices.
+
+    Args:
+      programs: prefill and decode step.
+      cluster: the devices.
+      num_sequences: the sequences that generate together; those of the programs by default.
+      layout: prices only this layout.
+      mesh: prices only this mesh.
+
+    Raises:
+      SpanaxError: as `spanax.search`.
+    """
+    traced = programs.step.batch_size
+    count = num_sequences or traced
+    found = [
+        search(
+            program, cluster, batch_size=count, top=ALL, layout=layout, mesh=mesh,
+            remat=(AS_WRITTEN,), microbatches=1, attention="plain", ring=False, assign=False,
+        )
+        for program in (programs.step, programs.prefill)
+    ]  # fmt: skip
+    steps, prefills = ((*each.candidates, *each.too_large) for each in found)
+    by_title = {each.title: each for each in prefills}
+    pairs = [(each, by_title[each.title]) for each in steps if each.title in by_title]
+    layouts = [GenerationLayout(step, prefill, count / traced) for step, prefill in pairs]
+    layouts.sort(key=lambda each: each.step.step_seconds)
+    limit = cluster.memory_bytes
+    fitting = [each for each in layouts if limit is None or each.upper_bytes <= limit]
+    nearest = None if fitting else min(layouts, key=lambda each: each.upper_bytes, default=None)
+    return GenerationPlan(programs, cluster, count, tuple(fitting), nearest)
+
+
+def most_sequences(plan: GenerationPlan) -> int | None:
+    """Returns about the most sequences that fit in the best layout, in multiples of the devices; None for none.
+
+    Memory grows linearly between a few numbers of sequences: a secant finds where it reaches that of a device.
+    """
+    cluster = plan.cluster
+    layout = plan.best or plan.nearest
+    limit = cluster.memory_bytes
+    if layout is None or limit is None:
+        return None
+    known = dict[int, int]()
+    name = layout.step.layout
+    mesh = str(layout.step.whole_mesh)
+    latest = [cluster.num_devices, 2 * cluster.num_devices]
+    for _ in range(MOST_SECANTS):
+        for count in latest:
+            if count not in known:
+                at_count = generation_plan(plan.programs, cluster, num_sequences=count, layout=name, mesh=mesh)
+                both = (*at_count.layouts, at_count.nearest)
+                known[count] = max(each.upper_bytes for each in both if each is not None)
+        first, second = latest
+        slope = (known[second] - known[first]) / (second - first)
+        room = (limit - known[second]) / max(slope, 1.0)
+        reached = max(int(second + room) // cluster.num_devices, 1) * cluster.num_devices
+        if reached in known:
+            break
+        latest = [second, reached]
+    return max((count for count, num_bytes in known.items() if num_bytes <= limit), default=None)

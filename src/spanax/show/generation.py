@@ -1,0 +1,79 @@
+"""Formats the layouts of a generation as text and JSON."""
+
+from typing import Any
+
+from spanax.plan.advice.generation import GenerationLayout, GenerationPlan
+from spanax.show.tables import table_text
+from spanax.units import bytes_text
+
+HEADS = ("layout", "mesh", "step ms", "tokens/s", "prefill s", "memory")
+
+
+def generation_json(plan: GenerationPlan, most: int | None, top: int) -> dict[str, Any]:
+    """Returns the object of `spanax plan --generate --json`; bytes are per device, except those of one sequence."""
+    programs = plan.programs
+    return {
+        "cluster": str(plan.cluster),
+        "devices": plan.cluster.num_devices,
+        "sequences": plan.num_sequences,
+        "positions": programs.length,
+        "dtype": programs.dtype,
+        "cache_bytes_per_sequence": programs.cache_bytes,
+        "cache_bytes_per_token": programs.cache_bytes // programs.length,
+        "usable_bytes": plan.cluster.memory_bytes,
+        "largest_batch": most,
+        "best": None if plan.best is None else _layout_json(plan, plan.best),
+        "nearest": None if plan.nearest is None else _layout_json(plan, plan.nearest),
+        "candidates": [_layout_json(plan, layout) for layout in plan.layouts[:top]],
+    }
+
+
+def _layout_json(plan: GenerationPlan, layout: GenerationLayout) -> dict[str, Any]:
+    return {
+        "layout": layout.step.layout,
+        "mesh": dict(layout.step.whole_mesh.axes),
+        "step_seconds": layout.step.step_seconds,
+        "tokens_per_second": plan.tokens_per_second(layout),
+        "seconds": layout.step.seconds,
+        "prefill_seconds": layout.prefill.step_seconds,
+        "memory": {"parameters": layout.parameter_bytes, "caches": layout.cache_bytes, "peak": layout.peak_bytes},
+        "upper_bytes": layout.upper_bytes,
+    }
+
+
+def generation_text(plan: GenerationPlan, most: int | None, top: int) -> str:
+    """Returns the fastest layout that fits, and a table of the `top` fastest; or the one that needs least."""
+    programs = plan.programs
+    setting = f"{plan.num_sequences:,} sequences of {programs.length:,} tokens, parameters in {programs.dtype}"
+    layout = plan.best or plan.nearest
+    if layout is None:
+        return f"no layout divides {setting} on {plan.cluster}."
+    limit = plan.cluster.memory_bytes
+    usable = f", at most {bytes_text(layout.upper_bytes)} of {bytes_text(limit)} usable" if limit else ""
+    sequences = "not even one sequence for each device fits" if most is None else f"about {most:,} sequences fit"
+    step = layout.step
+    rate = f"{plan.tokens_per_second(layout):,.0f} tokens/s"
+    verdict = "" if plan.best else "nothing fits; least memory: "
+    lines = [
+        f"{verdict}{step.layout} on {plan.cluster} ({step.whole_mesh}): {setting}",
+        f"  step     {1e3 * step.step_seconds:.4g} ms, {rate}; {step.bottleneck}",
+        f"  prefill  {layout.prefill.step_seconds:.3g} s for prompts of {programs.length:,} tokens",
+        f"  memory   {bytes_text(layout.peak_bytes)} per device{usable}",
+        f"           parameters {bytes_text(layout.parameter_bytes)}, caches {bytes_text(layout.cache_bytes)}; "
+        f"the cache of one sequence has {bytes_text(programs.cache_bytes)}",
+        f"  batch    {sequences}",
+        "",
+        "",
+    ]
+    cells = [
+        (
+            each.step.layout,
+            str(each.step.whole_mesh),
+            f"{1e3 * each.step.step_seconds:.4g}",
+            f"{plan.tokens_per_second(each):,.0f}",
+            f"{each.prefill.step_seconds:.3g}",
+            bytes_text(each.peak_bytes),
+        )
+        for each in (plan.layouts[:top] or (layout,))
+    ]
+    return "\n".join(lines) + table_text(HEADS, cells)
