@@ -1,6 +1,8 @@
 """Tokens per second of the derived decode step, beside a hand-written cache and recomputation, interleaved in one run.
 
 python benchmarks/decoding.py [--length 1024] [--batch-size 4]
+python benchmarks/decoding.py --models     # the models of the tests, beside recomputation
+python benchmarks/decoding.py --published  # predicted steps beside measured ones
 """
 
 import argparse
@@ -16,7 +18,19 @@ import numpy as np
 from flax import nnx
 
 import spanax
+from spanax.decoding.programs import generation_programs
 from spanax.models import llama
+from spanax.models.workloads import load
+from spanax.plan.advice.generation import generation_plan
+
+PUBLISHED = {
+    ("llama3-8b", 1): 93.83, ("llama3-8b", 2): 149.10, ("llama3-8b", 4): 217.21, ("llama3-8b", 8): 276.01,
+    ("llama3-70b", 2): 16.03, ("llama3-70b", 4): 37.45, ("llama3-70b", 8): 58.78,
+}  # fmt: skip
+"""Tokens per second of one sequence with a short prompt, by model and number of A100-80GB that share each layer.
+
+Source: meta-pytorch/gpt-fast, README.md, "Tensor Parallelism"; bfloat16, power limited to 330 W.
+"""
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
@@ -180,14 +194,33 @@ def of_models(length: int, rounds: int) -> list[dict]:
     return rows
 
 
+def of_published() -> list[tuple[str, ...]]:
+    """Returns the predicted tokens per second beside `PUBLISHED`."""
+    programs = {
+        name: generation_programs(load(name, batch_size=1, seq_len=256), "bfloat16") for name, _ in sorted(PUBLISHED)
+    }
+    rows = []
+    for (name, count), measured in PUBLISHED.items():
+        cluster = spanax.cluster(f"a100-80gb:{count}")
+        best = generation_plan(programs[name], cluster, mesh=f"model={count}" if count > 1 else None).best
+        predicted = 1 / best.step.step_seconds
+        rows.append((name, f"{count}", f"{measured:.1f}", f"{predicted:.1f}", f"{measured / predicted:.2f}"))
+    return rows
+
+
 def main() -> None:
-    """Prints a table of Markdown with `--models`, else the figures of Llama as JSON."""
+    """Prints a table of Markdown with `--models` or `--published`, else the figures of Llama as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", action="store_true")
+    parser.add_argument("--published", action="store_true")
     args = parser.parse_args()
+    if args.published:
+        print("| model | A100s | measured tokens/s | predicted | step time / measured |\n|---|---|---|---|---|")
+        print("\n".join(f"| {' | '.join(row)} |" for row in of_published()))
+        return
     if not args.models:
         print(json.dumps(of_llama(args.length, args.batch_size, args.rounds), indent=2))
         return
