@@ -10,7 +10,6 @@ import tyro
 
 from spanax.commands import (
     check,
-    checkpoint,
     compare,
     generate,
     inspect,
@@ -60,7 +59,7 @@ COMMANDS: dict[str, Verb] = {
     "probe": Verb(machine.ProbeCommand, machine.probe_answer),
     "compare": Verb(compare.CompareCommand, compare.answer),
     "inspect": Verb(inspect.InspectCommand, inspect.answer),
-    "checkpoint": Verb(checkpoint.CheckpointCommand, checkpoint.answer),
+    "checkpoint": Verb(inspect.CheckpointCommand, inspect.checkpoint_answer),
     "report": Verb(report.ReportCommand, report.answer),
     "doctor": Verb(machine.DoctorCommand, machine.doctor_answer),
     "import": Verb(weights.ImportCommand, weights.import_answer),
