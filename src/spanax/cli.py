@@ -11,6 +11,7 @@ import tyro
 from spanax.commands import (
     check,
     compare,
+    evaluate,
     generate,
     inspect,
     launch,
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Verb] = {
     "plan": Verb(plan.PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
     "generate": Verb(generate.GenerateCommand, generate.answer),
+    "evaluate": Verb(evaluate.EvaluateCommand, evaluate.answer),
     "models": Verb(models.ModelsCommand, models.answer),
     "axes": Verb(models.AxesCommand, models.axes_answer),
     "probe": Verb(machine.ProbeCommand, machine.probe_answer),
@@ -70,9 +72,6 @@ COMMANDS: dict[str, Verb] = {
 
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
 SHELLS = ("bash", "zsh", "fish")
-
-IN_PYTHON = ("evaluate",)
-"""What a page shows in Python, and no command does yet."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -136,9 +135,6 @@ def _run(argv: list[str]) -> None:
         print(f"spanax {version('spanax')}")
         return
     name = argv[0] if argv else ""
-    if name in IN_PYTHON:
-        fix = "the page Evaluate, generate and export, docs/generate.md"
-        raise UnknownNameError(f"there is no command '{name}' yet: it takes a few lines of Python.", fix=fix)
     if name not in COMMANDS:
         _overview(argv)
     command = parse(name, argv[1:])
