@@ -1,4 +1,4 @@
-"""`spanax evaluate` and the model of the harness: results are those of the plain forward pass, on every mesh."""
+"""`spanax evaluate` and the model of the harness: results are those of the plain forward pass and of transformers."""
 
 import json
 import math
@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import spanax
 from spanax import cli
-from spanax.commands.evaluate import _drawn
+from spanax.commands.evaluate import _asked, _drawn
 from spanax.interop import import_weights
 from spanax.interop.harness import SpanaxLM
-from spanax.interop.language_model import LanguageModel
+from spanax.interop.language_model import LanguageModel, begin_ids
 from spanax.interop.loaded_model import LoadedModel, load_model
-from spanax.interop.tasks import FreeText, evaluate, read_examples, summary
+from spanax.interop.tasks import ExactMatch, FreeText, MultipleChoice, evaluate, read_examples, summary
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / "tests" / "interop" / "weights"
@@ -173,25 +174,41 @@ def test_a_limit_draws_examples_of_each_task() -> None:
     assert drawn == _drawn(examples, 2, 0) and any(drawn != _drawn(examples, 2, seed) for seed in range(1, 9))
 
 
+def test_texts_begin_as_the_tokenizer_or_the_chat_template_says(saved: LoadedModel, tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_str(saved.tokenizer.to_str())
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="# $A !", special_tokens=[("#", 7), ("!", saved.end_id)]
+    )
+    with_begin = replace(saved, tokenizer=tokenizer)
+    assert begin_ids(saved.tokenizer) == () and LanguageModel.of(with_begin).begin == (7,)
+    assert LanguageModel.of(with_begin, is_chat=True).begin == ()
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "#{{ messages[0].content }}:"}')
+    for key, example in (("context", MultipleChoice("a", "b", ("c",), 0)), ("prompt", ExactMatch("a", "b", ("c",)))):
+        assert getattr(_asked(example, tmp_path), key) == "#b:"
+
+
 def asked(*args: Any) -> SimpleNamespace:
     return SimpleNamespace(args=args)
 
 
-def test_the_model_of_the_harness_scores_and_generates(saved: LoadedModel) -> None:
-    plain = Plain(saved)
+SCORED = {
+    ("import ", "os"): -16.746506, ("", "def f"): -21.604816, (LONG, " else c"): -44.087193, ("while", "x"): -5.987293,
+    ("a  b ", "c"): -11.345698,
+}  # fmt: skip
+ROLLED = {LONG * 3: -1414.058548, "hello": -28.063290}
+GENERATED = {("x =", "q"): "FFFFF˄orch", (LONG, "e"): "\x11" * 8, ("a", "!"): "\ufffdw" + "\x11" * 6}
+"""Numbers and texts of the harness's `HFLM` for these weights: lm-eval 0.4.13, transformers 5.23.0, torch 2.14.1."""
+
+
+def test_the_model_of_the_harness_has_the_numbers_of_transformers(saved: LoadedModel) -> None:
     model = SpanaxLM(saved.model, saved.tokenizer, length=32, end_id=saved.end_id)
-    ((number, is_greedy),) = model.loglikelihood([asked("import ", "os")])
-    assert number == pytest.approx(plain.score("import ", "os"), rel=1e-5) and not is_greedy
-    ids = [saved.end_id, *ids_of(saved, LONG)]
-    assert len(ids) > 33
-    total = 0.0
-    for begin in range(0, len(ids) - 1, 32):
-        end = min(begin + 32, len(ids) - 1)
-        read = ids[max(end - 32, 0) : end + 1]
-        total += plain.numbers(read[:-1])[np.arange(len(read) - 1), read[1:]][begin - end :].sum()
-    assert model.loglikelihood_rolling([asked(LONG)]) == pytest.approx([total], rel=1e-5)
-    text = plain.greedy("x =", 6)
-    assert model.generate_until([asked("x =", {"until": text[3], "max_gen_toks": 6})]) == [text.partition(text[3])[0]]
+    scored = model.loglikelihood([asked(*pair) for pair in SCORED])
+    assert [number for number, _ in scored] == pytest.approx([*SCORED.values()], abs=1e-4)
+    assert not any(is_greedy for _, is_greedy in scored)
+    rolled = model.loglikelihood_rolling([asked(text) for text in ROLLED])
+    assert rolled == pytest.approx([*ROLLED.values()], abs=1e-3)
+    requests = [asked(prompt, {"until": [stop], "max_gen_toks": 8}) for prompt, stop in GENERATED]
+    assert model.generate_until(requests) == [*GENERATED.values()]
     with pytest.raises(spanax.SpanaxError, match="the task samples"):
         model.generate_until([asked("x =", {"do_sample": True})])
 
