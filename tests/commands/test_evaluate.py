@@ -209,7 +209,7 @@ def test_the_model_of_the_harness_has_the_numbers_of_transformers(saved: LoadedM
     assert rolled == pytest.approx([*ROLLED.values()], abs=1e-3)
     requests = [asked(prompt, {"until": [stop], "max_gen_toks": 8}) for prompt, stop in GENERATED]
     assert model.generate_until(requests) == [*GENERATED.values()]
-    assert model.generate_until([asked("x =", {"until": ["o", "\u02c4"], "max_gen_toks": 8})]) == ["FFFFF"]
+    assert model.generate_until([asked("x =", {"until": ["h", "r"], "max_gen_toks": 8})]) == ["FFFFF\u02c4o"]
     tokenizer = tokenizers.Tokenizer.from_str(saved.tokenizer.to_str())
     tokenizer.add_special_tokens(["F"])  # not part of decoded texts, and still a stop
     model = SpanaxLM(saved.model, tokenizer, length=32)
