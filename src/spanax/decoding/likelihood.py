@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.decoding.decoder import BUCKET, called, check_tokens
-from spanax.decoding.derive.forward import Forward, evaluating, forward_of, logits_of
+from spanax.decoding.derive.forward import evaluating, forward_of, logits_of
 from spanax.decoding.derive.proof import tolerance
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError
 from spanax.jit.jit import jit
@@ -141,7 +141,7 @@ def _check(model: Any, compiled: Callable[..., Any], texts: Sequence[Sequence[in
       SpanaxError: a token has no logit, or the model is not causal.
     """
     count, length = shape
-    forward: Forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
+    forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
     for ids in texts:
         check_tokens("pairs", ids, forward.vocabulary)
     generator = np.random.default_rng(0)
