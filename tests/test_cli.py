@@ -43,6 +43,9 @@ FLAGS = {
         "chat", "checkpoint", "json", "layout", "max_new_tokens", "mesh", "min_p", "num_samples", "prompt", "prompts",
         "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p", "traceback", "workload",
     },
+    "evaluate": {
+        "chat", "checkpoint", "json", "layout", "limit", "mesh", "seed", "tasks", "traceback", "workload",
+    },
     "models": {"json", "name"},
     "axes": {"embed", "global_batch_size", "json", "layers", "seq_len", "traceback", "workload"},
     "check": {
@@ -132,7 +135,6 @@ BAD: dict[str, tuple[int, str]] = {
     "epochs of data without a length": (65, "train stream.py:workload --num-epochs 1"),
     "a flag of another tool": (2, "train --per_device_batch_size 4"),
     "a table of numbers": (2, "train --data numbers.csv"),
-    "no command yet": (2, "evaluate runs/a"),
     "unknown optimizer state": (2, "train --optimizer-state bfloat8"),
     "an option that is none": (2, "train --xla-flags xla_dump_to=7"),
     "unknown option": (2, "train --xla-flags xla_max_concurrent_host_send_recv=1"),
@@ -184,6 +186,13 @@ BAD: dict[str, tuple[int, str]] = {
     "generation with images": (2, "plan vit-nano --on cpu:8 --generate"),
     "a budget for nothing": (2, "plan gpt-nano --on cpu:8 --budget-hours 3"),
     "plans that are none": (65, "plan --diff bad.json bad.json"),
+    "evaluating no tasks": (65, "evaluate old --tasks nowhere.jsonl"),
+    "evaluating what is no JSON": (65, "evaluate old --tasks tasks/text.jsonl"),
+    "an example without a kind": (65, "evaluate old --tasks table.jsonl"),
+    "an example with an unknown key": (65, "evaluate old --tasks tasks/unknown.jsonl"),
+    "an answer that is no choice": (65, "evaluate old --tasks tasks/answer.jsonl"),
+    "an example without choices": (65, "evaluate old --tasks tasks/choices.jsonl"),
+    "evaluating nothing of each task": (2, "evaluate old --tasks table.jsonl --limit 0"),
     "comparing no steps": (2, "compare gpt-nano --steps 0"),
     "comparing all and a few": (2, "compare gpt-nano --all --top 3"),
     "inspecting nothing": (65, "inspect nowhere"),
@@ -235,6 +244,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bare" / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
     (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "text.jsonl").write_text("to be\n")
+    (tmp_path / "tasks" / "unknown.jsonl").write_text('{"task": "a", "prompt": "b", "expected": "c", "stops": ["d"]}\n')
+    for name, choices in (("answer", '["a", "b"]'), ("choices", "[]")):
+        example = f'\n{{"task": "a", "context": "b", "choices": {choices}, "answer": 2}}\n'
+        (tmp_path / "tasks" / f"{name}.jsonl").write_text(example)
     (tmp_path / "numbers.csv").write_text("width,species\n1.5,2\n")
     (tmp_path / "stream.py").write_text(STREAM)
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
@@ -292,7 +307,9 @@ PROSE = {
     "comparing all and a few", "inspecting nothing",
     "inspecting what is no run", "reporting nothing", "reporting what is neither", "reporting what is no run",
     "steps and epochs", "generation with a flag of training", "generation with images",
-    "epochs of data without a length", "a flag of another tool", "a table of numbers", "no command yet",
+    "evaluating no tasks", "evaluating what is no JSON", "an example without a kind",
+    "an example with an unknown key", "an answer that is no choice", "an example without choices",
+    "epochs of data without a length", "a flag of another tool", "a table of numbers",
     "a host without a port", "importing nothing", "importing pickled weights", "importing without a config",
     "exporting nothing", "beginning from nothing", "no checkpoints", "no layout, over a file",
 }  # fmt: skip
@@ -300,7 +317,7 @@ PROSE = {
 
 TWO_MISTAKES = {
     "importing as what is unknown", "exporting into small files", "plan and mesh",
-    "a text of another name", "unknown attention", "plan beside an unknown layout",
+    "a text of another name", "unknown attention", "plan beside an unknown layout", "evaluating nothing of each task",
 }  # fmt: skip
 """Commands whose folder, plan or data is invalid as well, or whose kernel no CPU has."""
 

@@ -109,6 +109,7 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(page: str, tmp_path:
     text = (ROOT / page).read_text()
     for name, code in files(page).items():
         (tmp_path / name).write_text(code)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def anew(match: re.Match[str]) -> str:
         language, block = match.groups()

@@ -10,8 +10,8 @@ import tyro
 
 from spanax.commands import (
     check,
-    checkpoint,
     compare,
+    evaluate,
     generate,
     inspect,
     launch,
@@ -56,12 +56,13 @@ COMMANDS: dict[str, Verb] = {
     "plan": Verb(PlanCommand, plan.answer),
     "check": Verb(check.CheckCommand, check.answer),
     "generate": Verb(generate.GenerateCommand, generate.answer),
+    "evaluate": Verb(evaluate.EvaluateCommand, evaluate.answer),
     "models": Verb(models.ModelsCommand, models.answer),
     "axes": Verb(models.AxesCommand, models.axes_answer),
     "probe": Verb(machine.ProbeCommand, machine.probe_answer),
     "compare": Verb(compare.CompareCommand, compare.answer),
     "inspect": Verb(inspect.InspectCommand, inspect.answer),
-    "checkpoint": Verb(checkpoint.CheckpointCommand, checkpoint.answer),
+    "checkpoint": Verb(inspect.CheckpointCommand, inspect.checkpoint_answer),
     "report": Verb(report.ReportCommand, report.answer),
     "doctor": Verb(machine.DoctorCommand, machine.doctor_answer),
     "import": Verb(weights.ImportCommand, weights.import_answer),
@@ -72,9 +73,6 @@ COMMANDS: dict[str, Verb] = {
 
 SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
 SHELLS = ("bash", "zsh", "fish")
-
-IN_PYTHON = ("evaluate",)
-"""What a page shows in Python, and no command does yet."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -138,9 +136,6 @@ def _run(argv: list[str]) -> None:
         print(f"spanax {version('spanax')}")
         return
     name = argv[0] if argv else ""
-    if name in IN_PYTHON:
-        fix = "the page Evaluate, generate and export, docs/generate.md"
-        raise UnknownNameError(f"there is no command '{name}' yet: it takes a few lines of Python.", fix=fix)
     if name not in COMMANDS:
         _overview(argv)
     command = parse(name, argv[1:])

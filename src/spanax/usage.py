@@ -42,6 +42,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         'spanax generate weights/llama --chat --prompt "Why is the sky blue?" --temperature 0.7 --top-p 0.9',
         "spanax generate runs/a --prompts prompts.txt > samples.jsonl",
     ),
+    "evaluate": (
+        "spanax evaluate runs/a --tasks tasks.jsonl",
+        "spanax evaluate weights/llama --tasks tasks.jsonl --chat --limit 100 --json > results.jsonl",
+    ),
     "models": ("spanax models", "spanax models llama"),
     "axes": ("spanax axes gpt2", "spanax axes mine.py:workload --json"),
     "probe": ("spanax probe --out mine.toml", "spanax plan gpt2 --on mine.toml"),

@@ -107,7 +107,7 @@ class Characters:
     ],
 )
 def test_text_is_printed_once_it_is_certain(text: str, stops: list, pieces: list[str]) -> None:
-    saved = LoadedModel(None, None, 0, Characters(), None, None)
+    saved = LoadedModel(None, None, 0, Characters(), None, None, None)
     found = list(_pieces(saved, stops, iter(text.encode())))
     assert "".join(found) == "".join(pieces) and "\ufffd" not in "".join(found)
 

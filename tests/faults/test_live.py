@@ -15,7 +15,7 @@ import pytest
 import fuzzed
 from spanax import cli
 from spanax.check.array_placement import array_placement
-from spanax.commands.checkpoint import show, verify
+from spanax.commands.inspect import show, verify
 from spanax.entries import folder_lock
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN

@@ -159,16 +159,7 @@ class Decoder:
         def call(model: Any, tokens: Any, *others: Any) -> Any:
             return self._function(model, tokens, **dict(zip(names[1:], others, strict=True)))
 
-        try:
-            forward = forward_of(call, self._model(), arrays, names, per_token)
-        except SpanaxError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise DecodeError(
-                f"the forward pass of {form.length} tokens fails.",
-                where=first_line(error),
-                fix="fewer tokens, if the model has fewer positions; a function of the model, for other inputs",
-            ) from error
+        forward = forward_of(call, self._model(), arrays, names, per_token)
         try:
             derived = Incremental(forward, incremental(forward))
             logits = prove(derived, self.parameters())
@@ -195,7 +186,7 @@ class Decoder:
         names = [leaf.path for leaf in forward.program.batch]
         try:
             batch = forward_of(call, self._model(), arrays, names, forward.per_token)
-        except (SpanaxError, TypeError, ValueError):
+        except SpanaxError:
             return  # an expected result: a model of certain lengths, such as multiples of a chunk
         if depends_on_others(forward, logits, batch, self.parameters()):
             warnings.warn(

@@ -15,7 +15,7 @@ from spanax.jit.init import init
 from spanax.jit.jit import jit
 from spanax.jit.objects import Objects
 from spanax.jit.sharded_function import ShardedFunction
-from spanax.models.imported import is_imported, saved_workload
+from spanax.models.imported import is_imported, read_model, saved_workload
 from spanax.models.workloads import load
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.train.record.folder import recorded, saved_tokenizer
@@ -36,6 +36,7 @@ class LoadedModel:
       tokenizer: that of the run or of the import; None if it has none.
       end_id: the end-of-text token.
       folder: the folder that the weights were imported to; None if they were not.
+      length: the number of positions; None if the batch of the workload is no sequences of tokens.
     """
 
     model: nnx.Module
@@ -44,6 +45,7 @@ class LoadedModel:
     tokenizer: "tokenizers.Tokenizer | None"
     end_id: int | None
     folder: Path | None
+    length: int | None
 
 
 def load_model(
@@ -86,7 +88,14 @@ def load_model(
     model.eval()
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
-    return LoadedModel(model, forward, loaded.step, engine, None if tokenizer is None else tokenizer.end_id, folder)
+    end_id = None if tokenizer is None else tokenizer.end_id
+    length = _length(definition.batch) if folder is None else read_model(folder).config.seq_len
+    return LoadedModel(model, forward, loaded.step, engine, end_id, folder, length)
+
+
+def _length(batch: Any) -> int | None:
+    shapes = jax.tree.leaves(jax.eval_shape(lambda tree: tree, batch))
+    return min((each.shape[1] for each in shapes if each.ndim == 2 and each.dtype.kind in "iu"), default=None)
 
 
 def _built(build: Any) -> nnx.Module:

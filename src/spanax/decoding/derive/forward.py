@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from spanax.decoding.derive.associative_scans import as_loops
-from spanax.errors import DecodeError, RangeError
+from spanax.errors import DecodeError, RangeError, SpanaxError, first_line
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.jaxpr.interpret import Values, read, run
 from spanax.trace.jaxpr.provenance import Origin, origins
@@ -107,15 +107,30 @@ def forward_of(
     rows, length = arrays[0].shape
 
     def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
-        nodes[0].eval()
-        nodes[0].set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
+        evaluating(nodes[0])
         return logits_of(function(nodes[0], *values), (rows, length))
 
-    with as_loops():
-        program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
+    try:
+        with as_loops():
+            program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
+    except SpanaxError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise DecodeError(
+            f"the forward pass of {length} tokens fails.",
+            where=first_line(error),
+            fix="fewer tokens, if the model has fewer positions; a function of the model, for other inputs",
+        ) from error
     forward = Forward(program, length, tuple(per_token))
     _check_positions(forward)
     return forward
+
+
+def evaluating(model: Any) -> Any:
+    """Returns a model after it was put in evaluation mode."""
+    model.eval()
+    model.set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
+    return model
 
 
 def _check_positions(forward: Forward) -> None:

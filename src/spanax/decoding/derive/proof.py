@@ -43,7 +43,7 @@ def prove(derived: Incremental, parameters: Sequence[Any]) -> np.ndarray:
         raise DecodeError("the forward pass returns NaN for random tokens.", fix="parameters that are finite")
     largest = max(float(np.abs(expected).max()), 1e-30)
     count, others, leaked = _changed(forward, parameters, inputs, garbage)
-    if not leaked <= _tolerance(forward) * largest:
+    if not leaked <= tolerance(forward) * largest:
         raise CausalityError(
             "this model is not causal: the logits of a position depend on later tokens.",
             where=_leak(forward, parameters, [array[:1] for array in inputs], others, count) or "",
@@ -54,7 +54,7 @@ def prove(derived: Incremental, parameters: Sequence[Any]) -> np.ndarray:
     except Exception as failure:  # an operation that has no rows after all, in any of JAX's or our rules
         what = "no incremental form of this model was found."
         raise DecodeError(what, where=first_line(failure), fix=FALLBACK) from failure
-    if not error <= _tolerance(forward):
+    if not error <= tolerance(forward):
         raise DecodeError(
             f"the incremental form of this model differs from its forward pass, by {error:.1e} of the largest logit.",
             fix=FALLBACK,
@@ -114,7 +114,7 @@ def depends_on_others(forward: Forward, alone: np.ndarray, batch: Forward, param
     first = [array[:, : batch.length] if is_row else array for array, is_row in pairs]
     together = _finite(jax.jit(lambda *args: evaluate(batch.graph, args)[-1])(*parameters, *first))
     alone = alone[:, : batch.length]
-    return float(np.abs(together - alone).max()) > _tolerance(forward) * float(np.abs(alone).max())
+    return float(np.abs(together - alone).max()) > tolerance(forward) * float(np.abs(alone).max())
 
 
 def _largest_error(
@@ -158,7 +158,8 @@ def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
     return np.ones(shape, aval.dtype)
 
 
-def _tolerance(forward: Forward) -> float:
+def tolerance(forward: Forward) -> float:
+    """Returns the largest difference of its numbers, relative to the largest one, that is rounding."""
     dtypes = {str(getattr(aval, "dtype", "")) for aval in forward.graph.avals}
     return max(TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE)
 
