@@ -40,8 +40,8 @@ FLAGS = {
         "num_epochs", "offload", "pad", *RECIPE,
     },
     "generate": {
-        "chat", "checkpoint", "json", "layout", "max_new_tokens", "mesh", "min_p", "num_samples", "prompt", "prompts",
-        "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p", "traceback", "workload",
+        "chat", "checkpoint", "json", "layout", "dtype", "max_new_tokens", "mesh", "min_p", "num_samples", "prompt",
+        "prompts", "repetition_penalty", "seed", "stop", "temperature", "top_k", "top_p", "traceback", "workload",
     },
     "evaluate": {
         "chat", "checkpoint", "json", "layout", "limit", "mesh", "seed", "tasks", "traceback", "workload",

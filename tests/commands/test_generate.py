@@ -67,6 +67,8 @@ def test_imported_weights_continue_as_the_run_and_chat_has_a_template(
     (of_run,) = outputs(capsys, str(run_folder), *args)
     (of_weights,) = outputs(capsys, str(imported), *args)
     assert of_run["tokens"] == of_weights["tokens"]
+    (halved,) = outputs(capsys, str(imported), "--dtype", "bfloat16", *args[:2])
+    assert len(halved["tokens"]) == 64 - len("import ")  # as many as the model has positions
     chat = tmp_path / "chat"
     shutil.copytree(imported, chat)
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{{ bos_token }}"

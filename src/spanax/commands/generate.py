@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -15,6 +15,9 @@ from spanax.printable import printable_lines
 
 if TYPE_CHECKING:
     from spanax.interop.loaded_model import LoadedModel
+
+NEW_TOKENS = 128
+"""The most tokens after a prompt, by default."""
 
 STDIN = "-"
 """What stands for standard input in place of a file."""
@@ -31,7 +34,7 @@ class GenerateCommand:
       prompt: a prompt; several after one flag.
       prompts: a file with one prompt per line, or - for standard input.
       chat: put each prompt into the chat template of the imported tokenizer.
-      max_new_tokens: most tokens after each prompt.
+      max_new_tokens: most tokens after each prompt. Default: 128, if the model has the positions.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from this many most likely tokens.
       top_p: draw from the fewest most likely tokens whose probabilities sum to this.
@@ -41,6 +44,7 @@ class GenerateCommand:
       seed: seed of the samples.
       num_samples: generations for each prompt.
       workload: the workload of the checkpoint, if its folder does not record it.
+      dtype: dtype of the parameters. Default: as saved.
       layout: name of a layout. Default: that of --mesh.
       mesh: sizes of the mesh axes, such as fsdp=4,model=2. Default: the first device.
       json: print JSON lines in a terminal too.
@@ -51,7 +55,7 @@ class GenerateCommand:
     prompt: Annotated[tuple[str, ...], arg(metavar="TEXT...")] = ()
     prompts: str | None = None
     chat: bool = False
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
@@ -61,6 +65,7 @@ class GenerateCommand:
     seed: int = 0
     num_samples: int = 1
     workload: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     layout: str | None = None
     mesh: str | None = None
     json: bool = False
@@ -86,13 +91,20 @@ def answer(command: GenerateCommand) -> Answer:
     from spanax.interop.chat import chat_prompt
     from spanax.interop.loaded_model import load_model
 
-    saved = load_model(command.checkpoint, workload=command.workload, layout=command.layout, mesh=command.mesh)
+    saved = load_model(
+        command.checkpoint,
+        workload=command.workload,
+        dtype=command.dtype,
+        layout=command.layout,
+        mesh=command.mesh,
+    )
     prompts = [chat_prompt(saved.folder, text) for text in texts] if command.chat else texts
     is_text = sys.stdout.isatty() and not command.json
-    options = _options(command, saved)
+    ids = _token_ids(command, saved, prompts)
+    options = _options(command, saved, max(map(len, ids)))
     if is_text and len(prompts) * command.num_samples == 1:
-        return _streamed(saved, prompts, options, sys.stdout)
-    return _printed(saved, texts, prompts, options, command.num_samples, is_text=is_text)
+        return _streamed(saved, prompts[0], ids, options)
+    return _printed(saved, texts, ids, options, is_text=is_text)
 
 
 def _prompts(command: GenerateCommand) -> list[str]:
@@ -116,8 +128,8 @@ def _prompts(command: GenerateCommand) -> list[str]:
     return texts
 
 
-def _options(command: GenerateCommand, saved: "LoadedModel") -> dict[str, Any]:
-    """Returns the options of `spanax.generate`.
+def _token_ids(command: GenerateCommand, saved: "LoadedModel", prompts: Sequence[str]) -> list[list[int]]:
+    """Returns the token ids of prompts; a chat template writes the begin token itself.
 
     Raises:
       SpanaxError: the checkpoint has no tokenizer.
@@ -126,10 +138,18 @@ def _options(command: GenerateCommand, saved: "LoadedModel") -> dict[str, Any]:
         raise MissingError(
             f"'{command.checkpoint}' has no tokenizer.", fix="spanax.generate in Python, with token ids as prompts"
         )
+    return [saved.tokenizer.encode(prompt, add_special_tokens=not command.chat).ids for prompt in prompts]
+
+
+def _options(command: GenerateCommand, saved: "LoadedModel", longest: int) -> dict[str, Any]:
+    """Returns the options of `spanax.generate` for prompts of at most `longest` tokens."""
+    room = NEW_TOKENS if saved.length is None else saved.length - longest
+    most = min(NEW_TOKENS, room) if room > 0 else NEW_TOKENS
     names = (
-        "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples",
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples",
     )  # fmt: skip
     options = {name: getattr(command, name) for name in names}
+    options["max_new_tokens"] = command.max_new_tokens or most
     ends = [] if saved.end_id is None else [saved.end_id]
     is_placed = command.layout is not None or command.mesh is not None
     like = saved.forward if is_placed else None
@@ -137,20 +157,14 @@ def _options(command: GenerateCommand, saved: "LoadedModel") -> dict[str, Any]:
 
 
 def _printed(
-    saved: "LoadedModel",
-    texts: Sequence[str],
-    prompts: Sequence[str],
-    options: dict[str, Any],
-    num_samples: int,
-    *,
-    is_text: bool,
+    saved: "LoadedModel", texts: Sequence[str], ids: list[list[int]], options: dict[str, Any], *, is_text: bool
 ) -> Answer:
     from spanax.decoding.generate import generate
 
-    results = generate(saved.model, prompts, **options)
+    results = generate(saved.model, ids, **options)
     lines = []
     for index, result in enumerate(results):
-        prompt = texts[index // num_samples]
+        prompt = texts[index // options["num_samples"]]
         if is_text:
             lines.append(f"{prompt}{result.text}\n")
             continue
@@ -169,16 +183,16 @@ def _printed(
     return Answer("\n".join(lines))
 
 
-def _streamed(saved: "LoadedModel", prompts: Sequence[str], options: dict[str, Any], out: TextIO) -> Answer:
+def _streamed(saved: "LoadedModel", prompt: str, ids: list[list[int]], options: dict[str, Any]) -> Answer:
     """Prints one generation as it is generated."""
     from spanax.decoding.generate import generate
 
-    steps = generate(saved.model, prompts, stream=True, **options)
-    out.write(printable_lines(prompts[0]))
+    steps = generate(saved.model, ids, stream=True, **options)
+    sys.stdout.write(printable_lines(prompt))
     for piece in _pieces(saved, options["stop"], (int(tokens[0]) for tokens in steps)):
-        out.write(printable_lines(piece))
-        out.flush()
-    out.write("\n")
+        sys.stdout.write(printable_lines(piece))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
     return Answer()
 
 

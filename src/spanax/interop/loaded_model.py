@@ -49,13 +49,19 @@ class LoadedModel:
 
 
 def load_model(
-    checkpoint: Path, *, workload: str | None = None, layout: str | None = None, mesh: str | None = None
+    checkpoint: Path,
+    *,
+    workload: str | None = None,
+    dtype: str | None = None,
+    layout: str | None = None,
+    mesh: str | None = None,
 ) -> LoadedModel:
     """Returns the model of a run, of a folder of checkpoints, or of weights that `import_weights` wrote.
 
     Args:
       checkpoint: the folder.
       workload: the workload of the checkpoint, if its folder does not record it.
+      dtype: that of the parameters; as saved by default.
       layout: as in `spanax.jit`.
       mesh: as in `spanax.jit`; the first device by default.
 
@@ -84,13 +90,18 @@ def load_model(
     model = init(partial(_built, definition.build), like=forward, batch=batch)
     placements = forward.plan.leaves
     arrays, loaded = weights.load(forward.program, placements, forward.placement.mesh, checkpoint)
-    Objects.of((model,)).update([*arrays], [*arrays.values()])
+    Objects.of((model,)).update([*arrays], [_cast(array, dtype) for array in arrays.values()])
     model.eval()
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
     end_id = None if tokenizer is None else tokenizer.end_id
     length = _length(definition.batch) if folder is None else read_model(folder).config.seq_len
     return LoadedModel(model, forward, loaded.step, engine, end_id, folder, length)
+
+
+def _cast(array: jax.Array, dtype: str | None) -> jax.Array:
+    is_cast = dtype is not None and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
+    return array.astype(dtype) if is_cast else array
 
 
 def _length(batch: Any) -> int | None:
