@@ -81,9 +81,18 @@ def answer(config: TrainConfig) -> Answer:
     again = f"{RESUME} in {Hosts.of().num_hosts} processes" if Hosts.of().num_hosts > 1 else RESUME
     resume = "" if is_supervised else again
     with reporter(as_json=config.json, stream=stream, resume=resume) as emit:
-        last = train(partial(load, config.workload), config, devices(config.devices), emit)
+        last = train(partial(load, config.workload), config, devices(config.devices), emit, _generator(config))
         if config.profile is not None:
             from spanax.check.measure.run_record import profile_event
 
             emit(profile_event(Path(last["out"])))
     return Answer(exit_code=PREEMPTED if last["event"] == "preempted" else 0)
+
+
+def _generator(config: TrainConfig) -> Any:
+    """Returns `spanax.generate` for a run with samples; others do not import it."""
+    if config.sample_prompts is None:
+        return None
+    from spanax.decoding.generate import generate
+
+    return generate

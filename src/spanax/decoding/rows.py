@@ -75,12 +75,6 @@ class Rows:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes or None))
         return [jax.device_put(array, sharding) for array in arrays]
 
-    def gathered(self, array: Any) -> Any:
-        """Returns a replicated array, which every process can read."""
-        if self.mesh is None:
-            return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
-
     def constrained(self, cache: dict[int, Any]) -> dict[int, Any]:
         """Returns a cache with its sequences sharded; the compiler shards other dims as those of the parameters."""
         if self.mesh is None:
