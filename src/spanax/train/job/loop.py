@@ -102,8 +102,8 @@ class Loop:
             calls.append(self._call())
             evaluates = _is_due(self.run.num_steps, self.config.eval_every, steps)
             saves = _is_due(self.run.num_steps, self.config.save_every, steps)
-            samples = self.samples and _is_due(self.run.num_steps, self.config.sample_every or 0, steps)
-            is_interrupted = bool(evaluates or saves or samples)
+            samples = self.samples is not None and _is_due(self.run.num_steps, self.config.sample_every or 0, steps)
+            is_interrupted = evaluates or saves or samples
             is_rolled_back = self._reported(calls, 0 if self.run.is_simulated or is_interrupted else 1)
             if self._profile is not None:
                 self._profile.after(self.run)

@@ -49,8 +49,9 @@ class Samples:
           DataError: the file of prompts cannot be read, or has none.
         """
         path = job.config.sample_prompts
-        if path is None or generate is None:
+        if path is None:
             return None
+        assert generate is not None
         prompts = from_first(lambda: "\n".join(read_prompts(path)), DataError).split("\n")
         tokenizer = data.tokens and data.tokens.tokenizer
         if not tokenizer:
