@@ -108,3 +108,19 @@ def devices() -> "list[jax.Device]":
         return jax.devices()
     except RuntimeError:
         pytest.skip("JAX can start no backend here")
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """A list with an item for each program that XLA has compiled since the test began."""
+    import jax
+
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -109,6 +109,12 @@ def a_run(folder: Path, plan: Plan, num_steps: int = 60) -> Path:
         if step % 20 == 0:
             lines.append({"event": "eval", "step": step, "val_loss": loss + 0.2})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [
+        {"step": step, "prompt": prompt, "text": f"{prompt}\n of {step}", "tokens": [1, 2]}
+        for step in (20, num_steps)
+        for prompt in ("one", "two")
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     seconds = {"compute": 0.014, "communication": 0.006, "idle": 0.001, "host": 0.003, "input wait": 0.001}
     profile = {"steps": 6, "devices": 8, "step_seconds": 0.025, "seconds": seconds, "communication": {"fsdp": 0.006}}
     (folder / "profile" / "summary.json").write_text(json.dumps(profile | {"operations": {}}))

@@ -37,7 +37,7 @@ FLAGS = {
         "output_dir", "pipeline_schedule", "plan", "profile", "remat", "resume", "save_every", "seed", "seq_len",
         "spike_factor", "steps", "steps_per_call", "tokenizer", "traceback", "track", "virtual_stages", "workload",
         "xla_flags",
-        "num_epochs", "offload", "pad", *RECIPE,
+        "num_epochs", "offload", "pad", "sample_every", "sample_prompts", *RECIPE,
     },
     "generate": {
         "chat", "checkpoint", "json", "layout", "dtype", "max_new_tokens", "mesh", "min_p", "num_samples", "prompt",
@@ -147,6 +147,8 @@ BAD: dict[str, tuple[int, str]] = {
     "a profile of no steps": (2, "train --profile 20:10"),
     "a profile beyond the end": (2, "train --steps 5 --profile 3:9"),
     "calls that skip spikes": (2, "train --steps-per-call 4 --on-bad-step skip --spike-factor 5"),
+    "samples without prompts": (2, "train --sample-every 200"),
+    "samples at no step": (2, "train --sample-every 0 --sample-prompts empty.txt"),
     "resume from nowhere": (2, "train --resume"),
     "resume to an earlier step": (2, "train --output-dir ended --resume --steps 5"),
     "resume without settings": (65, "train --output-dir old --resume"),

@@ -14,6 +14,7 @@ QUICK = {
     "11_real_images": ["--models", "ResNet", "U-Net", "--steps", "10"],
     "12_real_text": ["--models", "MoE-dropless"],
     "13_reinforcement": ["--steps", "2"],
+    "14_reinforce": ["--steps", "2"],
 }
 """What of the longer ones is run each time; `slow` runs every model of them in every layout."""
 
@@ -39,7 +40,7 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, argumen
 
 LONG = {
     "02_fsdp", "03_tensor", "04_two_dimensions", "05_switch_the_mesh", "09_pipeline", "10_three_dimensions",
-    "11_real_images", "12_real_text",
+    "11_real_images", "12_real_text", "14_reinforce",
 }  # fmt: skip
 """Examples that `slow` runs: those of one layout each, which differ in a word, and those that take tens of seconds."""
 
@@ -94,10 +95,11 @@ def test_without_scikit_learn_an_error_names_the_package(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["13_reinforcement", "14_reinforce"])
 def test_rewards_teach_the_policy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example = next(path for path in EXAMPLES if path.stem == "13_reinforcement")
+    example = next(path for path in EXAMPLES if path.stem == name)
     run_in(tmp_path, monkeypatch, example, [])
     lines = re.findall(r"reward ([\d.]+), log-probabilities differ by ([\d.e-]+)", capsys.readouterr().out)
     assert float(lines[0][0]) < 0.6 and float(lines[-1][0]) > 0.9

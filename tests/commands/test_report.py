@@ -114,6 +114,9 @@ def test_the_resume_command_has_the_flags_of_the_run(tmp_path: Path) -> None:
 
 def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = a_run(tmp_path / "a", *EVENTS, END)
+    samples = [{"step": step, "prompt": "a", "text": f"\x1b{step}"} for step in (6, 12)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    assert "samples of step 12\n  prompt  text\n  a       \\x1b12\n" in report_output(folder)
     a_checkpoint(folder, 12)
     cli.main(["report", str(folder), "--json"])
     data = json.loads(capsys.readouterr().out)
@@ -121,6 +124,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["goodput"] == pytest.approx(29 / 70) and data["reached"] == 12
     assert [attempt["outcome"] for attempt in data["attempts"]] == ["died", "finished"]
     assert [event["event"] for event in data["faults"]] == ["died", "restart"]
+    assert data["samples"] == samples[1:]
     assert data["checkpoint"]["step"] == 12 and data["workload"] == "gpt-nano"
     assert data["how_to_go_on"] == f"spanax train --output-dir {folder} --resume --steps 24"
 

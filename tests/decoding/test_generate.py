@@ -106,11 +106,24 @@ def test_a_trained_model_needs_no_new_derivation(model: llama.Llama) -> None:
     model.head.kernel[...] = old
 
 
-def test_log_probabilities_are_those_of_a_train_step(model: llama.Llama) -> None:
-    (result,) = spanax.generate(model, [PROMPTS[0]], 12, seed=1)
-    ids = jnp.array([[*PROMPTS[0], *result.tokens]])
-    numbers = jax.nn.log_softmax(model(ids))[0, jnp.arange(4, 16), jnp.array(result.tokens)]
-    assert np.allclose(result.log_probabilities, numbers, atol=1e-5)
+def test_log_probabilities_are_those_of_a_train_step() -> None:
+    model = llama.Llama(CONFIG, nnx.Rngs(1))
+
+    @spanax.jit(mesh="fsdp=2,model=2")
+    def step(model: nnx.Module, ids: jax.Array) -> Any:
+        def loss(model: Any) -> Any:
+            numbers = jnp.take_along_axis(jax.nn.log_softmax(model(ids[:, :-1])), ids[:, 1:, None], axis=-1)
+            return -numbers.mean(), numbers[:, -12:, 0]
+
+        (_, numbers), gradients = nnx.value_and_grad(loss, has_aux=True)(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+        return numbers
+
+    for seed, like in enumerate([None, step]):  # the second time, the sharded and updated arrays
+        results = spanax.generate(model, [PROMPTS[0]] * 2, 12, seed=seed, like=like)
+        ids = np.array([[*PROMPTS[0], *result.tokens] for result in results])
+        numbers = [result.log_probabilities for result in results]
+        assert np.allclose(step(model, ids), numbers, atol=1e-5)
 
 
 @pytest.mark.parametrize(

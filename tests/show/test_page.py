@@ -113,7 +113,8 @@ def test_the_script_draws_a_page_that_is_well_formed_and_named(
     parts = [part for block in value_of(written[kind])["blocks"] for part in block["parts"]]
     cells = [cell for part in parts for row in part.get("rows", ()) for cell in row]
     texts = [cell if isinstance(cell, str) else cell[0] for cell in cells]
-    assert len(texts) > 20 and {" ".join(text.split()) for text in texts} <= {*read.texts, ""}
+    drawn_texts, cell_texts = ({" ".join(text.split()) for text in each} for each in (read.texts, texts))
+    assert len(texts) > 20 and cell_texts <= {*drawn_texts, ""}
 
 
 def test_a_fault_in_a_page_is_detected() -> None:
@@ -148,6 +149,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run_and_the_check(written: dic
         assert words in run, words
     for words in ("SPX001", "layout fsdp", "-4.9 %", "model.py:63"):
         assert words in check, words
+    assert "samples step prompt text 60 one one\n of 60 60 two" in run
     assert "Loss: loss from 6 at step 1 to 1.167 at step 60, between 1.167 and 6" in drawn(written["run"], tmp_path)
 
 
@@ -179,6 +181,8 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
     events = [f'{{"event": "step", "step": {60 + index}, "loss": {loss}}}' for index, loss in enumerate(ODD_LOSSES, 1)]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n".join([*events, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
+    with open(folder / "samples.jsonl", "a") as file:
+        file.write(json.dumps({"step": 61, "prompt": EVIL, "text": f"\x1b[2J{EVIL}"}) + '\n{"step": -1}\n')
     (folder / "profile" / "summary.json").write_text('{"seconds": 3}')
     assert "\u202e" not in document(page_of(steering)) and "\\u202e" in shown(document(page_of(steering)))
     for value in (plan, run_report(folder)):
@@ -191,6 +195,7 @@ def test_text_from_files_is_escaped(tmp_path: Path) -> None:
             tags = [tag for tag, _ in result.elements]
             assert tags.count("script") == num_scripts and "img" not in tags
             assert not any(name.startswith("on") for _, attributes in result.elements for name in attributes)
+    assert f"61 {EVIL} \\x1b[2J{EVIL}" in shown(page) and "samples.jsonl: 1 line damaged" in shown(page)
     assert "4 of 64 values of the loss are not finite" in shown(page)
     assert "this is not a profile summary" in shown(page)
 

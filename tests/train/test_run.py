@@ -99,19 +99,6 @@ def test_inputs_and_outputs_of_the_compiled_step_are_as_planned(layout: str, mes
 # One compilation, donated
 
 
-@pytest.fixture
-def compilations() -> Any:
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.mark.parametrize(("name", "layout", "mesh"), sampled(LAYOUTS[1:], LAYOUTS[2::2]))
 def test_steps_compile_once(name: str, layout: str, mesh: str, compilations: list[str]) -> None:
     run, rows = start(name, layout, mesh), batch(name)

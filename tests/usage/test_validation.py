@@ -25,7 +25,8 @@ def suggested(error: RangeError) -> tuple[str, float]:
 def test_a_suggested_setting_is_valid_and_usual(name: str, is_high: bool) -> None:
     kind = float if "." in USUAL.get(name, "") or name in ("learning_rate", "max_grad_norm", "spike_factor") else int
     wrong = MAX.get(name, 10**12) + 1 if is_high else MIN[name] - 1
-    pipeline = TrainConfig(layout="pipeline")  # The flags of stages are for a pipeline.
+    # The flags of stages are for a pipeline, and those of samples for each other.
+    pipeline = TrainConfig(layout="pipeline", sample_every=200, sample_prompts="prompts.txt")
     with pytest.raises(RangeError, match=r"\[SPX102\]") as caught:
         check(replace(pipeline, **{name: kind(wrong)}))
     flag, value = suggested(caught.value)

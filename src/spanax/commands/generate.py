@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from spanax.commands.answer import Answer
-from spanax.documents import json_line, read_bytes
-from spanax.errors import FileError, MissingError
+from spanax.documents import json_line
+from spanax.errors import MissingError
 from spanax.printable import printable_lines
+from spanax.train.data.text.prompts import read_prompts
 
 if TYPE_CHECKING:
     from spanax.interop.loaded_model import LoadedModel
 
 NEW_TOKENS = 128
 """The most tokens after a prompt, by default."""
-
-STDIN = "-"
-"""What stands for standard input in place of a file."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,7 @@ def _prompts(command: GenerateCommand) -> list[str]:
     """
     texts = list(command.prompt)
     if command.prompts is not None:
-        is_stdin = command.prompts == STDIN
-        try:
-            content = sys.stdin.read() if is_stdin else read_bytes(command.prompts).decode()
-        except (OSError, ValueError) as error:
-            what = f"cannot read the prompts of '{command.prompts}'."
-            raise FileError(what, where=str(error), fix="a text file in UTF-8 with one prompt per line") from None
-        texts += [line for line in content.splitlines() if line.strip()]
+        texts += read_prompts(command.prompts)
     if not texts:
         raise MissingError("there is no prompt.", fix='--prompt "Once upon a time", or --prompts FILE, or --prompts -')
     return texts

@@ -70,6 +70,7 @@ def answer(config: TrainConfig) -> Answer:
     is_supervised = attach_supervisor()
     enable_compilation_cache()
 
+    from spanax.decoding.generate import generate
     from spanax.models.workloads import load
     from spanax.processes.devices import devices
     from spanax.show.live.events import RESUME, reporter
@@ -81,7 +82,7 @@ def answer(config: TrainConfig) -> Answer:
     again = f"{RESUME} in {Hosts.of().num_hosts} processes" if Hosts.of().num_hosts > 1 else RESUME
     resume = "" if is_supervised else again
     with reporter(as_json=config.json, stream=stream, resume=resume) as emit:
-        last = train(partial(load, config.workload), config, devices(config.devices), emit)
+        last = train(partial(load, config.workload), config, devices(config.devices), emit, generate)
         if config.profile is not None:
             from spanax.check.measure.run_record import profile_event
 

@@ -93,12 +93,6 @@ class Rows:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes or None))
         return [jax.device_put(array, sharding) for array in arrays]
 
-    def gathered(self, array: Any) -> Any:
-        """Returns a replicated array, which every process can read."""
-        if self.mesh is None:
-            return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec()))
-
     def constrained(self, cache: Cache) -> Cache:
         """Returns a cache, sharded."""
         if self.mesh is None:

@@ -41,6 +41,7 @@ CONFIG = Name("config.toml", MAX_TOML_BYTES)
 PLAN = Name("plan.json", MAX_BYTES)
 ENVIRONMENT = Name("env.json", 1 << 20)
 METRICS = Name("metrics.jsonl", UNBOUNDED)
+SAMPLES = Name("samples.jsonl", UNBOUNDED)
 
 EVENTS = Name("events.jsonl", 1 << 22)
 """Of a larger file, the last events are read. In memory, an event takes up to 30 times the size of its line."""
@@ -90,8 +91,8 @@ IMPORTED = (
 """The files that `spanax import` copies unchanged; the index of sharded weights is last."""
 
 IN_RUN = (
-    CONFIG, PLAN, ENVIRONMENT, METRICS, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG, JOB_SCRIPT,
-    PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL, TOKENIZER,
+    CONFIG, PLAN, ENVIRONMENT, METRICS, SAMPLES, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG,
+    JOB_SCRIPT, PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL, TOKENIZER,
 )  # fmt: skip
 """The files of a run folder, without its checkpoints."""
 

@@ -394,6 +394,19 @@ def all_processes(value: bool) -> bool:
         return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
 
 
+def on_host(array: Any) -> Any:
+    """Returns an array as a NumPy array; every process of a group gets all of it, and calls this together."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() > 1 and isinstance(array, jax.Array) and not array.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        with operation("a copy of a result"):
+            array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
+
+
 def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     """Returns the result of `decide` on the first process, on every process.
 

@@ -18,7 +18,7 @@ MEANING = {
     "data": "waiting for batches",
     "save": "steps blocked by a checkpoint",
     "restore": "reading a checkpoint",
-    "evaluate": "evaluation on held-out data",
+    "evaluate": "evaluation on held-out data, and samples",
     "start": "imports, tracing, planning",
     "restart": "from a fault or preemption until steps resumed",
     "idle": "none of the above",
@@ -27,6 +27,9 @@ MEANING = {
 
 MAX_FAULTS = 40
 """Number of faults in the table, the newest ones."""
+
+MAX_SAMPLES = 8
+"""Number of samples in the table; all of them are on the page."""
 
 MAX_LETTERS = 300
 """Number of letters shown of a recorded value."""
@@ -48,6 +51,7 @@ def report_text(report: RunReport) -> str:
             *_attempt_lines(times),
             *_fault_lines(times),
             *_metric_lines(report),
+            *_sample_lines(report),
             _checkpoint_text(report),
             *_lines("could not be read", ("",), [(_text(note),) for note in report.notes]),
             f"{resume}: {printable(report.how_to_go_on)}",
@@ -112,6 +116,12 @@ def _metric_lines(report: RunReport) -> list[str]:
         for kind, values in report.metrics.last.items()
     ]
     return _lines("last metrics", ("", "step", "metrics"), rows)
+
+
+def _sample_lines(report: RunReport) -> list[str]:
+    samples = report.last_samples
+    rows = [(_text(sample.prompt), _text(sample.text)) for sample in samples[:MAX_SAMPLES]]
+    return _lines(f"samples of step {samples[0].step}", ("prompt", "text"), rows) if rows else []
 
 
 def duration_text(seconds: float) -> str:

@@ -52,6 +52,8 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
       keep_last: number of newest checkpoints to keep.
       eval_every: steps between evaluations on held-out data; 0 evaluates only at the end.
       eval_batches: batches per evaluation.
+      sample_every: steps between samples, which continue the prompts of --sample-prompts; also at the end.
+      sample_prompts: a text file with one prompt per line.
       log_every: steps between log lines.
       track: trackers that log the metrics: tensorboard, wandb, or tensorboard,wandb.
       on_bad_step: action if a loss, gradient norm or parameter is not finite, or a spike: halt, skip (discard the
@@ -87,6 +89,8 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
     keep_last: int = 3
     eval_every: int = 0
     eval_batches: int = 20
+    sample_every: int | None = None
+    sample_prompts: str | None = None
     log_every: int = 1
     track: str | None = None
     on_bad_step: str = "halt"
@@ -185,6 +189,9 @@ def check(config: TrainConfig) -> TrainConfig:
         raise MissingError("--resume requires --output-dir, the run folder.", fix="--output-dir runs/NAME --resume")
     if config.steps is not None and config.num_epochs is not None:
         raise ConflictError("--steps and --num-epochs both say how long to train.", fix="one of them")
+    if (config.sample_every is None) != (config.sample_prompts is None):
+        missing = "--sample-every" if config.sample_every is None else "--sample-prompts"
+        raise MissingError(f"{missing} is missing.", fix="--sample-every 200 --sample-prompts prompts.txt")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
     return config

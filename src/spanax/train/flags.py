@@ -24,7 +24,7 @@ MIN: dict[str, float] = {
     "devices": 1, "steps": 1, "num_epochs": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "layers": 1,
     "embed": 1, "microbatches": 1, "virtual_stages": 1, "learning_rate": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-6, "ema": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
-    "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
+    "sample_every": 1, "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
 }  # fmt: skip
 
 MAX: dict[str, float] = {
@@ -36,7 +36,7 @@ MAX: dict[str, float] = {
 USUAL = {
     "devices": "8", "steps": "100", "num_epochs": "1", "global_batch_size": "32", "seq_len": "128", "layers": "12",
     "embed": "768", "microbatches": "4", "virtual_stages": "2", "learning_rate": "3e-4", "warmup_steps": "100",
-    "weight_decay": "0.1", "max_grad_norm": "1", "ema": "0.999", "spike_factor": "10",
+    "weight_decay": "0.1", "max_grad_norm": "1", "ema": "0.999", "spike_factor": "10", "sample_every": "200",
 }  # fmt: skip
 """Usual values of numbers without a default, for the `fix` of an error."""
 

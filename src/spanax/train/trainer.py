@@ -29,6 +29,7 @@ from spanax.train.job.job import build
 from spanax.train.job.loop import Loop
 from spanax.train.job.plan_choice import placement
 from spanax.train.job.records import Records
+from spanax.train.job.samples import Generate, Samples
 from spanax.train.record.run_lock import RunLock, claimed
 from spanax.train.record.telemetry import Event, Telemetry, open_telemetry
 from spanax.train.record.trackers import RunInfo
@@ -39,7 +40,11 @@ from spanax.train.tracking import create_trackers, summary
 
 
 def train(
-    load: Callable[..., Workload], config: TrainConfig, devices: list[Any], emit: Callable[[Event], None]
+    load: Callable[..., Workload],
+    config: TrainConfig,
+    devices: list[Any],
+    emit: Callable[[Event], None],
+    generate: Generate | None = None,
 ) -> Event:
     """Trains a workload and returns the last event: `done`, or `preempted` if a signal stopped the run.
 
@@ -49,8 +54,9 @@ def train(
       load: returns the workload, given `batch_size`, `seq_len` and `vocab_size`.
       config: the settings; None stands for the workload's default.
       devices: the devices to use.
-      emit: called on the first process with every event: `start`, `warning`, `step`, `eval`, `save`, `done`,
-        `preempted`.
+      emit: called on the first process with every event: `start`, `warning`, `step`, `eval`, `sample`, `save`,
+        `done`, `preempted`.
+      generate: `spanax.generate`, for --sample-prompts.
 
     Raises:
       SpanaxError: the settings are inconsistent; also its subclasses DataError and WriteError.
@@ -64,17 +70,21 @@ def train(
         telemetry = stack.enter_context(open_telemetry(folder, rank=rank, attempt=attempt, emit=events))
         job = build(load, config, devices, telemetry)
         data = stack.enter_context(closing(job.batches()))
+        samples = Samples.of(job, data, generate, telemetry)
         worker = stack.enter_context(ThreadPoolExecutor(1, "spanax-background"))
         run = begin(job, telemetry, worker)
         if run.position is not None:
             data.restore(run.position)
         records = Records(job, data.tokens.tokenizer if data.tokens else None, lock, telemetry)
         is_finished = job.config.resume and run.num_steps >= (job.config.steps or 0)
+        if samples is not None and not is_finished:
+            with telemetry.ledger.within("compile"):
+                samples.draw(run)  # what fails, fails before the first step
         _report_start(run, data, records, is_finished=is_finished)
         is_over = stack.enter_context(listening())
         if is_first() and config.plan is None and not is_finished:
             worker.submit(records.predict_step_time)
-        last = _loop(run, data, records, is_over).run_to_end() | {"out": str(folder)}
+        last = _loop(run, data, records, is_over, samples).run_to_end() | {"out": str(folder)}
         telemetry.finish(last, run.num_steps)
         return last
 
@@ -94,14 +104,14 @@ def _run_folder(config: TrainConfig) -> Iterator[tuple[Path, RunLock | None]]:
         yield Path(from_first(acquire, WriteError)), next(iter(locks), None)
 
 
-def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bool]) -> Loop:
+def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bool], samples: Samples | None) -> Loop:
     """Returns the loop of a run, with its checkpoints and its policy for bad steps."""
     job = records.job
     telemetry = records.telemetry
     steps = Folder.of(telemetry.folder).inner(CHECKPOINTS)
     saves = Saves(steps, job.config, telemetry, records.renew, saved=run.num_steps)
     bad_steps = BadStepPolicy(run, data, partial(start_or_restore, job, telemetry, resume=True), telemetry)
-    return Loop(job, run, data, telemetry, saves, bad_steps, is_over)
+    return Loop(job, run, data, telemetry, saves, bad_steps, is_over, samples)
 
 
 def _report_start(run: Run, data: Batches, records: Records, *, is_finished: bool) -> None:

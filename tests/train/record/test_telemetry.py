@@ -36,11 +36,12 @@ def test_each_kind_of_event_reaches_its_files(tmp_path: Path) -> None:
     with open_telemetry(tmp_path, rank=0, attempt=0, emit=events.append) as telemetry:
         report(telemetry, "warning")
         telemetry.begin(RunInfo(tmp_path, {}, {}), {"tracker": tracker})
-        report(telemetry, "begin", "start", "step", "bad_step", "save_failed", "rolled_back")
+        report(telemetry, "begin", "start", "step", "sample", "bad_step", "save_failed", "rolled_back", "sample")
         telemetry.finish({"event": "done"}, step=1)
     emitted = ["start", "step", "bad_step", "save_failed", "rolled_back", "done"]
-    assert [event["event"] for event in events] == ["warning", *emitted]
+    assert [event["event"] for event in events if event["event"] != "sample"] == ["warning", *emitted]
     assert lines(tmp_path, "metrics.jsonl") == emitted
+    assert lines(tmp_path, "samples.jsonl") == ["sample", "sample"]
     assert lines(tmp_path, "events.jsonl") == ["begin", "bad_step", "save_failed", "rolled_back", "end", "ledger"]
     assert tracker.calls == ["begin", "log", "back", "end"]
     assert json.loads((tmp_path / "heartbeats" / "0.json").read_text())["phase"] == "end"

@@ -29,6 +29,9 @@ SHOWN = {
 
 RESUME = "to resume"
 
+MAX_LETTERS = 64
+"""Number of letters that a line shows of a prompt, and of the text after it."""
+
 MAX_OPERATIONS = 5
 """Number of operations of a profile that are listed."""
 
@@ -97,6 +100,9 @@ def line(event: Event, resume: str = RESUME) -> str:
         values = {name.removeprefix("val_"): value for name, value in event.items() if name.startswith("val_")}
         loss = f" loss {event['val_loss']:.4f}" if "val_loss" in event else ""
         return f"step {event['step']}  held-out{loss}{metrics_text(values)}{bigram}"
+    if kind == "sample":
+        prompt = event["prompt"][-MAX_LETTERS:]
+        return f"step {event['step']}  after '{prompt}': {event['text'][:MAX_LETTERS]}"
     if kind == "save":
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
     if kind == "save_failed":

@@ -1,6 +1,6 @@
 """The page of a run: its report, curves, and predicted next to measured times."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from spanax.check.measure.run_record import RunRecord
@@ -10,6 +10,7 @@ from spanax.printable import printable
 from spanax.show.page.document import Block, Page, Part, bars, lines, table, text
 from spanax.show.page.plan import plan_blocks, seconds_text
 from spanax.show.report import report_text
+from spanax.train.record.samples import Sample
 from spanax.units import count_text
 
 COMMUNICATION = ("activations between devices", "weights between devices", "gradient sync")
@@ -30,8 +31,16 @@ def _curve_blocks(run: RunRecord) -> Iterator[Block]:
         medians = [] if seconds is None else [seconds_text(seconds)]
         medians += [] if speed is None else [f"{count_text(speed)} {run.report.metrics.counted}/s"]
         yield Block("Curves", curves, f"Median step: {', '.join(medians)}." if medians else "")
+    if run.report.samples:
+        yield _sample_block(run.report.samples)
     if run.findings:
         yield Block("Findings", [text("findings", "\n".join(map(str, run.findings)))])
+
+
+def _sample_block(samples: Sequence[Sample]) -> Block:
+    newest_first = sorted(samples, key=lambda sample: -sample.step)
+    rows = [((str(sample.step), sample.step), sample.prompt, sample.text) for sample in newest_first]
+    return Block("Samples", [table("samples", ("step", "prompt", "text"), rows)], "The newest are first.")
 
 
 def _curves(run: RunRecord) -> Iterator[Part]:

@@ -20,6 +20,7 @@ from spanax.train.data.batches import Batches
 from spanax.train.evaluation import Means, by_name, num_fewer
 from spanax.train.job.bad_step_policy import BadStepPolicy
 from spanax.train.job.job import Job
+from spanax.train.job.samples import Samples
 from spanax.train.profile import INPUT, STEP, Profile
 from spanax.train.record.telemetry import Event, Telemetry
 from spanax.train.run import Run
@@ -55,6 +56,7 @@ class Loop:
       saves: writes checkpoints.
       bad_steps: handles steps with non-finite or outlying metrics.
       is_over: `is_over(n)` returns at its n-th call whether to stop, the same on every process.
+      samples: continues prompts, if requested.
     """
 
     job: Job
@@ -64,6 +66,7 @@ class Loop:
     saves: Saves
     bad_steps: BadStepPolicy
     is_over: Callable[[int], bool]
+    samples: Samples | None = None
     _profile: Profile | None = field(init=False)
     _seconds: list[float] = field(default_factory=list)
     _compiling: list[float] = field(default_factory=list)
@@ -99,16 +102,20 @@ class Loop:
             calls.append(self._call())
             evaluates = _is_due(self.run.num_steps, self.config.eval_every, steps)
             saves = _is_due(self.run.num_steps, self.config.save_every, steps)
-            is_rolled_back = self._reported(calls, 0 if self.run.is_simulated or evaluates or saves else 1)
+            samples = self.samples is not None and _is_due(self.run.num_steps, self.config.sample_every or 0, steps)
+            is_interrupted = evaluates or saves or samples
+            is_rolled_back = self._reported(calls, 0 if self.run.is_simulated or is_interrupted else 1)
             if self._profile is not None:
                 self._profile.after(self.run)
             if is_rolled_back:
                 continue
             if evaluates:
                 self._evaluate()
+            if samples:
+                self._sample()
             if saves:
                 self._save()
-            if evaluates or saves:
+            if is_interrupted:
                 self._clock = time.perf_counter()
             if self.run.num_steps < steps and self._is_over():
                 # If the last step turns out bad, the run is rolled back to a checkpoint, and nothing needs saving.
@@ -171,7 +178,8 @@ class Loop:
         step = self.run.num_steps
         count = self.config.steps_per_call
         due = [self.config.steps or 0]
-        due += [step - step % every + every for every in (self.config.eval_every, self.config.save_every) if every]
+        intervals = (self.config.eval_every, self.config.save_every, self.config.sample_every)
+        due += [step - step % every + every for every in intervals if every]
         if self._profile is not None and step < self._profile.last:
             due.append(max(step, self._profile.first - 1))  # profiled steps are dispatched one by one
         return count if step + count <= min(due) else 1
@@ -257,6 +265,12 @@ class Loop:
             self._evaluated = {"event": "eval", "step": self.run.num_steps, "examples": means.num_examples, **values}
             self._evaluated |= self._baseline(held_out, means.num_examples * num_tokens(program) // size)
         self.telemetry.report(self._evaluated)
+
+    def _sample(self) -> None:
+        assert self.samples is not None
+        self._beat("evaluate")
+        with self.telemetry.ledger.within("evaluate"):
+            self.samples.report(self.run)
 
     def _baseline(self, held_out: Batches, num_tokens: int) -> Event:
         """The loss of the workload's baseline on the same held-out tokens; empty for data other than tokens."""

@@ -1,7 +1,7 @@
 """The records in a run folder: configuration, plan, environment and metrics.
 
-config.toml  plan.json  env.json  tokenizer.json  metrics.jsonl  events.jsonl  heartbeats/  log/
-checkpoints/<step>/  LOCK
+config.toml  plan.json  env.json  tokenizer.json  metrics.jsonl  samples.jsonl  events.jsonl  heartbeats/
+log/  checkpoints/<step>/  LOCK
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder, Place
 from spanax.entries.local_path import local_path
-from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, TOKENIZER, Name
+from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, SAMPLES, TOKENIZER, Name
 from spanax.errors import ConfigError, EntryError, FileError, FileErrors, RangeError, WriteError
 from spanax.printable import to_stderr
 from spanax.schema import parsed
@@ -316,15 +316,24 @@ class AppendLog:
 
 def open_metrics(folder: Path, last_step: int) -> AppendLog:
     """Opens metrics.jsonl for appending, without the lines of steps after `last_step`, which will be repeated."""
+    return _opened(folder, METRICS, last_step)
 
+
+def open_samples(folder: Path, last_step: int) -> AppendLog:
+    """Opens samples.jsonl, if any, in the same way."""
+    place = Folder.of(folder)
+    return AppendLog(place, SAMPLES) if place.kind(SAMPLES) is None else _opened(folder, SAMPLES, last_step)
+
+
+def _opened(folder: Path, name: Name, last_step: int) -> AppendLog:
     def retained() -> Iterator[str]:
-        for event in Folder.of(folder).lines(METRICS):
+        for event in Folder.of(folder).lines(name):
             step = None if event is None else event.get("step", 0)
             if event is not None and isinstance(step, int) and step <= last_step and event.get("event") != "done":
                 yield json_line(event) + "\n"
 
-    _replace(folder, METRICS, retained())
-    return AppendLog(Folder.of(folder), METRICS)
+    _replace(folder, name, retained())
+    return AppendLog(Folder.of(folder), name)
 
 
 def _replace(folder: Path, name: Name, parts: Iterable[str]) -> None:

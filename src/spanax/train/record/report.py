@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
+from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS, SAMPLES
 from spanax.errors import DataError, EntryError, MissingFileError
 from spanax.train.record import heartbeat
 from spanax.train.record.folder import recorded
 from spanax.train.record.metric_curves import MetricCurves, metric_curves
+from spanax.train.record.samples import Sample, read_samples
 from spanax.train.record.time_account import TimeAccount, account
 from spanax.train.store import view
 from spanax.usage import resume_command
@@ -31,6 +32,7 @@ class RunReport:
       metrics: its metrics over steps.
       notes: files and lines that could not be read, one line per problem.
       saving: the step of a checkpoint that is being written, or None.
+      samples: what the model generated, the last step last.
     """
 
     folder: Path
@@ -40,6 +42,12 @@ class RunReport:
     metrics: MetricCurves = field(default_factory=MetricCurves)
     notes: Sequence[str] = ()
     saving: int | None = None
+    samples: Sequence[Sample] = ()
+
+    @property
+    def last_samples(self) -> list[Sample]:
+        """The samples of the last step that has some."""
+        return [sample for sample in self.samples if sample.step == self.samples[-1].step]
 
     @property
     def how_to_go_on(self) -> str:
@@ -59,6 +67,7 @@ class RunReport:
             "checkpoint": checkpoint,
             "saving": self.saving,
             "metrics": self.metrics.last,
+            "samples": [asdict(sample) for sample in self.last_samples],
             "notes": list(self.notes),
             "how_to_go_on": self.how_to_go_on,
         }
@@ -88,11 +97,9 @@ def run_report(folder: Path) -> RunReport:
     intact = [saved for saved in steps if saved.state == "good"]
     saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
     metrics = metric_curves(folder)
-    notes += [
-        f"{name}: {_num_lines(count)} damaged"
-        for name, count in ((EVENTS, times.num_damaged), (METRICS, metrics.num_damaged))
-        if count
-    ]
+    samples, num_damaged = read_samples(folder)
+    damaged = {EVENTS: times.num_damaged, METRICS: metrics.num_damaged, SAMPLES: num_damaged}
+    notes += [f"{name}: {_num_lines(count)} damaged" for name, count in damaged.items() if count]
     notes += [
         f"{EVENTS}: {_num_lines(count)} of the unknown kind '{kind}' left out"
         for kind, count in sorted(times.unknown.items())[:MAX_NOTES]
@@ -100,7 +107,7 @@ def run_report(folder: Path) -> RunReport:
     if times.is_tail:
         notes.append(f"{EVENTS}: only the last events were read")
     notes += heartbeat.damaged(folder)[:MAX_NOTES]
-    return RunReport(folder, workload, times, intact[-1] if intact else None, metrics, notes, saving)
+    return RunReport(folder, workload, times, intact[-1] if intact else None, metrics, notes, saving, samples)
 
 
 def _num_lines(count: int) -> str:

@@ -23,10 +23,13 @@ INTERNAL = ("begin", "replanned", "end", "ledger")
 RECORDED = ("bad_step", "skipped", "rolled_back", "save_failed")
 """Kinds of events written to events.jsonl in addition to metrics.jsonl."""
 
+SAMPLE = "sample"
+"""The kind of event written to samples.jsonl instead of metrics.jsonl."""
+
 
 @dataclass(eq=False)
 class Telemetry:
-    """Writes the events of a run to events.jsonl, metrics.jsonl, its trackers and the caller's callback.
+    """Writes the events of a run to its .jsonl files, its trackers and the caller's callback.
 
     Only the first process of a run writes events. Every process has its own ledger and heartbeat.
 
@@ -48,12 +51,17 @@ class Telemetry:
     _events: Events
     _pulse: Pulse
     _metrics: run_folder.AppendLog | None = field(default=None, init=False)
+    _samples: run_folder.AppendLog | None = field(default=None, init=False)
     _trackers: Trackers | None = field(default=None, init=False)
 
     def begin(self, info: RunInfo, trackers: dict[str, Any]) -> None:
-        """Opens metrics.jsonl after step `info.step`, and passes events to the trackers from here on."""
-        self._metrics = run_folder.open_metrics(self.folder, info.step)
+        """Opens metrics.jsonl and samples.jsonl after step `info.step`, and passes events to the trackers."""
+        self._open(info.step)
         self._trackers = Trackers(trackers, info, self.warn)
+
+    def _open(self, step: int) -> None:
+        self._metrics = run_folder.open_metrics(self.folder, step)
+        self._samples = run_folder.open_samples(self.folder, step)
 
     def report(self, event: Event) -> None:
         """Writes one event; a full disk raises no error."""
@@ -65,9 +73,10 @@ class Telemetry:
             return
         if kind == "rolled_back":
             with suppress(WriteError):  # a full disk keeps the lines of steps that are repeated
-                self._metrics = run_folder.open_metrics(self.folder, event["step"])
-        if self._metrics is not None:
-            self._metrics.write(json_line(event))
+                self._open(event["step"])
+        log = self._samples if kind == SAMPLE else self._metrics
+        if log is not None:
+            log.write(json_line(event))
         if kind in RECORDED:
             self._events.append(**event)
         try:
