@@ -104,12 +104,12 @@ def forward_of(
     Raises:
       SpanaxError: the function cannot be traced, does not return logits, or reads more positions than the model has.
     """
-    rows, length = arrays[0].shape
+    length = arrays[0].shape[1]
 
     def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         nodes[0].eval()
         nodes[0].set_attributes(decode=False, raise_if_not_found=False)  # of Flax's own cache, which is not used
-        return logits_of(function(nodes[0], *values), (rows, length))
+        return logits_of(function(nodes[0], *values), values[0].shape)
 
     with as_loops():
         program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
