@@ -12,7 +12,6 @@ from flax import nnx
 
 import zoo
 from byo import alibi, half, lora_gpt, lstm_lm, mamba, rwkv, scanned, seq2seq_gru, sorted_moe, t5, wavenet
-from spanax.models import llama
 
 VOCAB, DIM, HEADS, HEAD = 32, 32, 4, 8
 
@@ -66,6 +65,13 @@ class WindowAttention(nnx.Module):
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
 
 
+def turned(x):
+    """Rotary positions by complex numbers, as the authors of Llama write them."""
+    angles = jnp.outer(jnp.arange(x.shape[1]), 1e4 ** (-jnp.arange(0, HEAD, 2) / HEAD))
+    y = jax.lax.complex(x[..., ::2], x[..., 1::2]) * jnp.exp(1j * angles)[:, None]
+    return jnp.stack([y.real, y.imag], -1).reshape(x.shape)
+
+
 class LatentAttention(nnx.Module):
     """Keys and values from a small latent, and one rotary key for all heads (DeepSeek-V2)."""
 
@@ -75,11 +81,11 @@ class LatentAttention(nnx.Module):
         self.up, self.out, self.norm = linear(8, 2 * DIM), linear(DIM, DIM), nnx.RMSNorm(8, rngs=rngs)
 
     def __call__(self, x):
-        q, turned = jnp.split(self.q(x), 2, -1)
+        q, rest = jnp.split(self.q(x), 2, -1)
         k, v = map(heads, jnp.split(self.up(self.norm(self.latent(x))), 2, -1))
-        rotary = llama.rotate(self.key(x)[:, :, None], 10_000.0)
+        rotary = turned(self.key(x)[:, :, None])
         scores = jnp.einsum("bqhd,bkhd->bhqk", heads(q), k)
-        scores += jnp.einsum("bqhd,bkod->bhqk", llama.rotate(heads(turned), 10_000.0), rotary)
+        scores += jnp.einsum("bqhd,bkod->bhqk", turned(heads(rest)), rotary)
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores / 4.0, -jnp.inf)
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape))
 
@@ -196,7 +202,7 @@ class Learned(nnx.Module):
 
 
 class Padded(nnx.Module):
-    """Positions by the number of tokens that are not padding, which is id 0, and keys without the padding."""
+    """Positions by the number of tokens that are not padding, which is id 0; padding attends to all tokens."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed, self.places = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Embed(64, DIM, rngs=rngs)
@@ -206,7 +212,7 @@ class Padded(nnx.Module):
         is_token = tokens != 0
         x = self.embed(tokens) + self.places(jnp.maximum(jnp.cumsum(is_token, -1) - 1, 0))
         q, k, v = map(heads, jnp.split(self.qkv(x), 3, -1))
-        mask = nnx.make_causal_mask(tokens) * is_token[:, None, None, :]
+        mask = nnx.make_causal_mask(tokens) * nnx.make_attention_mask(is_token, is_token)
         return self.out(nnx.dot_product_attention(q, k, v, mask=mask).reshape(x.shape))
 
 

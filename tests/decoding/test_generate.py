@@ -1,5 +1,6 @@
 """Generation equals a loop over the whole sequence, on every mesh, with every rule of sampling."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import pytest
 from flax import nnx
 
 import spanax
-from causal import Learned
+from causal import CAUSAL, Learned
+from spanax.decoding.decoder import called
 from spanax.decoding.sampling import Sampling, draw
+from spanax.errors import DecodeError, RangeError
 from spanax.models import llama, moe
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "mlp_dim": 64}
@@ -23,12 +26,14 @@ def model() -> llama.Llama:
     return llama.Llama(CONFIG, nnx.Rngs(0))
 
 
-def greedy(model: nnx.Module, prompt: list[int], count: int) -> tuple[tuple[int, ...], list[float]]:
-    """The most likely tokens and their log-probabilities, from the forward pass of the whole sequence."""
+def greedy(
+    function: Any, model: nnx.Module, prompt: list[int], count: int, length: int = 20
+) -> tuple[tuple[int, ...], list[float]]:
+    """The most likely tokens and their log-probabilities, from the forward pass of `length` tokens for each."""
     ids, numbers = list(prompt), []
-    forward = nnx.jit(lambda model, tokens: model(tokens))
+    forward = nnx.jit(function)
     for _ in range(count):
-        logits = forward(model, jnp.array([ids + [0] * (20 - len(ids))]))
+        logits = forward(model, jnp.array([ids + [0] * (length - len(ids))]))
         logits = (logits[0] if isinstance(logits, tuple) else logits)[0, len(ids) - 1]
         numbers.append(float(jax.nn.log_softmax(logits).max()))
         ids.append(int(logits.argmax()))
@@ -37,10 +42,36 @@ def greedy(model: nnx.Module, prompt: list[int], count: int) -> tuple[tuple[int,
 
 def test_greedy_tokens_are_those_of_the_forward_pass(model: llama.Llama) -> None:
     for prompt, result in zip(PROMPTS, spanax.generate(model, PROMPTS, 10, temperature=0), strict=True):
-        tokens, log_probabilities = greedy(model, prompt, 10)
+        tokens, log_probabilities = greedy(called, model, prompt, 10)
         assert result.tokens == tokens
         assert np.allclose(result.log_probabilities, log_probabilities, atol=1e-5)
         assert result.text is None and not result.is_stopped
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of models that drop activations, or depend on the number of tokens
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "bfloat16"])
+def test_512_greedy_tokens_are_those_of_recomputation(name: str) -> None:
+    """Or as many as the model has positions for."""
+    case = CAUSAL[name]
+    model = case.build(nnx.Rngs(0))
+    inputs = {key: value[:1] for key, value in case.inputs.items() if key not in case.per_token}
+    ones = dict.fromkeys(case.per_token, 1)
+
+    def function(model: nnx.Module, tokens: Any, **given: Any) -> Any:
+        given |= {key: jnp.full(tokens.shape, value) for key, value in ones.items()}
+        return (case.call or called)(model, tokens, **given)
+
+    options: dict[str, Any] = {"function": function, "inputs": inputs, "temperature": 0, "fallback": False}
+    prompt, length = PROMPTS[0], 576
+    try:
+        (result,) = spanax.generate(model, [prompt], 512, **options)
+    except (RangeError, DecodeError):  # it has fewer positions
+        length = case.length
+        (result,) = spanax.generate(model, [prompt], length - len(prompt), **options)
+    model.eval()
+    forward = partial(function, **inputs)
+    assert result.tokens == greedy(forward, model, prompt, len(result.tokens), length)[0]
 
 
 RULES: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "temperature": 0.8}
@@ -60,7 +91,7 @@ def test_an_expert_mesh_and_like() -> None:
     config = moe.MoEConfig(64, 64, **SIZES, num_experts=4, capacity_factor=None)
     model = moe.Mixtral(config, nnx.Rngs(0))
     prompts = [*PROMPTS, *PROMPTS[::-1]]
-    expected = [greedy(model, prompt, 5)[0] for prompt in prompts]
+    expected = [greedy(called, model, prompt, 5)[0] for prompt in prompts]
     step = spanax.jit(lambda model, tokens: model(tokens)[0], mesh="data=2,expert=4")
     step.prepare(model, jax.ShapeDtypeStruct((8, 16), "int32"))
     results = spanax.generate(model, prompts, 5, temperature=0, like=step)
@@ -102,7 +133,7 @@ def test_a_trained_model_needs_no_new_derivation(model: llama.Llama) -> None:
     old = model.head.kernel[...]
     model.head.kernel[...] = -old
     after = spanax.generate(model, [[1, 2]], 4, temperature=0)
-    assert after[0].tokens == greedy(model, [1, 2], 4)[0] != before[0].tokens
+    assert after[0].tokens == greedy(called, model, [1, 2], 4)[0] != before[0].tokens
     model.head.kernel[...] = old
 
 

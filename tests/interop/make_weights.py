@@ -3,8 +3,9 @@
     pip install "spanax[interop-test]"
     python tests/interop/make_weights.py
 
-Each is a folder as `save_pretrained` writes it, and beside it NAME.safetensors with `inputs` and `logits`. Every number
-of a model is moved at random, so that no bias is zero and no two norms are alike.
+Each is a folder as `save_pretrained` writes it, and beside it NAME.safetensors with `inputs` and `logits`, and of a
+language model the `greedy` tokens after the first input. Every number of a model is moved at random, so that no bias is
+zero and no two norms are alike.
 """
 
 import shutil
@@ -74,6 +75,14 @@ def inputs_of(model: Any) -> torch.Tensor:
     return torch.randint(0, config.vocab_size, (4, 8))
 
 
+def greedy(model: Any, prompt: torch.Tensor) -> torch.Tensor:
+    """The 512 most likely tokens after a text, or as many as the model has positions for."""
+    model.generation_config.eos_token_id = None
+    count = min(512, getattr(model.config, "n_positions", 1024) - len(prompt))
+    tokens = model.generate(prompt[None], do_sample=False, use_cache=True, max_new_tokens=count)
+    return tokens[0, len(prompt) :].int()
+
+
 def main() -> None:
     """Writes all of them."""
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -84,8 +93,10 @@ def main() -> None:
         inputs = inputs_of(model)
         with torch.no_grad():
             logits = model.float()(inputs).logits
-        save_file({"inputs": inputs.int() if inputs.dtype == torch.int64 else inputs, "logits": logits},
-                  FOLDER / f"{name}.safetensors")  # fmt: skip
+        answers = {"inputs": inputs, "logits": logits}
+        if name != "vit":
+            answers |= {"inputs": inputs.int(), "greedy": greedy(model, inputs[0])}
+        save_file(answers, FOLDER / f"{name}.safetensors")
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()

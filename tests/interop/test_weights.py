@@ -49,16 +49,17 @@ def begun(folder: Path, mesh: str = "data=1", **inputs: Any) -> spanax.Run:
     return spanax.start(program, plan, init=workload.init, **inputs)
 
 
-def inputs_and_logits(name: str) -> tuple[np.ndarray, np.ndarray]:
+def answers(name: str) -> dict[str, np.ndarray]:
     """What a model was given, images with their colours last, and what transformers answered."""
     result = {key: tensor.read() for key, tensor in tensors(WEIGHTS / f"{name}.safetensors").items()}
-    inputs, logits = result["inputs"], result["logits"]
-    assert np.abs(logits).max() > 0.1
-    return inputs.transpose(0, 2, 3, 1) if name == "vit" else inputs, logits
+    assert np.abs(result["logits"]).max() > 0.1
+    if name == "vit":
+        result["inputs"] = result["inputs"].transpose(0, 2, 3, 1)
+    return result
 
 
-def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
-    """What our model answers with the weights of a folder, without the machinery around it."""
+def imported(folder: Path) -> nnx.Module:
+    """Our model with the weights of a folder, without the machinery around it."""
     graph, state = nnx.split(nnx.eval_shape(lambda: load(str(folder)).build(nnx.Rngs(0))))
     source = Source.of(folder)
     flat = nnx.to_flat_state(state)
@@ -70,7 +71,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
         targets = {path: np.empty(variable.shape[len(paths) > 1 :], source.saved[path].split("[")[0]) for path in paths}
         arrays = [np.asarray(array, "float32") for array in source.read(targets).values()]
         variable.set_value(jnp.stack(arrays) if len(paths) > 1 else jnp.asarray(arrays[0]))
-    return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(jnp.asarray(inputs)))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 @pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "qwen3", "vit"]))
@@ -79,16 +80,21 @@ def test_weights_are_imported_and_exported_again(name: str, tmp_path: Path) -> N
     assert not done.left_out and view.verify(tmp_path / "in") == []
     export_weights(tmp_path / "in", KINDS[name], tmp_path / "out")
     assert digests(tmp_path / "out") == digests(WEIGHTS / name), "not the bytes that came in"
-    inputs, logits = inputs_and_logits(name)
-    np.testing.assert_allclose(answered(tmp_path / "in", inputs), logits, atol=1e-4, rtol=0)
+    expected, model = answers(name), imported(tmp_path / "in")
+    logits = jax.jit(model)(expected["inputs"])
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4, rtol=0)
+    if "greedy" in expected:
+        tokens = expected["greedy"].tolist()
+        (result,) = spanax.generate(model, expected["inputs"][:1], len(tokens), temperature=0, fallback=False)
+        assert list(result.tokens) == tokens
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
 def test_a_run_on_a_mesh_starts_with_the_imported_logits(name: str, tmp_path: Path) -> None:
     import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
-    inputs, logits = inputs_and_logits(name)
-    result = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(inputs))
-    np.testing.assert_allclose(np.asarray(result), logits, atol=1e-4, rtol=0)
+    expected = answers(name)
+    result = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(expected["inputs"]))
+    np.testing.assert_allclose(np.asarray(result), expected["logits"], atol=1e-4, rtol=0)
 
 
 GEMMA = {
@@ -153,7 +159,8 @@ def test_gemma_equals_its_paper(tmp_path: Path) -> None:
     tokens = np.random.default_rng(1).integers(0, 96, (2, 12))
     expected = np.stack([expected_logits(weights, text) for text in tokens])
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(answered(tmp_path / "in", tokens), expected, atol=1e-4, rtol=1e-4)
+    logits = jax.jit(imported(tmp_path / "in"))(tokens)
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
     export_weights(tmp_path / "in", "llama", tmp_path / "out")
     assert digests(tmp_path / "out") == digests(folder)
     family, config = read_config(folder, "gemma")

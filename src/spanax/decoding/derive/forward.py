@@ -104,11 +104,11 @@ def forward_of(
     Raises:
       SpanaxError: the function cannot be traced, does not return logits, or reads more positions than the model has.
     """
-    rows, length = arrays[0].shape
+    length = arrays[0].shape[1]
 
     def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         evaluating(nodes[0])
-        return logits_of(function(nodes[0], *values), (rows, length))
+        return logits_of(function(nodes[0], *values), values[0].shape)
 
     try:
         with as_loops():

@@ -76,8 +76,8 @@ def _changed(
     for given, other, is_per_token in zip(inputs, garbage, forward.per_token, strict=True):
         row = np.repeat(given[:1], len(counts), 0)
         for index, count in enumerate(counts if is_per_token else ()):
-            # Random tokens, or one token: some gates compare a token with statistics of all.
-            row[index, count:] = other[0, count:] if index % 2 else other[0, 0]
+            # Random tokens, or the padding of a prefill: some gates compare a token with statistics of all.
+            row[index, count:] = other[0, count:] if index % 2 else 0
         rows.append(row)
 
     def compared(parameters: Sequence[Any], rows: Sequence[Any], counts: Any) -> Any:
@@ -148,12 +148,16 @@ def _largest_error(
 
 
 def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
-    """Returns two sequences of an input: token ids, ones, or normal floats; positions and segments are ones."""
+    """Returns two sequences of an input: token ids, ones, or normal floats; positions and segments are ones.
+
+    The first seed, whose logits are compared, has no token 0: padding may attend to all tokens.
+    """
     aval = forward.graph.avals[forward.arrays[index]]
     generator = np.random.default_rng((seed, index))
     shape = (2, *aval.shape[1:])
     if index == 0:
-        return generator.integers(0, forward.vocabulary, shape).astype(aval.dtype)
+        first = min(1 - seed, forward.vocabulary - 1)
+        return generator.integers(first, forward.vocabulary, shape).astype(aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.floating):
         return generator.normal(size=shape).astype(aval.dtype)
     return np.ones(shape, aval.dtype)

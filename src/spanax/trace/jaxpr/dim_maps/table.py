@@ -267,7 +267,7 @@ def _along(equation: Equation, along: int, arrays: Sequence[int]) -> Iterator[Re
         yield Relation(Kind.PARTS if dim == along else Kind.SAME, tuple((array, dim) for array in arrays))
 
 
-@row(Family.OTHER, "stack")
+@row(Family.OTHER, "stack", Padding())
 def _stack(equation: Equation) -> Iterator[Relation]:
     return _stacked(equation, equation.outputs[0], equation.inputs)
 
