@@ -12,7 +12,7 @@ from flax import nnx
 
 import zoo
 from byo import alibi, half, lora_gpt, lstm_lm, mamba, rwkv, scanned, seq2seq_gru, sorted_moe, t5, wavenet
-from spanax.models import llama
+from spanax.models import llama, moe
 
 VOCAB, DIM, HEADS, HEAD = 32, 32, 4, 8
 
@@ -170,6 +170,17 @@ class BlockwiseAttention(nnx.Module):
         return jax.lax.fori_loop(0, 2, lambda index, y: y + jnp.tanh(y * self.mix[...][index]), y)
 
 
+class Slots(nnx.Module):
+    """Routed experts whose tokens are written into slots by index; none is dropped if these are twice their share."""
+
+    def __init__(self, rngs: nnx.Rngs, capacity_factor: float):
+        config = moe.MoEConfig(VOCAB, 32, 1, HEADS, HEADS, DIM, DIM, num_experts=4, capacity_factor=capacity_factor)
+        self.experts = moe.Experts(config, rngs)
+
+    def __call__(self, x):
+        return 100 * self.experts(x)[0]
+
+
 class RepeatedKeys(nnx.Module):
     """Grouped queries by repeated keys and values, and positions that a padding mask counts."""
 
@@ -243,7 +254,9 @@ CAUSAL = {
     "tied": Causal(zoo.ZOO["tied"].build),
     "mixtral, slots": Causal(zoo.ZOO["mixtral"].build, is_recomputed=True, warns="number of tokens"),
     "experts, all": Causal(zoo.ZOO["dropless"].build),
-    "experts, sorted": Causal(sorted_moe.build, is_recomputed=True),
+    "experts, sorted": Causal(sorted_moe.build),
+    "experts, enough slots": Causal(layers(partial(Slots, capacity_factor=2.0))),
+    "experts, slots for the random tokens": Causal(layers(partial(Slots, capacity_factor=1.7)), is_recomputed=True),
     "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True, warns="number of tokens"),
     "mamba, two scans": Causal(mamba.build),
     "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),

@@ -24,6 +24,8 @@ QUICK = (
     "nnx attention, dropout, two heads",
     "padding by id",
     "alibi, segments",
+    "experts, enough slots",
+    "experts, slots for the random tokens",
     "experts, one-hot",
     "mamba 2, chunks",
     "griffin",

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,8 @@ from flax import nnx
 
 from spanax.decoding.derive.forward import Forward, forward_of
 from spanax.decoding.derive.incremental import incremental
-from spanax.decoding.derive.proof import depends_on_others, prove
+from spanax.decoding.derive.proof import depends_on_others, prove, reference
+from spanax.decoding.derive.regions import regions
 from spanax.decoding.derive.sequences import Incremental, Recomputation
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.jit.objects import Objects, SeenObjects
@@ -170,8 +172,8 @@ class Decoder:
                 fix="fewer tokens, if the model has fewer positions; a function of the model, for other inputs",
             ) from error
         try:
-            derived = Incremental(forward, incremental(forward))
-            logits = prove(derived, self.parameters())
+            logits = reference(forward, self.parameters())
+            derived = self._proven(call, forward, logits)
         except CausalityError:
             raise
         except DecodeError as error:
@@ -184,20 +186,34 @@ class Decoder:
             self._compare_batch(call, forward, logits)
         return derived
 
-    def _compare_batch(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> None:
-        """Warns if the logits, given for random sequences, depend on the number of tokens or on other sequences."""
-        length = forward.length // 2
+    def _proven(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> Incremental:
+        """Returns the incremental form, in which regions compute each token alone if they may."""
+        derived = Incremental(forward, incremental(forward))
+        if derived.recomputed() and (single := self._resized(call, forward, 1, 1)) is not None:
+            alone = Incremental(forward, incremental(forward, regions(forward, derived.steps, single)))
+            with suppress(DecodeError):
+                prove(alone, self.parameters(), logits)
+                return alone
+        prove(derived, self.parameters(), logits)
+        return derived
+
+    def _resized(self, call: Callable[..., Any], forward: Forward, rows: int, length: int) -> Forward | None:
+        """Returns the forward pass of another number of sequences and tokens; None if the model has none."""
         arrays = []
         for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
             aval = forward.graph.avals[value]
             rest = (length, *aval.shape[2:]) if is_per_token else aval.shape[1:]
-            arrays.append(jax.ShapeDtypeStruct((2, *rest), aval.dtype))
+            arrays.append(jax.ShapeDtypeStruct((rows, *rest), aval.dtype))
         names = [leaf.path for leaf in forward.program.batch]
         try:
-            batch = forward_of(call, self._model(), arrays, names, forward.per_token)
-        except (SpanaxError, TypeError, ValueError):
-            return  # an expected result: a model of certain lengths, such as multiples of a chunk
-        if depends_on_others(forward, logits, batch, self.parameters()):
+            return forward_of(call, self._model(), arrays, names, forward.per_token)
+        except Exception:  # of a model of certain lengths, such as multiples of a chunk
+            return None
+
+    def _compare_batch(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> None:
+        """Warns if the logits, given for random sequences, depend on the number of tokens or on other sequences."""
+        batch = self._resized(call, forward, 2, forward.length // 2)
+        if batch is not None and depends_on_others(forward, logits, batch, self.parameters()):
             warnings.warn(
                 "the logits of this model depend on the number of tokens, or on other sequences of the batch; here, "
                 f"they are those of each sequence alone with {forward.length} tokens, whatever the later ones are.",

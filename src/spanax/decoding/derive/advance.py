@@ -11,11 +11,11 @@ from jax import lax
 
 from spanax.decoding.derive.fill import Cache
 from spanax.decoding.derive.forward import Forward
-from spanax.decoding.derive.incremental import How, Part, Steps, Want, row_form
+from spanax.decoding.derive.incremental import How, Part, Region, Steps, Want, row_form
 from spanax.decoding.derive.windows import row_of
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Equation, Family
-from spanax.trace.jaxpr.interpret import as_traced, evaluate
+from spanax.trace.jaxpr.interpret import as_traced, evaluate, run
 from spanax.trace.jaxpr.loops import loop_of
 
 Arrays = dict[Want, Any]
@@ -31,10 +31,18 @@ def cut(array: Any, rows: Sequence[int], position: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Advance:
-    """The computation of one position; inside loops over layers, `layers` has their indices, from the outermost."""
+    """The computation of one position.
+
+    Attributes:
+      forward: the forward pass.
+      position: the position.
+      among_copies: whether regions are computed not alone but for all positions, each with the operands of this one.
+      layers: inside loops over layers, their indices, from the outermost.
+    """
 
     forward: Forward
     position: Any
+    among_copies: bool = False
     layers: tuple[Any, ...] = ()
 
     def run(self, steps: Steps, inputs: Mapping[Want, Any], cache: Cache) -> tuple[Arrays, Cache]:
@@ -70,6 +78,8 @@ class Advance:
             return self._called(part, ins, cache)
         if part.how is How.COMPUTE:
             return self._computed(part, ins)
+        if part.region is not None:
+            return {part.region.result: self._by_region(part.region, ins)}
         (want,) = part.results
         if part.how is How.WINDOW:
             return {want: row_of(part.op, part.windows, ins, want.rows[0], self.position)}
@@ -110,6 +120,20 @@ class Advance:
         shapes = [self._shape(value, dims) for value, dims in zip((*op.inputs, *op.outputs), rows, strict=True)]
         outs = op.bind(ins, {**op.params, **padding.resized(Equation(op.eqn), shapes)})
         return {want: outs[op.outputs.index(want.value)]}
+
+    def _by_region(self, region: Region, ins: Sequence[Any]) -> Any:
+        """Returns the row that a region computes."""
+        if not self.among_copies:
+            values = dict(zip(region.starts, ins, strict=True))
+            run(region.single, region.alone, values)
+            return values[region.end]
+        graph = self.forward.graph
+        wide = [
+            jnp.broadcast_to(array, graph.shape(want.value)) for want, array in zip(region.operands, ins, strict=True)
+        ]
+        values = dict(zip((want.value for want in region.operands), wide, strict=True))
+        run(graph, region.ops, values)
+        return cut(values[region.result.value], region.result.rows, self.position)
 
     def _shape(self, value: int, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(1 if dim in rows else size for dim, size in enumerate(self.forward.graph.shape(value)))

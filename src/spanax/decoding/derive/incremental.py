@@ -3,15 +3,16 @@
 The logits are wanted at one position. Going back through the program, an operation whose rows correspond is computed
 for that position alone. Where all positions of a value are wanted, as those of keys by the scores of attention, its
 row is computed, written to a cache, and the cache is read. A convolution reads a few rows of a cache. An operation
-whose rows do not correspond, such as a sort, is computed for all positions from cached operands. Nothing here decides
-whether the model is causal: `proof` does.
+whose rows do not correspond, such as a sort, is computed for all positions from cached operands, unless it is in a
+region that is computed alone. Nothing here decides whether the model is causal: `proof` does.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 from spanax.decoding.derive.forward import Forward
@@ -46,6 +47,7 @@ class How(Enum):
     TOTAL: by a cumulative operation, from its cached result of the row before.
     LOOP: by a scan over layers, on rows of the carry.
     CALL: by the body of a remat, on rows of its inputs.
+    ALONE: by a region, as in the forward pass of one token.
     """
 
     COMPUTE = auto()
@@ -57,6 +59,30 @@ class How(Enum):
     TOTAL = auto()
     LOOP = auto()
     CALL = auto()
+    ALONE = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Operations, none of which has rows, that compute a row of rows.
+
+    Attributes:
+      result: the row.
+      operands: what they read: rows, and what does not follow from tokens.
+      ops: the operations, for all positions.
+      single: the forward pass of one token.
+      alone: the corresponding operations of it.
+      starts: its values for the operands.
+      end: its value for the result.
+    """
+
+    result: Want
+    operands: tuple[Want, ...]
+    ops: tuple[Op, ...]
+    single: Graph
+    alone: tuple[Op, ...]
+    starts: tuple[int, ...]
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +98,7 @@ class Part:
       slots: what a loop over layers carries, as the positions in its carry, and the rows.
       order: the order in which a cache has the dims of its value.
       windows: the rows that an operation along the sequence reads of its first operands.
+      region: the operations between the operands and the result.
     """
 
     how: How
@@ -82,6 +109,7 @@ class Part:
     slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     order: tuple[int, ...] = ()
     windows: tuple[Window, ...] = ()
+    region: Region | None = None
 
     @property
     def inside(self) -> "Steps":
@@ -103,10 +131,17 @@ class Steps:
         return (part for part in self.parts if part.how in hows)
 
 
-def incremental(forward: Forward) -> Steps:
-    """Returns what one position computes of a forward pass."""
+def all_steps(steps: Steps) -> Iterator[Steps]:
+    """Yields the steps of a body, after those of bodies inside."""
+    for part in steps.of(How.LOOP, How.CALL):
+        yield from all_steps(part.inside)
+    yield steps
+
+
+def incremental(forward: Forward, regions: Mapping[int, Region] = MappingProxyType({})) -> Steps:
+    """Returns what one position computes of a forward pass; `regions` has those that are computed alone, by result."""
     body = forward.graph.body
-    derivation = _Derivation(forward, _entangled(forward), body, owned=forward.arrays)
+    derivation = _Derivation(forward, _entangled(forward), regions, body, owned=forward.arrays)
     return derivation.steps([Want(forward.logits, (1,))])
 
 
@@ -116,17 +151,19 @@ def _entangled(forward: Forward) -> frozenset[int]:
     Where all positions of one are wanted, they are computed from those of the operation. A cached row could contradict
     them: the place of a later token in an expert is that of the current one, which took it.
     """
-    graph = forward.graph
 
     def transfer(op: Op, operands: list[int]) -> int:
-        if op.name in CONTRACTIONS:
-            return 0
-        if any(operands) or not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
-            return int(any(operands))
-        wants = [Want(value, forward.positions(value)) for value in op.outputs]
-        return int(any(not want.rows or not _computes_rows(graph, op, want) for want in wants))
+        return int(op.name not in CONTRACTIONS and (any(operands) or mixes(forward, op)))
 
-    return frozenset(value for value, bit in enumerate(propagated(graph, {}, transfer)) if bit)
+    return frozenset(value for value, bit in enumerate(propagated(forward.graph, {}, transfer)) if bit)
+
+
+def mixes(forward: Forward, op: Op) -> bool:
+    """Whether an operation without a body reads positions, and does not compute rows of its results."""
+    if not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
+        return False
+    wants = [Want(value, forward.positions(value)) for value in op.outputs]
+    return any(not want.rows or not _computes_rows(forward.graph, op, want) for want in wants)
 
 
 @dataclass(eq=False)
@@ -136,6 +173,7 @@ class _Derivation:
     Attributes:
       forward: the forward pass.
       entangled: values that are not cached.
+      regions: those that are computed alone, by result.
       body: the body.
       owned: its inputs that are cached here, and not by the surrounding body.
       wants: the wanted rows of each value.
@@ -144,6 +182,7 @@ class _Derivation:
 
     forward: Forward
     entangled: frozenset[int]
+    regions: Mapping[int, Region]
     body: Body
     owned: tuple[int, ...] = ()
     wants: defaultdict[int, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
@@ -219,6 +258,11 @@ class _Derivation:
 
     def _compute(self, op: Op, direct: list[Want]) -> None:
         """Adds the parts that compute wanted results of an operation."""
+        region = self.regions.get(direct[0].value)
+        if region is not None and direct == [region.result]:
+            self.parts.append(Part(How.ALONE, op, (region.result,), region.operands, region=region))
+            self.need(region.operands)
+            return
         if op.name == "scan" and self._scan(loop_of(self.forward.graph, op), direct):
             return
         if op.bodies and _is_call(op):
@@ -264,7 +308,7 @@ class _Derivation:
     def _call(self, op: Op, direct: list[Want]) -> None:
         (body,) = op.bodies
         inner = dict(zip(op.outputs, body.outputs, strict=True))
-        steps = _Derivation(self.forward, self.entangled, body).steps(
+        steps = _Derivation(self.forward, self.entangled, self.regions, body).steps(
             Want(inner[want.value], want.rows) for want in direct
         )
         outer = dict(zip(body.inputs, op.inputs, strict=True))
@@ -299,7 +343,9 @@ class _Derivation:
         ]
         while True:
             carried = [Want(body.outputs[index], rows) for index, rows in sorted(slots)]
-            steps = _Derivation(self.forward, self.entangled, body, loop.body_carried).steps([*carried, *stacked])
+            steps = _Derivation(self.forward, self.entangled, self.regions, body, loop.body_carried).steps(
+                [*carried, *stacked]
+            )
             read = {
                 (loop.body_carried.index(want.value), want.rows)
                 for want in steps.inputs
