@@ -25,6 +25,7 @@ class Causal:
     call: Callable[..., Any] | None = None
     inputs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     per_token: tuple[str, ...] = ()
+    cache_rows: int = 0  # the number of keys, summed over layers, where it was counted
     is_recomputed: bool = False  # whether some lines are computed for all positions
     length: int = 32
     warns: str = ""  # what is warned of
@@ -64,6 +65,29 @@ class WindowAttention(nnx.Module):
         sinks = jnp.broadcast_to(self.sinks[...][:, None, None], (*scores.shape[:3], 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+
+
+class LocalAndGlobal(nnx.Module):
+    """Two scanned layers with windows, under a mask that is computed once, before a global layer, as in Gemma."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed, self.head = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Linear(DIM, VOCAB, rngs=rngs)
+        self.qkv = nnx.Param(0.2 * jax.random.normal(rngs.params(), (3, DIM, 3 * DIM)))
+
+    def __call__(self, tokens):
+        place = jnp.arange(tokens.shape[1])
+        later = place > place[:, None]
+
+        def layer(mask, x, kernel):
+            q, k, v = map(heads, jnp.split(x @ kernel, 3, -1))
+            q, k = llama.rotate(q, 10_000.0), llama.rotate(k, 10_000.0)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.where(mask, -1e9, 0.0)
+            return x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape), None
+
+        x = self.embed(tokens)
+        local = jax.checkpoint(partial(layer, later | (place[:, None] - place > 5)))
+        x, _ = jax.lax.scan(local, x, self.qkv[:2])
+        return self.head(layer(later, x, self.qkv[2])[0])
 
 
 class LatentAttention(nnx.Module):
@@ -234,7 +258,8 @@ CAUSAL = {
     "gpt": Causal(zoo.ZOO["gpt"].build),
     "llama": Causal(zoo.ZOO["llama"].build),
     "qwen3": Causal(zoo.ZOO["qwen"].build),
-    "window, soft cap, sinks": Causal(layers(WindowAttention)),
+    "window, soft cap, sinks": Causal(layers(WindowAttention), cache_rows=2 * 5),
+    "local and global": Causal(LocalAndGlobal, cache_rows=2 * 6 + 32),
     "latent attention": Causal(layers(LatentAttention)),
     "linear attention": Causal(layers(LinearAttention)),
     "blockwise attention": Causal(layers(BlockwiseAttention)),

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from spanax.decoding.derive.bands import bands, rings_of
 from spanax.decoding.derive.forward import Forward, forward_of
-from spanax.decoding.derive.incremental import incremental
+from spanax.decoding.derive.incremental import Shortcuts, incremental
 from spanax.decoding.derive.proof import depends_on_others, prove, reference
 from spanax.decoding.derive.regions import regions
 from spanax.decoding.derive.sequences import Incremental, Recomputation
@@ -187,13 +188,20 @@ class Decoder:
         return derived
 
     def _proven(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> Incremental:
-        """Returns the incremental form, in which regions compute each token alone if they may."""
-        derived = Incremental(forward, incremental(forward))
-        if derived.recomputed() and (single := self._resized(call, forward, 1, 1)) is not None:
-            alone = Incremental(forward, incremental(forward, regions(forward, derived.steps, single)))
-            with suppress(DecodeError):
-                prove(alone, self.parameters(), logits)
-                return alone
+        """Returns the incremental form, with the shortcuts that are right."""
+        derived = Incremental(forward, incremental(forward, Shortcuts()))
+        single = self._resized(call, forward, 1, 1) if derived.recomputed() else None
+        alone = {} if single is None else regions(forward, derived.steps, single)
+        masked = bands(forward)
+        short = self._resized(call, forward, 1, max(masked.values())) if masked else None
+        rings = None if short is None else rings_of(forward, short, masked)
+        attempts = [(alone, rings), (alone, None), ({}, rings)]
+        for index, shortcuts in enumerate(attempts):
+            if any(shortcuts) and shortcuts not in attempts[:index]:
+                with suppress(DecodeError):
+                    shorter = Incremental(forward, incremental(forward, Shortcuts(*shortcuts)))
+                    prove(shorter, self.parameters(), logits)
+                    return shorter
         prove(derived, self.parameters(), logits)
         return derived
 

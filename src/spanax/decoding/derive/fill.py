@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from spanax.decoding.derive.bands import ring_positions
 from spanax.decoding.derive.forward import Forward
 from spanax.decoding.derive.incremental import IDENTITY, How, Part, Steps
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
@@ -40,8 +41,11 @@ def filled(forward: Forward, steps: Steps, args: Sequence[Any], count: Any) -> t
     for part in steps.of(How.TOTAL):
         cache[part.op.outputs[0]] = _total(part, values[part.op.outputs[0]], count)
     for part in steps.of(How.CACHE, How.KEEP):
-        (want,) = part.results
+        want = part.results[0]
         (array,) = read(graph, values, [want.value])
+        if want.is_ring:
+            (row,) = part.operands[0].rows
+            array = jnp.take(array, ring_positions(part.size, count - 1, forward.length), axis=row)
         cache[want.value] = jnp.transpose(array, part.order) if part.order else array
     return read(graph, values, steps.body.outputs), cache
 
