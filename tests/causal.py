@@ -281,10 +281,10 @@ CAUSAL = {
     "experts, all": Causal(zoo.ZOO["dropless"].build),
     "experts, sorted": Causal(sorted_moe.build),
     "experts, enough slots": Causal(layers(partial(Slots, capacity_factor=2.0))),
-    "experts, slots for the random tokens": Causal(layers(partial(Slots, capacity_factor=1.7)), is_recomputed=True),
+    "experts, scarce slots": Causal(layers(partial(Slots, capacity_factor=1.7)), is_recomputed=True),
     "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True, warns="number of tokens"),
     "mamba, two scans": Causal(mamba.build),
-    "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),
+    "mamba 2, chunks": Causal(layers(ChunkedStates)),
     "griffin": Causal(layers(Griffin)),
     "rwkv": Causal(rwkv.build),
     "lstm": Causal(

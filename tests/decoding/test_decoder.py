@@ -26,7 +26,7 @@ QUICK = (
     "padding by id",
     "alibi, segments",
     "experts, enough slots",
-    "experts, slots for the random tokens",
+    "experts, scarce slots",
     "experts, one-hot",
     "mamba 2, chunks",
     "griffin",

@@ -190,10 +190,10 @@ class Decoder:
     def _proven(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> Incremental:
         """Returns the incremental form, with the shortcuts that are right."""
         derived = Incremental(forward, incremental(forward, Shortcuts()))
-        single = self._resized(call, forward, 1, 1) if derived.recomputed() else None
-        alone = {} if single is None else regions(forward, derived.steps, single)
+        resized = partial(self._resized, call, forward, 1)
+        alone = regions(forward, derived.steps, resized) if derived.recomputed() else {}
         masked = bands(forward)
-        short = self._resized(call, forward, 1, max(masked.values())) if masked else None
+        short = resized(max(masked.values())) if masked else None
         rings = None if short is None else rings_of(forward, short, masked)
         attempts = [(alone, rings), (alone, None), ({}, rings)]
         for index, shortcuts in enumerate(attempts):

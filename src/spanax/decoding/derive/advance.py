@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ class Advance:
         if part.how is How.COMPUTE:
             return self._computed(part, ins)
         if part.region is not None:
-            return {part.region.result: self._by_region(part.region, ins)}
+            return {part.region.result: self._by_region(part.region, ins, cache)}
         (want,) = part.results
         if part.how is How.WINDOW:
             return {want: row_of(part.op, part.windows, ins, want.rows[0], self.position)}
@@ -140,19 +141,33 @@ class Advance:
         outs = op.bind(ins, {**op.params, **padding.resized(equation, shapes)})
         return {want: outs[op.outputs.index(want.value)]}
 
-    def _by_region(self, region: Region, ins: Sequence[Any]) -> Any:
+    def _by_region(self, region: Region, ins: Sequence[Any], cache: Cache) -> Any:
         """Returns the row that a region computes."""
-        if not self.among_copies:
-            values = dict(zip(region.starts, ins, strict=True))
-            run(region.single, region.alone, values)
-            return values[region.end]
         graph = self.forward.graph
-        wide = [
-            jnp.broadcast_to(array, graph.shape(want.value)) for want, array in zip(region.operands, ins, strict=True)
-        ]
-        values = dict(zip((want.value for want in region.operands), wide, strict=True))
-        run(graph, region.ops, values)
-        return cut(values[region.result.value], region.result.rows, self.position)
+        values = dict(zip(region.starts, ins, strict=True))
+        if self.among_copies and region.size == 1:
+            pairs = zip(region.operands, ins, strict=True)
+            values = {want.value: jnp.broadcast_to(array, graph.shape(want.value)) for want, array in pairs}
+            run(graph, region.ops, values)
+            return cut(values[region.result.value], region.result.rows, self.position)
+        for want, start, array in zip(region.operands, region.starts, ins, strict=True):
+            if want in region.cached:
+                self._write(cache, ~want.value, array, want.rows)
+                values[start] = self._cached(cache, ~want.value)
+        run(region.block, region.alone, values, partial(self._next_block, region, cache))
+        return cut(values[region.end], region.result.rows, self.position % region.size)
+
+    def _next_block(self, region: Region, cache: Cache, op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        """Runs a scan over blocks for one block, from the carry before it; None for other operations."""
+        if op not in region.scans:
+            return None
+        loop = loop_of(self.forward.graph, region.scans[op])
+        before = [self._cached(cache, value) for value in loop.body_carried]
+        outs = op.bind([*ins[: loop.num_consts], *before, *ins[loop.num_consts + loop.num_carried :]])
+        is_last = self.position % region.size == region.size - 1
+        for value, old, new in zip(loop.body_carried, before, outs, strict=False):
+            self._write(cache, value, jnp.where(is_last, new, old))
+        return outs
 
     def _indices(self, op: Op, want: Want) -> Any:
         """Returns the indices along a dim, which are positions if it has rows, or is that of a ring."""
@@ -220,6 +235,11 @@ def cached_values(forward: Forward, steps: Steps) -> list[int]:
     values = [part.results[0].value for part in steps.of(How.CACHE, How.KEEP, How.TOTAL)]
     for part in steps.of(How.STATE):
         values += loop_of(forward.graph, part.op).body_carried
+    for part in steps.parts:
+        if part.region is not None:
+            values += [~want.value for want in part.region.cached]
+            for op in part.region.scans.values():
+                values += loop_of(forward.graph, op).body_carried
     for part in steps.of(How.LOOP, How.CALL):
         values += cached_values(forward, part.inside)
     return values

@@ -51,7 +51,7 @@ class How(Enum):
     TOTAL: by a cumulative operation, from its cached result of the row before.
     LOOP: by a scan over layers, on rows of the carry.
     CALL: by the body of a remat, on rows of its inputs.
-    ALONE: by a region, as in the forward pass of one token.
+    ALONE: by a region, as in the forward pass of one token, or of one block.
     """
 
     COMPUTE = auto()
@@ -68,25 +68,34 @@ class How(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Operations, none of which has rows, that compute a row of rows.
+    """Operations that compute a row from those of the same position, or of the block it is in, taken together.
 
     Attributes:
       result: the row.
       operands: what they read: rows, and what does not follow from tokens.
       ops: the operations, for all positions.
-      single: the forward pass of one token.
+      size: the number of positions of a block.
+      block: the forward pass of one block.
       alone: the corresponding operations of it.
       starts: its values for the operands.
       end: its value for the result.
+      scans: by the scans of `alone`, those over blocks, whose carry is cached.
     """
 
     result: Want
     operands: tuple[Want, ...]
     ops: tuple[Op, ...]
-    single: Graph
+    size: int
+    block: Graph
     alone: tuple[Op, ...]
     starts: tuple[int, ...]
     end: int
+    scans: Mapping[Op, Op]
+
+    @property
+    def cached(self) -> tuple[Want, ...]:
+        """The operands of which the rows of a block are cached."""
+        return tuple(want for want in self.operands if want.rows and self.size > 1)
 
 
 @dataclass(frozen=True, eq=False)

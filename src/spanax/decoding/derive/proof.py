@@ -59,7 +59,7 @@ def prove(derived: Incremental, parameters: Sequence[Any], expected: np.ndarray)
     limit = _tolerance(forward) * _largest(expected)
     try:
         error = _largest_error(derived, parameters, expected)
-        if error <= limit and derived.has_regions():
+        if error <= limit and derived.computes_alone():
             error = _largest_error(replace(derived, among_copies=True), parameters, expected)
     except Exception as failure:  # an operation that has no rows after all, in any of JAX's or our rules
         what = "no incremental form of this model was found."
@@ -147,7 +147,7 @@ def _largest_error(derived: Incremental, parameters: Sequence[Any], expected: np
     fill = jax.jit(derived.fill)
     step = jax.jit(derived.step)
     largest = 0.0
-    for counts in ([0, length // 2], [last, 1]):
+    for counts in ([0, length // 2 - 1], [last, 1]):
         positions = np.clip(np.array(counts, np.int32), 0, max(last, 0))
         known = is_known < positions[:, None]
         arrays = [

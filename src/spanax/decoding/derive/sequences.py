@@ -51,9 +51,10 @@ class Incremental:
 
         return _over_rows(self.forward, one)(cache, list(rows), positions)
 
-    def has_regions(self) -> bool:
+    def computes_alone(self) -> bool:
         """Whether some operations are computed as for one token alone."""
-        return any(part.region is not None for steps in all_steps(self.steps) for part in steps.parts)
+        regions = (part.region for steps in all_steps(self.steps) for part in steps.parts)
+        return any(region is not None and region.size == 1 for region in regions)
 
     def recomputed(self) -> list[str]:
         """Returns the lines of the model whose operations a step computes for all positions."""
