@@ -73,7 +73,7 @@ def prove(derived: Incremental, parameters: Sequence[Any], expected: np.ndarray)
 
 
 def _sequences(forward: Forward) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns two random sequences of each input, and two others."""
+    """Returns random sequences of each input, and others."""
     first, second = ([_random(forward, index, seed) for index in range(len(forward.arrays))] for seed in range(2))
     return first, second
 
@@ -131,9 +131,9 @@ def depends_on_others(forward: Forward, alone: np.ndarray, batch: Forward, param
       parameters: the arrays of the model.
     """
     pairs = ((_random(forward, index), is_row) for index, is_row in enumerate(forward.per_token))
-    first = [array[:, : batch.length] if is_row else array for array, is_row in pairs]
+    first = [array[:2, : batch.length] if is_row else array[:2] for array, is_row in pairs]
     together = _finite(jax.jit(lambda *args: evaluate(batch.graph, args)[-1])(*parameters, *first))
-    alone = alone[:, : batch.length]
+    alone = alone[:2, : batch.length]
     return float(np.abs(together - alone).max()) > _tolerance(forward) * float(np.abs(alone).max())
 
 
@@ -147,7 +147,7 @@ def _largest_error(derived: Incremental, parameters: Sequence[Any], expected: np
     fill = jax.jit(derived.fill)
     step = jax.jit(derived.step)
     largest = 0.0
-    for counts in ([0, length // 2 - 1], [last, 1]):
+    for counts in ([0, length // 2 - 1, last], [last, 1, length // 2]):
         positions = np.clip(np.array(counts, np.int32), 0, max(last, 0))
         known = is_known < positions[:, None]
         arrays = [
@@ -166,12 +166,17 @@ def _largest_error(derived: Incremental, parameters: Sequence[Any], expected: np
 
 
 def _random(forward: Forward, index: int, seed: int = 0) -> np.ndarray:
-    """Returns two sequences of an input: token ids, ones, or normal floats; positions and segments are ones."""
+    """Returns three sequences of an input: token ids, ones, or normal floats; positions and segments are ones.
+
+    The last one repeats a token, which takes all slots of its experts.
+    """
     aval = forward.graph.avals[forward.arrays[index]]
     generator = np.random.default_rng((seed, index))
-    shape = (2, *aval.shape[1:])
+    shape = (3, *aval.shape[1:])
     if index == 0:
-        return generator.integers(0, forward.vocabulary, shape).astype(aval.dtype)
+        tokens = generator.integers(0, forward.vocabulary, shape)
+        tokens[-1] = tokens[-1, 0]
+        return tokens.astype(aval.dtype)
     if jnp.issubdtype(aval.dtype, jnp.floating):
         return generator.normal(size=shape).astype(aval.dtype)
     return np.ones(shape, aval.dtype)
