@@ -12,6 +12,7 @@ from flax import nnx
 
 import zoo
 from byo import alibi, half, lora_gpt, lstm_lm, mamba, rwkv, scanned, seq2seq_gru, sorted_moe, t5, wavenet
+from spanax.models import llama, moe
 
 VOCAB, DIM, HEADS, HEAD = 32, 32, 4, 8
 
@@ -24,6 +25,7 @@ class Causal:
     call: Callable[..., Any] | None = None
     inputs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     per_token: tuple[str, ...] = ()
+    cache_rows: int = 0  # the number of keys, summed over layers, where it was counted
     is_recomputed: bool = False  # whether some lines are computed for all positions
     length: int = 32
     warns: str = ""  # what is warned of
@@ -70,6 +72,29 @@ def turned(x):
     angles = jnp.outer(jnp.arange(x.shape[1]), 1e4 ** (-jnp.arange(0, HEAD, 2) / HEAD))
     y = jax.lax.complex(x[..., ::2], x[..., 1::2]) * jnp.exp(1j * angles)[:, None]
     return jnp.stack([y.real, y.imag], -1).reshape(x.shape)
+
+
+class LocalAndGlobal(nnx.Module):
+    """Two scanned layers with windows, under a mask that is computed once, before a global layer, as in Gemma."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed, self.head = nnx.Embed(VOCAB, DIM, rngs=rngs), nnx.Linear(DIM, VOCAB, rngs=rngs)
+        self.qkv = nnx.Param(0.2 * jax.random.normal(rngs.params(), (3, DIM, 3 * DIM)))
+
+    def __call__(self, tokens):
+        place = jnp.arange(tokens.shape[1])
+        later = place > place[:, None]
+
+        def layer(mask, x, kernel):
+            q, k, v = map(heads, jnp.split(x @ kernel, 3, -1))
+            q, k = llama.rotate(q, 10_000.0), llama.rotate(k, 10_000.0)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.where(mask, -1e9, 0.0)
+            return x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape), None
+
+        x = self.embed(tokens)
+        local = jax.checkpoint(partial(layer, later | (place[:, None] - place > 5)))
+        x, _ = jax.lax.scan(local, x, self.qkv[:2])
+        return self.head(layer(later, x, self.qkv[2])[0])
 
 
 class LatentAttention(nnx.Module):
@@ -176,6 +201,18 @@ class BlockwiseAttention(nnx.Module):
         return jax.lax.fori_loop(0, 2, lambda index, y: y + jnp.tanh(y * self.mix[...][index]), y)
 
 
+class Slots(nnx.Module):
+    """Routed experts whose tokens are written into slots by index; none is dropped if these are twice their share."""
+
+    def __init__(self, rngs: nnx.Rngs, capacity_factor: float):
+        config = moe.MoEConfig(VOCAB, 32, 1, HEADS, HEADS, DIM, DIM, num_experts=4, capacity_factor=capacity_factor)
+        self.experts = moe.Experts(config, rngs)
+
+    def __call__(self, x):
+        places = jnp.arange(x.shape[1])[:, None] * jnp.arange(1, DIM + 1)
+        return 100 * self.experts(x + 4 * jnp.sin(places))[0]  # copies of a token are not alike
+
+
 class RepeatedKeys(nnx.Module):
     """Grouped queries by repeated keys and values, and positions that a padding mask counts."""
 
@@ -229,7 +266,8 @@ CAUSAL = {
     "gpt": Causal(zoo.ZOO["gpt"].build),
     "llama": Causal(zoo.ZOO["llama"].build),
     "qwen3": Causal(zoo.ZOO["qwen"].build),
-    "window, soft cap, sinks": Causal(layers(WindowAttention)),
+    "window, soft cap, sinks": Causal(layers(WindowAttention), cache_rows=2 * 5),
+    "local and global": Causal(LocalAndGlobal, cache_rows=2 * 6 + 32),
     "latent attention": Causal(layers(LatentAttention)),
     "linear attention": Causal(layers(LinearAttention)),
     "blockwise attention": Causal(layers(BlockwiseAttention)),
@@ -249,10 +287,14 @@ CAUSAL = {
     "tied": Causal(zoo.ZOO["tied"].build),
     "mixtral, slots": Causal(zoo.ZOO["mixtral"].build, is_recomputed=True, warns="number of tokens"),
     "experts, all": Causal(zoo.ZOO["dropless"].build),
-    "experts, sorted": Causal(sorted_moe.build, is_recomputed=True),
+    "experts, sorted": Causal(sorted_moe.build),
+    "experts, enough slots": Causal(layers(partial(Slots, capacity_factor=2.0))),
+    "experts, scarce slots": Causal(
+        layers(partial(Slots, capacity_factor=1.7)), is_recomputed=True, warns="number of tokens"
+    ),
     "experts, one-hot": Causal(zoo.ZOO["moe"].build, is_recomputed=True, warns="number of tokens"),
     "mamba, two scans": Causal(mamba.build),
-    "mamba 2, chunks": Causal(layers(ChunkedStates), is_recomputed=True),
+    "mamba 2, chunks": Causal(layers(ChunkedStates)),
     "griffin": Causal(layers(Griffin)),
     "rwkv": Causal(rwkv.build),
     "lstm": Causal(

@@ -21,9 +21,12 @@ STARTS = np.array([3, 7])
 QUICK = (
     "llama",
     "window, soft cap, sinks",
+    "local and global",
     "nnx attention, dropout, two heads",
     "padding by id",
     "alibi, segments",
+    "experts, enough slots",
+    "experts, scarce slots",
     "experts, one-hot",
     "mamba 2, chunks",
     "griffin",
@@ -33,8 +36,8 @@ QUICK = (
 )
 
 
-def largest_error(case: Causal) -> tuple[float, Any]:
-    """The largest difference to the forward pass, relative to the largest logit, and the decoder."""
+def largest_error(case: Causal) -> tuple[float, Any, int]:
+    """The largest difference to the forward pass, relative to the largest logit; the decoder; bytes of its cache."""
     model = case.build(nnx.Rngs(0))
     call = case.call or (lambda model, tokens: model(tokens))
     decoder = spanax.decode(model, case.call, length=case.length, per_token=case.per_token)
@@ -52,7 +55,7 @@ def largest_error(case: Causal) -> tuple[float, Any]:
     while True:
         error = max(error, float(np.abs(logits - expected[rows, positions - 1]).max()))
         if positions.max() == length:
-            return error / np.abs(expected).max(), decoder
+            return error / np.abs(expected).max(), decoder, cache.num_bytes
         row = {name: case.inputs[name][rows, positions] for name in case.per_token}
         logits, cache = decoder.step(tokens[rows, positions], cache, **row)
         positions = positions + 1
@@ -60,9 +63,11 @@ def largest_error(case: Causal) -> tuple[float, Any]:
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CAUSAL])
 def test_each_position_has_the_logits_of_the_forward_pass(name: str) -> None:
-    error, decoder = largest_error(CAUSAL[name])
+    error, decoder, num_bytes = largest_error(CAUSAL[name])
     assert error < (1e-2 if name == "bfloat16" else 1e-5)
     assert bool(decoder.recomputed) == CAUSAL[name].is_recomputed, decoder.recomputed
+    if CAUSAL[name].cache_rows:  # keys and values of two sequences in float32
+        assert num_bytes == CAUSAL[name].cache_rows * 2 * 2 * DIM * 4
 
 
 def test_the_cache_of_attention_is_its_keys_and_values() -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spanax.decoding.derive.forward import Forward, forward_of
-from spanax.decoding.derive.incremental import incremental
-from spanax.decoding.derive.proof import depends_on_others, prove
+from spanax.decoding.derive.candidates import candidates
+from spanax.decoding.derive.forward import Forward, forward_of, resized
+from spanax.decoding.derive.proof import depends_on_others, prove, reference
 from spanax.decoding.derive.sequences import Incremental, Recomputation, prefilled
 from spanax.errors import ArgumentError, CausalityError, DecodeError, RangeError, SpanaxError, first_line
 from spanax.jit.objects import Objects, SeenObjects
@@ -161,8 +162,8 @@ class Decoder:
 
         forward = forward_of(call, self._model(), arrays, names, per_token)
         try:
-            derived = Incremental(forward, incremental(forward))
-            logits = prove(derived, self.parameters())
+            logits = reference(forward, self.parameters())
+            derived = self._proven(call, forward, logits)
         except CausalityError:
             raise
         except DecodeError as error:
@@ -175,20 +176,20 @@ class Decoder:
             self._compare_batch(call, forward, logits)
         return derived
 
+    def _proven(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> Incremental:
+        """Returns the incremental form, with the shortcuts that are right."""
+        *shorter, plain = candidates(forward, partial(resized, forward, call, self._model()))
+        for derived in shorter:
+            with suppress(DecodeError):
+                prove(derived, self.parameters(), logits)
+                return derived
+        prove(plain, self.parameters(), logits)
+        return plain
+
     def _compare_batch(self, call: Callable[..., Any], forward: Forward, logits: np.ndarray) -> None:
         """Warns if the logits, given for random sequences, depend on the number of tokens or on other sequences."""
-        length = forward.length // 2
-        arrays = []
-        for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
-            aval = forward.graph.avals[value]
-            rest = (length, *aval.shape[2:]) if is_per_token else aval.shape[1:]
-            arrays.append(jax.ShapeDtypeStruct((2, *rest), aval.dtype))
-        names = [leaf.path for leaf in forward.program.batch]
-        try:
-            batch = forward_of(call, self._model(), arrays, names, forward.per_token)
-        except SpanaxError:
-            return  # an expected result: a model of certain lengths, such as multiples of a chunk
-        if depends_on_others(forward, logits, batch, self.parameters()):
+        batch = resized(forward, call, self._model(), forward.length // 2, rows=2)
+        if batch is not None and depends_on_others(forward, logits, batch, self.parameters()):
             warnings.warn(
                 "the logits of this model depend on the number of tokens, or on other sequences of the batch; here, "
                 f"they are those of each sequence alone with {forward.length} tokens, whatever the later ones are.",

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from spanax.decoding.decoder import called
-from spanax.decoding.derive.forward import forward_of
-from spanax.decoding.derive.incremental import incremental
+from spanax.decoding.derive.candidates import candidates
+from spanax.decoding.derive.forward import forward_of, resized
 from spanax.decoding.derive.sequences import Incremental, Recomputation, prefilled
 from spanax.errors import DecodeError
 from spanax.trace.initial_state import Eager
@@ -81,7 +81,7 @@ def generation_programs(workload: Workload, dtype: str | None = None) -> Generat
     rows, length = _tokens(workload.batch)
     model = _abstract(workload, dtype)
     forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
-    derived = Incremental(forward, incremental(forward))
+    derived, *_ = candidates(forward, partial(resized, forward, called, model))
     caches, each = step_arguments(derived, rows)
     owners = [Owner(model), Owner(caches, name="caches")]
     tokens = jax.ShapeDtypeStruct((rows, length), "int32")

@@ -126,6 +126,28 @@ def forward_of(
     return forward
 
 
+def resized(forward: Forward, function: Callable[..., Any], model: Any, length: int, rows: int = 1) -> Forward | None:
+    """Returns the forward pass of another number of tokens and sequences; None if the model has none.
+
+    Args:
+      forward: the forward pass.
+      function: as in `forward_of`.
+      model: as in `forward_of`.
+      length: the number of tokens.
+      rows: the number of sequences.
+    """
+    arrays = []
+    for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
+        aval = forward.graph.avals[value]
+        rest = (length, *aval.shape[2:]) if is_per_token else aval.shape[1:]
+        arrays.append(jax.ShapeDtypeStruct((rows, *rest), aval.dtype))
+    names = [leaf.path for leaf in forward.program.batch]
+    try:
+        return forward_of(function, model, arrays, names, forward.per_token)
+    except Exception:  # of a model of certain lengths, such as multiples of a chunk
+        return None
+
+
 def evaluating(model: Any) -> Any:
     """Returns a model after it was put in evaluation mode."""
     model.eval()

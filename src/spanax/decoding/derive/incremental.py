@@ -2,15 +2,16 @@
 
 The logits are wanted at one position. Going back through the program, an operation whose rows correspond is computed
 for that position alone. Where all positions of a value are wanted, as those of keys by the scores of attention, its
-row is computed, written to a cache, and the cache is read. A convolution reads a few rows of a cache. An operation
-whose rows do not correspond, such as a sort, is computed for all positions from cached operands. Nothing here decides
+row is computed, written to a cache, and the cache is read; under a mask that hides early positions, it is a ring of the
+latest ones. A convolution reads a few rows of a cache. An operation whose rows do not correspond, such as a sort, is
+computed for all positions from cached operands, unless it is in a region that is computed alone. Nothing here decides
 whether the model is causal: `proof` does.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -26,12 +27,16 @@ IDENTITY = {"cumsum": 0, "cumprod": 1, "cummax": -math.inf, "cummin": math.inf, 
 """By cumulative operation, its result of no rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Want:
-    """A value, of which only one row, that of the position, is wanted along the dims `rows`."""
+    """A value, of which only one row, that of the position, is wanted along the dims `rows`.
+
+    Along its other positions, the latest ones are wanted if it `is_ring`.
+    """
 
     value: int
     rows: tuple[int, ...] = ()
+    is_ring: bool = False
 
 
 class How(Enum):
@@ -40,12 +45,13 @@ class How(Enum):
     COMPUTE: by its operation, on rows of operands.
     WINDOW: by an operation along the sequence, on a few rows of operands.
     CUT: as the row of the value at all positions.
-    CACHE: by writing the row to the cache of the value, and reading the cache.
+    CACHE: by writing the row to the cache of the value, of all positions or a ring of the latest, and reading it.
     KEEP: by reading the cache, filled once from inputs that do not change.
     STATE: by one iteration of a scan over positions, from the cached carry.
     TOTAL: by a cumulative operation, from its cached result of the row before.
     LOOP: by a scan over layers, on rows of the carry.
     CALL: by the body of a remat, on rows of its inputs.
+    ALONE: by a region, as in the forward pass of one token, or of one block.
     """
 
     COMPUTE = auto()
@@ -57,6 +63,39 @@ class How(Enum):
     TOTAL = auto()
     LOOP = auto()
     CALL = auto()
+    ALONE = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Operations that compute a row from those of the same position, or of the block it is in, taken together.
+
+    Attributes:
+      result: the row.
+      operands: what they read: rows, and what does not follow from tokens.
+      ops: the operations, for all positions.
+      size: the number of positions of a block.
+      block: the forward pass of one block.
+      alone: the corresponding operations of it.
+      starts: its values for the operands.
+      end: its value for the result.
+      scans: by the scans of `alone`, those over blocks, whose carry is cached.
+    """
+
+    result: Want
+    operands: tuple[Want, ...]
+    ops: tuple[Op, ...]
+    size: int
+    block: Graph
+    alone: tuple[Op, ...]
+    starts: tuple[int, ...]
+    end: int
+    scans: Mapping[Op, Op]
+
+    @property
+    def cached(self) -> tuple[Want, ...]:
+        """The operands of which the rows of a block are cached."""
+        return tuple(want for want in self.operands if want.rows and self.size > 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +111,8 @@ class Part:
       slots: what a loop over layers carries, as the positions in its carry, and the rows.
       order: the order in which a cache has the dims of its value.
       windows: the rows that an operation along the sequence reads of its first operands.
+      region: the operations between the operands and the result.
+      size: the number of rows of a ring.
     """
 
     how: How
@@ -82,6 +123,8 @@ class Part:
     slots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     order: tuple[int, ...] = ()
     windows: tuple[Window, ...] = ()
+    region: Region | None = None
+    size: int = 0
 
     @property
     def inside(self) -> "Steps":
@@ -103,10 +146,47 @@ class Steps:
         return (part for part in self.parts if part.how in hows)
 
 
-def incremental(forward: Forward) -> Steps:
+def all_steps(steps: Steps) -> Iterator[Steps]:
+    """Yields the steps of a body, after those of bodies inside."""
+    for part in steps.of(How.LOOP, How.CALL):
+        yield from all_steps(part.inside)
+    yield steps
+
+
+@dataclass(frozen=True, eq=False)
+class Rings:
+    """Caches of the latest positions alone, and what is computed of them.
+
+    Attributes:
+      size: the number of rows.
+      banded: the values under a mask that lets only the latest positions pass.
+      graph: the forward pass of as many tokens as a ring has rows.
+      twins: its operations, by those of the pass of all tokens.
+    """
+
+    size: int
+    banded: frozenset[int]
+    graph: Graph
+    twins: Mapping[Op, Op]
+
+    def has_ring(self, forward: Forward, want: Want) -> bool:
+        """Whether a value has positions along other dims than its rows."""
+        sizes = enumerate(zip(forward.graph.shape(want.value), self.graph.shape(want.value), strict=True))
+        return any(long != short for dim, (long, short) in sizes if dim not in want.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Shortcuts:
+    """What a step may leave out: the regions that are computed alone, by result, and the rings that are caches."""
+
+    regions: Mapping[int, Region] = field(default_factory=dict)
+    rings: Rings | None = None
+
+
+def incremental(forward: Forward, shortcuts: Shortcuts) -> Steps:
     """Returns what one position computes of a forward pass."""
     body = forward.graph.body
-    derivation = _Derivation(forward, _entangled(forward), body, owned=forward.arrays)
+    derivation = _Derivation(forward, _entangled(forward), shortcuts, body, owned=forward.arrays)
     return derivation.steps([Want(forward.logits, (1,))])
 
 
@@ -116,17 +196,19 @@ def _entangled(forward: Forward) -> frozenset[int]:
     Where all positions of one are wanted, they are computed from those of the operation. A cached row could contradict
     them: the place of a later token in an expert is that of the current one, which took it.
     """
-    graph = forward.graph
 
     def transfer(op: Op, operands: list[int]) -> int:
-        if op.name in CONTRACTIONS:
-            return 0
-        if any(operands) or not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
-            return int(any(operands))
-        wants = [Want(value, forward.positions(value)) for value in op.outputs]
-        return int(any(not want.rows or not _computes_rows(graph, op, want) for want in wants))
+        return int(op.name not in CONTRACTIONS and (any(operands) or mixes(forward, op)))
 
-    return frozenset(value for value, bit in enumerate(propagated(graph, {}, transfer)) if bit)
+    return frozenset(value for value, bit in enumerate(propagated(forward.graph, {}, transfer)) if bit)
+
+
+def mixes(forward: Forward, op: Op) -> bool:
+    """Whether an operation without a body reads positions, and does not compute rows of its results."""
+    if not any(forward.follows_tokens(value) and forward.positions(value) for value in op.inputs):
+        return False
+    wants = [Want(value, forward.positions(value)) for value in op.outputs]
+    return any(not want.rows or not _computes_rows(forward.graph, op, want) for want in wants)
 
 
 @dataclass(eq=False)
@@ -136,6 +218,7 @@ class _Derivation:
     Attributes:
       forward: the forward pass.
       entangled: values that are not cached.
+      shortcuts: what is left out.
       body: the body.
       owned: its inputs that are cached here, and not by the surrounding body.
       wants: the wanted rows of each value.
@@ -144,41 +227,47 @@ class _Derivation:
 
     forward: Forward
     entangled: frozenset[int]
+    shortcuts: Shortcuts
     body: Body
     owned: tuple[int, ...] = ()
-    wants: defaultdict[int, set[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(set))
+    wants: defaultdict[int, set[Want]] = field(default_factory=lambda: defaultdict(set))
     parts: list[Part] = field(default_factory=list)
 
     def steps(self, wanted: Iterable[Want]) -> Steps:
         """Returns the steps that compute what is wanted of the body."""
         self.need(wanted)
         for op in reversed(self.body.ops):
-            direct = [Want(value, rows) for value in op.outputs for rows in self._direct(value)]
+            direct = [want for value in op.outputs for want in self._direct(value)]
             if direct:
                 self._compute(op, direct)
         inputs = []
         for value in self.body.inputs:
-            rows = self._direct(value) if value in self.owned else sorted(self.wants[value])
-            inputs += [Want(value, each) for each in rows]
+            inputs += self._direct(value) if value in self.owned else sorted(self.wants[value])
         return Steps(self.body, tuple(reversed(self.parts)), tuple(inputs))
 
     def need(self, wanted: Iterable[Want]) -> None:
         for want in wanted:
-            self.wants[want.value].add(want.rows)
+            self.wants[want.value].add(want)
 
-    def _direct(self, value: int) -> list[tuple[int, ...]]:
-        """Returns the rows of a value to compute, after those that a cache provides."""
-        rows = self.wants[value]
+    def _direct(self, value: int) -> list[Want]:
+        """Returns what to compute of a value, after what a cache provides."""
+        wants = self.wants[value]
         producer = self.forward.graph.producers.get(value)
-        if () in rows and self.forward.follows_context(value):
+        if Want(value) in wants and self.forward.follows_context(value):
             self.parts.append(Part(How.KEEP, producer, (Want(value),)))
-            rows = rows - {()}
-        if () in rows and self._is_cached(value):
+            wants = wants - {Want(value)}
+        whole = {want for want in wants if not want.rows}
+        if whole and self._is_cached(value):
             row = Want(value, self.forward.positions(value))
             order = _order(self.forward, value)
-            self.parts.append(Part(How.CACHE, producer, (Want(value),), (row,), order=order))
-            rows = rows - {()} | {row.rows}
-        return sorted(rows)
+            results = tuple(sorted(whole))
+            self.parts.append(Part(How.CACHE, producer, results, (row,), order=order, size=self._ring_size))
+            wants = wants - whole | {row}
+        return sorted(wants)
+
+    @property
+    def _ring_size(self) -> int:
+        return 0 if self.shortcuts.rings is None else self.shortcuts.rings.size
 
     def _is_cached(self, value: int) -> bool:
         """Whether the row of a value is computed and cached, where all positions are wanted."""
@@ -219,6 +308,11 @@ class _Derivation:
 
     def _compute(self, op: Op, direct: list[Want]) -> None:
         """Adds the parts that compute wanted results of an operation."""
+        region = self.shortcuts.regions.get(direct[0].value)
+        if region is not None and direct == [region.result]:
+            self.parts.append(Part(How.ALONE, op, (region.result,), region.operands, region=region))
+            self.need(region.operands)
+            return
         if op.name == "scan" and self._scan(loop_of(self.forward.graph, op), direct):
             return
         if op.bodies and _is_call(op):
@@ -229,7 +323,7 @@ class _Derivation:
             self.parts.append(Part(How.TOTAL, op, tuple(direct), (operand,)))
             self.need([operand])
             return
-        whole = {want.value for want in direct if not want.rows}
+        whole = {want.is_ring for want in direct if not want.rows}
         for want in direct:
             if not want.rows:
                 continue
@@ -241,16 +335,25 @@ class _Derivation:
                 self.parts.append(Part(How.WINDOW, op, (want,), operands, windows=found))
                 self.need(operands)
             elif rows is None:
-                self.parts.append(Part(How.CUT, op, (want,), (Want(want.value),)))
-                whole.add(want.value)
+                self.parts.append(Part(How.CUT, op, (want,), (replace(want, rows=()),)))
+                whole.add(want.is_ring)
             else:
-                operands = tuple(map(Want, op.inputs, rows))
-                self.parts.append(Part(How.COMPUTE, op, (want,), operands))
-                self.need(operands)
-        if whole:
-            operands = tuple(map(Want, op.inputs))
-            self.parts.append(Part(How.COMPUTE, op, tuple(map(Want, op.outputs)), operands))
-            self.need(operands)
+                self._by_operation(op, (want,), rows)
+        for is_ring in sorted(whole):
+            self._by_operation(op, tuple(Want(value, (), is_ring) for value in op.outputs), [()] * len(op.inputs))
+
+    def _by_operation(self, op: Op, results: tuple[Want, ...], rows: Iterable[tuple[int, ...]]) -> None:
+        """Adds the part that computes results from rows of operands.
+
+        Where other positions than rows are those of rings, of a result or under a mask, so are those of all operands.
+        """
+        rings = self.shortcuts.rings
+        operands = tuple(Want(value, each) for value, each in zip(op.inputs, rows, strict=False))
+        if rings is not None and (results[0].is_ring or not rings.banded.isdisjoint(op.inputs)):
+            operands = tuple(replace(want, is_ring=rings.has_ring(self.forward, want)) for want in operands)
+            op = rings.twins[op]
+        self.parts.append(Part(How.COMPUTE, op, results, operands, size=self._ring_size))
+        self.need(operands)
 
     def _is_running(self, op: Op, direct: list[Want]) -> bool:
         """Whether the row of a cumulative operation along the sequence is wanted, and not all positions of it."""
@@ -264,11 +367,11 @@ class _Derivation:
     def _call(self, op: Op, direct: list[Want]) -> None:
         (body,) = op.bodies
         inner = dict(zip(op.outputs, body.outputs, strict=True))
-        steps = _Derivation(self.forward, self.entangled, body).steps(
-            Want(inner[want.value], want.rows) for want in direct
+        steps = _Derivation(self.forward, self.entangled, self.shortcuts, body).steps(
+            replace(want, value=inner[want.value]) for want in direct
         )
         outer = dict(zip(body.inputs, op.inputs, strict=True))
-        operands = tuple(Want(outer[want.value], want.rows) for want in steps.inputs)
+        operands = tuple(replace(want, value=outer[want.value]) for want in steps.inputs)
         self.parts.append(Part(How.CALL, op, tuple(direct), operands, steps))
         self.need(operands)
 
@@ -299,7 +402,9 @@ class _Derivation:
         ]
         while True:
             carried = [Want(body.outputs[index], rows) for index, rows in sorted(slots)]
-            steps = _Derivation(self.forward, self.entangled, body, loop.body_carried).steps([*carried, *stacked])
+            steps = _Derivation(self.forward, self.entangled, self.shortcuts, body, loop.body_carried).steps(
+                [*carried, *stacked]
+            )
             read = {
                 (loop.body_carried.index(want.value), want.rows)
                 for want in steps.inputs
@@ -313,7 +418,8 @@ class _Derivation:
         for want in steps.inputs:
             if want.value not in loop.body_carried:
                 shift = 1 if want.value in loop.body_scanned else 0
-                operands.append(Want(outer[want.value], tuple(row + shift for row in want.rows)))
+                rows = tuple(row + shift for row in want.rows)
+                operands.append(replace(want, value=outer[want.value], rows=rows))
         part = Part(How.LOOP, loop.op, tuple(direct), tuple(operands), steps, tuple(sorted(slots)))
         self.parts.append(part)
         self.need(operands)

@@ -1,6 +1,6 @@
 """The forward pass of one sequence as functions of several: prefill and step, from caches or by recomputation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from spanax.decoding.derive.advance import Advance, cut
 from spanax.decoding.derive.fill import Cache, filled
 from spanax.decoding.derive.forward import Forward
-from spanax.decoding.derive.incremental import How, Steps, Want
+from spanax.decoding.derive.incremental import How, Steps, Want, all_steps
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import RAGGED, Op
 from spanax.trace.jaxpr.interpret import evaluate
@@ -18,10 +18,11 @@ from spanax.trace.jaxpr.interpret import evaluate
 
 @dataclass(frozen=True, eq=False)
 class Incremental:
-    """The incremental form of a forward pass, for several sequences."""
+    """The incremental form of a forward pass, for several sequences; of `among_copies`, see `Advance`."""
 
     forward: Forward
     steps: Steps
+    among_copies: bool = False
 
     def fill(self, parameters: Sequence[Any], arrays: Sequence[Any], counts: Any) -> Cache:
         """Returns the caches of sequences after their first `counts` positions."""
@@ -45,10 +46,15 @@ class Incremental:
                 want: given[want.value] if want.value in per_token else cut(given[want.value], want.rows, position)
                 for want in self.steps.inputs
             }
-            arrays, cache = Advance(forward, position).run(self.steps, inputs, cache)
+            arrays, cache = Advance(forward, position, self.among_copies).run(self.steps, inputs, cache)
             return arrays[logits][0, 0], cache
 
         return _over_rows(self.forward, one)(cache, list(rows), positions)
+
+    def computes_alone(self) -> bool:
+        """Whether some operations are computed as for one token alone."""
+        regions = (part.region for steps in all_steps(self.steps) for part in steps.parts)
+        return any(region is not None and region.size == 1 for region in regions)
 
     def recomputed(self) -> list[str]:
         """Returns the lines of the model whose operations a step computes for all positions."""
@@ -114,12 +120,10 @@ def _over_rows(forward: Forward, function: Callable[..., Any]) -> Callable[..., 
     return jax.vmap(function)
 
 
-def _recomputed(forward: Forward, steps: Steps) -> list[Op]:
-    inside = [op for part in steps.of(How.LOOP, How.CALL) for op in _recomputed(forward, part.inside)]
-    whole = (part.op for part in steps.of(How.COMPUTE) if not part.results[0].rows)
+def _recomputed(forward: Forward, steps: Steps) -> Iterator[Op]:
     views = Family.VIEW, Family.RESIZE
-    return inside + [
-        op
-        for op in whole
-        if op.family not in views and op.name != "convert_element_type" and any(map(forward.follows_tokens, op.outputs))
-    ]
+    for each in all_steps(steps):
+        for part in each.of(How.COMPUTE):
+            is_work = part.op.family not in views and part.op.name != "convert_element_type"
+            if is_work and not part.results[0].rows and any(map(forward.follows_tokens, part.op.outputs)):
+                yield part.op
