@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import spanax
-from spanax.decoding.programs import GenerationPrograms, generation_programs
+from spanax.decoding.programs import generation_programs
 from spanax.errors import DecodeError
 from spanax.models.workloads import load
-from spanax.plan.advice.generation import generation_plan, most_sequences
+from spanax.plan.advice.generation import GenerationPrograms, generation_plan, most_sequences
 
 
 def programs(num_sequences: int, name: str = "llama-nano") -> GenerationPrograms:

@@ -1,7 +1,6 @@
 """Prefill and decode step of a workload as programs, which are planned and priced like a train step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ from spanax.decoding.derive.candidates import candidates
 from spanax.decoding.derive.forward import forward_of, resized
 from spanax.decoding.derive.sequences import Incremental, Recomputation, prefilled
 from spanax.errors import DecodeError
+from spanax.plan.advice.generation import GenerationPrograms
 from spanax.trace.initial_state import Eager
-from spanax.trace.program import Program
 from spanax.trace.tracing import trace_function
 from spanax.trace.variables import Owner, model_of, take_apart
 from spanax.trace.workload import Workload
@@ -41,29 +40,6 @@ class Caches(nnx.Module):
         """Replaces the arrays."""
         for value, array in arrays.items():
             self.values[f"value{value}"].set_raw_value(array)
-
-
-@dataclass(frozen=True)
-class GenerationPrograms:
-    """What generates; `spanax.plan.advice.generation` prices it.
-
-    Attributes:
-      prefill: the logits and caches of sequences of tokens.
-      step: the logits after one more token of each sequence; its state has the caches.
-      length: the number of positions of a sequence.
-      cache_bytes: the bytes of the caches of one sequence.
-    """
-
-    prefill: Program
-    step: Program
-    length: int
-    cache_bytes: int
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of most parameters."""
-        leaves = [leaf for leaf in self.step.leaves if leaf.kind == "param"]
-        return str(max(leaves, key=lambda leaf: leaf.num_bytes).dtype)
 
 
 def generation_programs(workload: Workload, dtype: str | None = None) -> GenerationPrograms:
@@ -151,8 +127,8 @@ def _tokens(batch: Any) -> tuple[int, int]:
 
 def _abstract(workload: Workload, dtype: str | None) -> nnx.Module:
     """Returns the model with shapes in place of arrays."""
-    build = Eager(workload.build).model if workload.eager_build else partial(model_of, workload.build, 0)
-    model = nnx.eval_shape(build)
+    build = workload.build
+    model = Eager(build).model() if workload.eager_build else nnx.eval_shape(partial(model_of, build, 0))
     for _, variable in nnx.iter_graph(model) if dtype is not None else ():
         if isinstance(variable, nnx.Variable) and jnp.issubdtype(variable.get_raw_value().dtype, jnp.floating):
             variable.set_raw_value(jax.ShapeDtypeStruct(variable.get_raw_value().shape, dtype))

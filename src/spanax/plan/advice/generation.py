@@ -1,7 +1,6 @@
 """The layouts in which a model generates: the time of prefill and decode step, and their memory."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
@@ -16,28 +15,27 @@ MOST_SECANTS = 6
 """How often memory is computed for another number of sequences, to find the largest."""
 
 
-class Programs(Protocol):
-    """What generates: `spanax.decoding.programs.GenerationPrograms`."""
+@dataclass(frozen=True)
+class GenerationPrograms:
+    """What generates; both programs have the caches as state.
 
-    @property
-    def prefill(self) -> Program:
-        """The logits and caches of sequences of tokens."""
+    Attributes:
+      prefill: the logits and caches of sequences of tokens.
+      step: the logits after one more token of each sequence.
+      length: the number of positions of a sequence.
+      cache_bytes: the bytes of the caches of one sequence.
+    """
 
-    @property
-    def step(self) -> Program:
-        """The logits after one more token of each sequence."""
-
-    @property
-    def length(self) -> int:
-        """The number of positions of a sequence."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """The bytes of the caches of one sequence."""
+    prefill: Program
+    step: Program
+    length: int
+    cache_bytes: int
 
     @property
     def dtype(self) -> str:
         """The dtype of most parameters."""
+        leaves = [leaf for leaf in self.step.leaves if leaf.kind == "param"]
+        return str(max(leaves, key=lambda leaf: leaf.num_bytes).dtype)
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class GenerationPlan:
       nearest: the one that needs least memory, if none fits.
     """
 
-    programs: Programs
+    programs: GenerationPrograms
     cluster: Cluster
     num_sequences: int
     layouts: tuple[GenerationLayout, ...]
@@ -109,7 +107,7 @@ class GenerationPlan:
 
 
 def generation_plan(
-    programs: Programs,
+    programs: GenerationPrograms,
     cluster: Cluster,
     *,
     num_sequences: int | None = None,
