@@ -22,8 +22,9 @@ PLANNING := $(filter-out $(SEARCHES), $(wildcard tests/test_house.py tests/test_
 # partitioner; `make test` the oracles (the numbers of one device, XLA's collectives, bit-equal round trips) and the examples of the pages.
 ifdef PART
 PLANNING := $(addprefix tests/, trace plan/sharding plan/spmd)
-VERSIONS := $(addprefix tests/, jit byo decoding stack check step/replay step/pipeline step/attention step/test_accumulation.py train/state \
-  train/store train/test_init.py train/test_parity.py processes test_api.py test_compat.py test_docs.py test_errata.py)
+VERSIONS := $(addprefix tests/, jit byo stack check step/replay step/pipeline step/attention step/test_accumulation.py train/state \
+  train/store train/test_init.py train/test_parity.py decoding/test_decoder.py decoding/test_generate.py processes test_api.py \
+  test_compat.py test_docs.py test_errata.py)
 endif
 
 # `make check test` runs no test twice: of what `make check` ran, `make test` runs what was left out there, for want of devices.
