@@ -200,6 +200,7 @@ GENERATED = {("x =", "q"): "FFFFF˄orch", (LONG, "e"): "\x11" * 8, ("a", "!"): "
 """Numbers and texts of the harness's `HFLM` for these weights: lm-eval 0.4.13, transformers 5.23.0, torch 2.14.1."""
 
 
+@pytest.mark.slow
 def test_the_model_of_the_harness_has_the_numbers_of_transformers(saved: LoadedModel) -> None:
     model = SpanaxLM(saved.model, saved.tokenizer, length=32, end_id=saved.end_id)
     scored = model.loglikelihood([asked(*pair) for pair in SCORED])

@@ -6,11 +6,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 
 import spanax
 from spanax import cli
-from spanax.commands.generate import _pieces
+from spanax.commands.generate import GenerateCommand, _options, _pieces
 from spanax.interop.loaded_model import LoadedModel, load_model
 
 WEIGHTS = Path(__file__).parent.parent / "interop" / "weights"
@@ -67,8 +69,9 @@ def test_imported_weights_continue_as_the_run_and_chat_has_a_template(
     (of_run,) = outputs(capsys, str(run_folder), *args)
     (of_weights,) = outputs(capsys, str(imported), *args)
     assert of_run["tokens"] == of_weights["tokens"]
-    (halved,) = outputs(capsys, str(imported), "--dtype", "bfloat16", *args[:2])
-    assert len(halved["tokens"]) == 64 - len("import ")  # as many as the model has positions
+    saved = load_model(imported, dtype="bfloat16")
+    assert {str(value.dtype) for value in jax.tree.leaves(nnx.state(saved.model))} == {"bfloat16"}
+    assert _options(GenerateCommand(imported), saved, 7)["max_new_tokens"] == 64 - 7  # as many as it has positions
     chat = tmp_path / "chat"
     shutil.copytree(imported, chat)
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}{{ bos_token }}"
@@ -121,6 +124,8 @@ def test_text_is_printed_once_it_is_certain(text: str, stops: list, pieces: list
         (("--prompts", "no/such/file"), "cannot read the prompts"),
         (("--prompt", ""), "prompt 0 is empty"),
         (("--prompt", "a", "--temperature", "-1"), "`temperature` is -1"),
+        (("--prompt", "a", "--max-new-tokens", "0"), "`max_new_tokens` is 0"),
+        (("--prompt", "a" * 80), "a prompt has 80 tokens, and the model has 64 positions"),
         (("--prompt", "a", "--max-new-tokens", "1000"), "forward pass of 1001 tokens"),
         (("--prompt", "a", "--chat"), "no chat template"),
         (("--prompt", "a", "--mesh", "data=8", "--max-new-tokens", "8"), "do not divide into 8"),

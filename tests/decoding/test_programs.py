@@ -1,5 +1,6 @@
 """Generation is planned as the compiler partitions it, and priced for numbers of sequences that were not traced."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import optax
 import pytest
 
 import spanax
+from spanax import cli
 from spanax.decoding.programs import generation_programs
 from spanax.errors import DecodeError
 from spanax.models.workloads import load
@@ -55,6 +57,29 @@ def test_more_sequences_are_priced_as_if_they_were_traced() -> None:
     too_many = generation_plan(traced, cluster, num_sequences=most + most // 64 // 8 * 8 + 8, **options)
     assert too_many.best is None
     assert too_many.nearest is not None
+
+
+def test_layouts_that_store_parameters_are_those_that_do_not_gather_them() -> None:
+    """`spanax.generate` gathers parameters once over the axes of the sequences, where they fit."""
+    traced = programs(16)
+    cluster = spanax.cluster("a100:8")
+    limit = cluster.memory_bytes
+    assert not any(each.is_gathered(limit) for each in generation_plan(traced, cluster).layouts)
+    requested = generation_plan(traced, cluster, layout="fsdp").best
+    assert requested is not None
+    assert requested.is_gathered(limit)
+    assert not requested.is_gathered(requested.parameter_bytes)
+    with pytest.raises(spanax.SpanaxError, match="no layout divides"):
+        generation_plan(traced, cluster, layout="pipeline")
+
+
+def test_the_largest_batch_does_not_depend_on_the_requested_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """With one sequence, no dim is known to be that of the sequences."""
+    found = set()
+    for count in (1, 16):
+        cli.main(["plan", "gpt2", "--on", "h100:1", "--generate", "--global-batch-size", str(count), "--json"])
+        found.add(json.loads(capsys.readouterr().out)["largest_batch"])
+    assert len(found) == 1
 
 
 def test_parameters_have_the_requested_dtype() -> None:

@@ -88,7 +88,7 @@ def test_a_process_of_a_launcher_prints_no_resume_command(
     from spanax.train import trainer
     from spanax.train.config import TrainConfig
 
-    def stopped(load: Any, config: Any, devices: Any, emit: Any) -> dict[str, Any]:
+    def stopped(load: Any, config: Any, devices: Any, emit: Any, generate: Any) -> dict[str, Any]:
         emit(LAST)
         return LAST
 

@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from spanax.commands.answer import Answer
 from spanax.documents import json_line
-from spanax.errors import MissingError
+from spanax.errors import MissingError, RangeError
 from spanax.printable import printable_lines
 from spanax.train.data.text.prompts import read_prompts
 
@@ -32,7 +32,8 @@ class GenerateCommand:
       prompt: a prompt; several after one flag.
       prompts: a file with one prompt per line, or - for standard input.
       chat: put each prompt into the chat template of the imported tokenizer.
-      max_new_tokens: most tokens after each prompt. Default: 128, if the model has the positions.
+      max_new_tokens: most tokens after each prompt. Default: 128, or fewer if the model has no more
+        positions.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw from this many most likely tokens.
       top_p: draw from the fewest most likely tokens whose probabilities sum to this.
@@ -134,14 +135,22 @@ def _token_ids(command: GenerateCommand, saved: "LoadedModel", prompts: Sequence
 
 
 def _options(command: GenerateCommand, saved: "LoadedModel", longest: int) -> dict[str, Any]:
-    """Returns the options of `spanax.generate` for prompts of at most `longest` tokens."""
-    room = NEW_TOKENS if saved.length is None else saved.length - longest
-    most = min(NEW_TOKENS, room) if room > 0 else NEW_TOKENS
+    """Returns the options of `spanax.generate` for prompts of at most `longest` tokens.
+
+    Raises:
+      SpanaxError: no token could follow a prompt.
+    """
+    most = command.max_new_tokens
+    if most is None:
+        most = NEW_TOKENS if saved.length is None else min(NEW_TOKENS, saved.length - longest)
+        if most < 1:
+            what = f"a prompt has {longest} tokens, and the model has {saved.length} positions."
+            raise RangeError(what, fix="a shorter prompt")
     names = (
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "num_samples",
     )  # fmt: skip
     options = {name: getattr(command, name) for name in names}
-    options["max_new_tokens"] = command.max_new_tokens or most
+    options["max_new_tokens"] = most
     ends = [] if saved.end_id is None else [saved.end_id]
     is_placed = command.layout is not None or command.mesh is not None
     like = saved.forward if is_placed else None

@@ -1,6 +1,6 @@
 """Prefill and decode step of a workload as programs, which are planned and priced like a train step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,9 @@ class Caches(nnx.Module):
     def __init__(self, arrays: dict[int, Any]):
         self.values = nnx.Dict({f"value{value}": nnx.Variable(array) for value, array in arrays.items()})
 
-    @staticmethod
-    def value_of(path: str) -> int:
-        """Returns the value of the forward pass whose array has a path."""
-        return int(path.rpartition("value")[2])
-
     def arrays(self) -> dict[int, Any]:
         """Returns the arrays by value of the forward pass."""
-        return {self.value_of(name): variable.get_raw_value() for name, variable in self.values.items()}
+        return {int(name.removeprefix("value")): variable.get_raw_value() for name, variable in self.values.items()}
 
     def update(self, arrays: dict[int, Any]) -> None:
         """Replaces the arrays."""
@@ -42,7 +37,9 @@ class Caches(nnx.Module):
             self.values[f"value{value}"].set_raw_value(array)
 
 
-def generation_programs(workload: Workload, dtype: str | None = None) -> GenerationPrograms:
+def generation_programs(
+    workload: Workload, dtype: str | None = None, num_sequences: int | None = None
+) -> GenerationPrograms:
     """Returns the programs that generate with the model of a workload, for sequences like those of its batch.
 
     No array is allocated, and the derivation is not compared with the forward pass.
@@ -50,50 +47,45 @@ def generation_programs(workload: Workload, dtype: str | None = None) -> Generat
     Args:
       workload: a language model, called with tokens alone.
       dtype: that of the parameters; as in the model by default.
+      num_sequences: how many to trace; those of the batch by default. Other numbers are priced by their share.
 
     Raises:
       SpanaxError: the model does not map tokens to logits, or has no incremental form.
     """
-    rows, length = _tokens(workload.batch)
+    rows, length = tokens_of(workload.batch)
+    rows = num_sequences or rows
     model = _abstract(workload, dtype)
     forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
     derived, *_ = candidates(forward, partial(resized, forward, called, model))
-    caches, each = step_arguments(derived, rows)
-    owners = [Owner(model), Owner(caches, name="caches")]
+    arrays, each = step_arguments(derived, rows)
+    owners = [Owner(model), Owner(Caches(arrays), name="caches")]
     tokens = jax.ShapeDtypeStruct((rows, length), "int32")
-    step = decode_step(derived)
 
     def prefill(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         model, caches = nodes
-        logits, arrays = prefilled(derived, _arrays(model), values[:1], values[1])
-        caches.update(arrays)
+        logits, filled = prefilled(derived, arrays_of(model), values[:1], values[1])
+        caches.update(filled)
+        return logits
+
+    def step(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
+        model, caches = nodes
+        logits, after = derived.step(arrays_of(model), caches.arrays(), values[:1], values[1])
+        caches.update(after)
         return logits
 
     traced = partial(trace_function, owners=owners, batch_axes=(0, 0))
     return GenerationPrograms(
         traced(prefill, arrays=[tokens, each[1]], names=["tokens", "lengths"]),
-        traced(lambda nodes, values: step(*nodes, *values), arrays=each, names=["token", "position"]),
+        traced(step, arrays=each, names=["token", "position"]),
         length,
-        sum(array.size * array.dtype.itemsize for array in caches.arrays().values()) // rows,
+        sum(array.size * array.dtype.itemsize for array in arrays.values()) // rows,
     )
-
-
-def decode_step(derived: Incremental | Recomputation) -> Callable[..., Any]:
-    """Returns the decode step as a function of a model, its caches, and the arrays of each sequence."""
-
-    def step(model: nnx.Module, caches: Caches, *arrays: Any) -> Any:
-        *rows, positions = arrays
-        logits, after = derived.step(_arrays(model), caches.arrays(), rows, positions)
-        caches.update(after)
-        return logits
-
-    return step
 
 
 def step_arguments(
     derived: Incremental | Recomputation, num_sequences: int
-) -> tuple[Caches, list[jax.ShapeDtypeStruct]]:
-    """Returns the shapes of the arguments of a decode step: caches, an array for each per-token input, positions."""
+) -> tuple[dict[int, Any], list[jax.ShapeDtypeStruct]]:
+    """Returns the shapes of the caches of a decode step, and of its other arguments: per-token inputs, positions."""
     forward = derived.forward
     avals = forward.graph.avals
     position = jax.ShapeDtypeStruct((num_sequences,), "int32")
@@ -107,16 +99,20 @@ def step_arguments(
         jax.ShapeDtypeStruct((num_sequences, *avals[value].shape[2:]), avals[value].dtype)
         for value in forward.token_arrays
     ]
-    return Caches(caches), [*rows, position]
+    return caches, [*rows, position]
 
 
-def _arrays(model: nnx.Module) -> list[Any]:
+def arrays_of(model: nnx.Module) -> list[Any]:
     """Returns the arrays of a model in the order in which NNX flattens it."""
     return take_apart([Owner(model)])[1]
 
 
-def _tokens(batch: Any) -> tuple[int, int]:
-    """Returns the number of sequences and of tokens of a batch."""
+def tokens_of(batch: Any) -> tuple[int, int]:
+    """Returns the number of sequences and of tokens of a batch.
+
+    Raises:
+      SpanaxError: it has no tokens.
+    """
     leaves = jax.tree.leaves(batch)
     shapes = [leaf.shape for leaf in leaves if len(leaf.shape) == 2 and np.issubdtype(leaf.dtype, np.integer)]
     if not shapes:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.decoding.derive.fill import Cache
 from spanax.decoding.derive.sequences import Incremental, Recomputation
-from spanax.decoding.programs import Caches, decode_step, step_arguments
+from spanax.decoding.programs import arrays_of, step_arguments
 from spanax.errors import IndivisibleError
 from spanax.jit.jit import jit
 from spanax.plan.candidates.request import STATE_FRACTION
@@ -53,10 +53,16 @@ class Rows:
         given = {name: value for name, value in options.items() if value is not None}
         if not given:
             return cls()
-        step = jit(decode_step(derived), **given)
         # Planned for so many sequences that every mesh axis divides them: whether these do is checked here.
         caches, arrays = step_arguments(derived, math.lcm(num_sequences, len(jax.devices())))
-        plan = step.prepare(model, caches, *arrays)
+
+        def decode_step(model: Any, arrays: Sequence[Any], cached: Sequence[Any]) -> Any:
+            *rows, positions = arrays
+            logits, after = derived.step(arrays_of(model), dict(zip(caches, cached, strict=True)), rows, positions)
+            return logits, [after[value] for value in caches]
+
+        step = jit(decode_step, **given)
+        plan = step.prepare(model, arrays, [*caches.values()])
         axes = tuple(plan.batch[0].spec[0])
         ways = plan.mesh.ways(axes)
         if num_sequences % ways:
@@ -65,8 +71,7 @@ class Rows:
                 fix=f"a multiple of {ways} prompts times num_samples, or another mesh",
                 axis=axes[0],
             )
-        num_parameters = len(plan.leaves) - len(caches.arrays())
-        parameters = plan.leaves[:num_parameters]
+        parameters = plan.leaves
         kept = [tuple(tuple(axis for axis in by if axis not in axes) for by in leaf.spec) for leaf in parameters]
         num_bytes = sum(leaf.local_bytes * plan.mesh.ways(axes_of(leaf.spec) & {*axes}) for leaf in parameters)
         limit = step.placement.cluster().memory_bytes
@@ -76,7 +81,10 @@ class Rows:
             step.placement.mesh,
             axes,
             tuple(map(_partition_spec, specs)),
-            tuple((Caches.value_of(leaf.path), _partition_spec(leaf.spec)) for leaf in plan.leaves[num_parameters:]),
+            tuple(
+                (value, _partition_spec(leaf.spec))
+                for value, leaf in zip(caches, plan.batch[len(arrays) :], strict=True)
+            ),
         )
 
     def parameters(self, arrays: Sequence[Any]) -> list[Any]:

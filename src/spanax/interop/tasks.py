@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,8 +113,14 @@ def _example(data: Any) -> Any:
     kind = next((KINDS[key] for key in KINDS if isinstance(data, dict) and key in data), None)
     if kind is None:
         raise ValueError(f"it has none of the keys {', '.join(KINDS)}")
-    if isinstance(data.get("expected"), str):
-        data["expected"] = [data["expected"]]
+    missing = [each.name for each in fields(kind) if each.default is MISSING and each.name not in data]
+    if missing:
+        raise ValueError(f"it has no '{missing[0]}'")
+    for name in ("expected", "stop"):
+        if isinstance(data.get(name), str):
+            data[name] = [data[name]]
+        if "" in (data.get(name) or ()) or (name == "expected" and data.get(name) == []):
+            raise ValueError(f"'{name}' is empty")
     return parsed(kind, data, is_strict=False)
 
 

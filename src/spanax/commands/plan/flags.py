@@ -55,7 +55,7 @@ class PlanCommand:
       tokens: number of training tokens, such as 300B or 1e12; reports hours and device-hours.
       examples: number of training examples, instead of --tokens, for models of other data.
       generate: plan generation instead of training: prefill, decode step, caches, and the largest batch that fits, for
-        --global-batch-size sequences of --seq-len tokens; --dtype is that of the parameters.
+        --global-batch-size sequences of --seq-len tokens; --dtype is that of the parameters. Not for flags of training.
       price: dollars per device-hour of a chip or cluster file, such as h100=2.9; may be repeated.
       budget_hours: with --tokens, report whether this many hours suffice.
       save_seconds: seconds per checkpoint, to choose the interval of checkpoints.

@@ -1,5 +1,6 @@
 """`spanax plan --generate`: the layouts in which a model generates."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,22 +18,26 @@ def generation(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer
     Raises:
       SpanaxError: a flag is for training, or the model cannot generate.
     """
-    from spanax.decoding.programs import generation_programs
+    from spanax.decoding.programs import generation_programs, tokens_of
     from spanax.hardware.cluster import cluster
     from spanax.plan.advice.generation import generation_plan, most_sequences
-    from spanax.show.generation import generation_json, generation_text
+    from spanax.show.generation import clusters_text, generation_json, generation_text
 
     _check(command)
-    programs = generation_programs(command.sizes.load(load), command.precision.dtype)
-    texts = []
-    objects = []
-    for name in names:
-        plan = generation_plan(programs, cluster(name), layout=command.request.layout, mesh=command.request.mesh)
-        most = most_sequences(plan)
-        texts.append(generation_text(plan, most, command.top))
-        objects.append(generation_json(plan, most, command.top))
-    data = objects[0] if len(objects) == 1 else {"clusters": objects}
-    return Answer("\n\n".join(texts), data, exit_code=0 if any(each["best"] for each in objects) else 2)
+    clusters = [cluster(name) for name in names]
+    workload = command.sizes.load(load)
+    count, _ = tokens_of(workload.batch)
+    # With one sequence on a device, no dim is known to be that of the sequences.
+    traced = count * math.ceil(2 * max(each.num_devices for each in clusters) / count)
+    programs = generation_programs(workload, command.precision.dtype, traced)
+    options = {"layout": command.request.layout, "mesh": command.request.mesh}
+    plans = [generation_plan(programs, machine, num_sequences=count, **options) for machine in clusters]
+    answers = [(plan, most_sequences(plan)) for plan in plans]
+    objects = [generation_json(plan, most, command.top) for plan, most in answers]
+    exit_code = 2 * (not any(plan.best for plan in plans))
+    if len(answers) > 1:
+        return Answer(clusters_text(answers), {"clusters": objects}, exit_code=exit_code)
+    return Answer(generation_text(*answers[0], command.top), objects[0], exit_code=exit_code)
 
 
 def _check(command: PlanCommand) -> None:

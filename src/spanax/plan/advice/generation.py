@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
+from spanax.plan.candidates.request import STATE_FRACTION
 from spanax.plan.search import search
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN
 from spanax.trace.program import Program
@@ -63,6 +65,11 @@ class GenerationLayout:
         return round(self.cache_scale * self.step.memory["other state"])
 
     @property
+    def activation_bytes(self) -> int:
+        """Everything else at the peak."""
+        return self.peak_bytes - self.parameter_bytes - self.cache_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The larger peak of both."""
         return max(self.step.peak_bytes, self.prefill.peak_bytes) + self._more_caches
@@ -72,6 +79,11 @@ class GenerationLayout:
         """The upper estimate of it, by which the layout fits."""
         larger = max(self.step, self.prefill, key=lambda each: each.upper_bytes)
         return larger.upper_bytes + round(self._more_caches * larger.upper_bytes / larger.peak_bytes)
+
+    def is_gathered(self, limit: float | None) -> bool:
+        """Whether `spanax.generate` gathers parameters that `fsdp` shards once, instead of in each step."""
+        ways = self.step.whole_mesh.ways(["fsdp"])
+        return ways > 1 and (limit is None or self.parameter_bytes * ways <= STATE_FRACTION * limit)
 
     @property
     def _more_caches(self) -> int:
@@ -136,11 +148,15 @@ def generation_plan(
         for program in (programs.step, programs.prefill)
     ]  # fmt: skip
     steps, prefills = ((*each.candidates, *each.too_large) for each in found)
+    if not steps:
+        what = f"no layout divides {count} sequences over {cluster}."
+        raise NoLayoutError(what, fix="another --layout or --mesh, or a multiple of the devices as --global-batch-size")
     by_title = {each.title: each for each in prefills}
-    pairs = [(each, by_title[each.title]) for each in steps if each.title in by_title]
-    layouts = [GenerationLayout(step, prefill, count / traced) for step, prefill in pairs]
-    layouts.sort(key=lambda each: each.step.step_seconds)
     limit = cluster.memory_bytes
+    layouts = [GenerationLayout(each, by_title[each.title], count / traced) for each in steps if each.title in by_title]
+    if layout is None and mesh is None:
+        layouts = [each for each in layouts if not each.is_gathered(limit)]
+    layouts.sort(key=lambda each: each.step.step_seconds)
     fitting = [each for each in layouts if limit is None or each.upper_bytes <= limit]
     nearest = None if fitting else min(layouts, key=lambda each: each.upper_bytes, default=None)
     return GenerationPlan(programs, cluster, count, tuple(fitting), nearest)
