@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.documents import json_line
-from spanax.errors import RangeError
+from spanax.usage import check_positive
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def answer(command: EvaluateCommand) -> Answer:
       SpanaxError: an argument is invalid, or an example does not fit the model.
       DataError: the checkpoint or the file of tasks cannot be read.
     """
-    if command.limit is not None and command.limit < 1:
-        raise RangeError(f"--limit is {command.limit}; expected a number > 0.", fix="--limit 100")
+    check_positive(command, limit="100")
     from spanax.interop.tasks import evaluate, read_examples, summary
     from spanax.processes.devices import devices
     from spanax.train.compilation_cache import enable_compilation_cache

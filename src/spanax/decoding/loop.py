@@ -11,7 +11,7 @@ import numpy as np
 from spanax.decoding.decoder import Decoder, Form
 from spanax.decoding.rows import Rows
 from spanax.decoding.sampling import Sampling, draw
-from spanax.processes.processes import on_host
+from spanax.processes.processes import on_every_host
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Loop:
         """Returns the new tokens, their log-probabilities, and how many count, computed by one program."""
         compiled = self.decoder.compiled(_whole)
         state = compiled(self.job, self._parameters(), *self._placed(arrays, lengths), sampling, seed)
-        tokens, log_probabilities, counts = map(on_host, state)
+        tokens, log_probabilities, counts = map(on_every_host, state)
         return tokens, log_probabilities, counts
 
     def stream(self, arrays: Sequence[Any], lengths: np.ndarray, sampling: Sampling, seed: int) -> Iterator[np.ndarray]:
@@ -78,9 +78,9 @@ class Loop:
         following = self.decoder.compiled(_next, donated=2)
         while True:
             index = int(state.index) - 1
-            is_new = on_host(state.counts) == index + 1
-            yield np.where(is_new, on_host(state.tokens[:, index]), -1)
-            if index + 1 == self.job.max_new_tokens or on_host(state.is_done).all():
+            is_new = on_every_host(state.counts) == index + 1
+            yield np.where(is_new, on_every_host(state.tokens[:, index]), -1)
+            if index + 1 == self.job.max_new_tokens or on_every_host(state.is_done).all():
                 return
             state = following(self.job, parameters, state, sampling, seed)
 

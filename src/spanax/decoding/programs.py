@@ -1,5 +1,6 @@
 """Prefill and decode step of a workload as programs, which are planned and priced like a train step."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -37,9 +38,7 @@ class Caches(nnx.Module):
             self.values[f"value{value}"].set_raw_value(array)
 
 
-def generation_programs(
-    workload: Workload, dtype: str | None = None, num_sequences: int | None = None
-) -> GenerationPrograms:
+def generation_programs(workload: Workload, dtype: str | None = None, num_devices: int = 1) -> GenerationPrograms:
     """Returns the programs that generate with the model of a workload, for sequences like those of its batch.
 
     No array is allocated, and the derivation is not compared with the forward pass.
@@ -47,19 +46,23 @@ def generation_programs(
     Args:
       workload: a language model, called with tokens alone.
       dtype: that of the parameters; as in the model by default.
-      num_sequences: how many to trace; those of the batch by default. Other numbers are priced by their share.
+      num_devices: the most devices of a cluster. Twice as many sequences are traced, or more: with one sequence on a
+        device, no dim is known to be that of the sequences.
 
     Raises:
       SpanaxError: the model does not map tokens to logits, or has no incremental form.
     """
-    rows, length = tokens_of(workload.batch)
-    rows = num_sequences or rows
+    tokens = tokens_of(workload.batch)
+    if tokens is None:
+        raise DecodeError("the batch of this workload has no tokens [batch, tokens].", fix="a language model")
+    count, length = tokens
+    rows = count * math.ceil(2 * num_devices / count)
     model = _abstract(workload, dtype)
     forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
     derived, *_ = candidates(forward, partial(resized, forward, called, model))
     arrays, each = step_arguments(derived, rows)
     owners = [Owner(model), Owner(Caches(arrays), name="caches")]
-    tokens = jax.ShapeDtypeStruct((rows, length), "int32")
+    whole = jax.ShapeDtypeStruct((rows, length), "int32")
 
     def prefill(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         model, caches = nodes
@@ -75,8 +78,9 @@ def generation_programs(
 
     traced = partial(trace_function, owners=owners, batch_axes=(0, 0))
     return GenerationPrograms(
-        traced(prefill, arrays=[tokens, each[1]], names=["tokens", "lengths"]),
+        traced(prefill, arrays=[whole, each[1]], names=["tokens", "lengths"]),
         traced(step, arrays=each, names=["token", "position"]),
+        count,
         length,
         sum(array.size * array.dtype.itemsize for array in arrays.values()) // rows,
     )
@@ -107,18 +111,11 @@ def arrays_of(model: nnx.Module) -> list[Any]:
     return take_apart([Owner(model)])[1]
 
 
-def tokens_of(batch: Any) -> tuple[int, int]:
-    """Returns the number of sequences and of tokens of a batch.
-
-    Raises:
-      SpanaxError: it has no tokens.
-    """
+def tokens_of(batch: Any) -> tuple[int, int] | None:
+    """Returns the number of sequences and of tokens of a batch; None if it has no tokens."""
     leaves = jax.tree.leaves(batch)
-    shapes = [leaf.shape for leaf in leaves if len(leaf.shape) == 2 and np.issubdtype(leaf.dtype, np.integer)]
-    if not shapes:
-        raise DecodeError("the batch of this workload has no tokens [batch, tokens].", fix="a language model")
-    rows, length = shapes[0]
-    return rows, length
+    shapes = (leaf.shape for leaf in leaves if len(leaf.shape) == 2 and np.issubdtype(leaf.dtype, np.integer))
+    return next(shapes, None)
 
 
 def _abstract(workload: Workload, dtype: str | None) -> nnx.Module:

@@ -14,7 +14,7 @@ from spanax.decoding.derive.sequences import Incremental, Recomputation
 from spanax.decoding.programs import arrays_of, step_arguments
 from spanax.errors import IndivisibleError
 from spanax.jit.jit import jit
-from spanax.plan.candidates.request import STATE_FRACTION
+from spanax.plan.advice.generation import are_gathered
 from spanax.plan.sharding.resolve import Spec, axes_of
 
 
@@ -38,8 +38,8 @@ class Rows:
     def of(cls, model: Any, derived: Incremental | Recomputation, num_sequences: int, **options: Any) -> "Rows":
         """Returns the placement of a decode step under options of `spanax.jit`.
 
-        Parameters are gathered once over the axes of the sequences, since every token reads them; unless they would
-        take more than `STATE_FRACTION` of a device's memory.
+        Parameters are gathered once over the axes of the sequences, since every token reads them; if they fit
+        (`are_gathered`).
 
         Args:
           model: the model.
@@ -75,8 +75,7 @@ class Rows:
         kept = [tuple(tuple(axis for axis in by if axis not in axes) for by in leaf.spec) for leaf in parameters]
         num_bytes = sum(leaf.local_bytes * plan.mesh.ways(axes_of(leaf.spec) & {*axes}) for leaf in parameters)
         limit = step.placement.cluster().memory_bytes
-        is_gathered = limit is None or num_bytes <= STATE_FRACTION * limit
-        specs = kept if is_gathered else [leaf.spec for leaf in parameters]
+        specs = kept if are_gathered(num_bytes, limit) else [leaf.spec for leaf in parameters]
         return cls(
             step.placement.mesh,
             axes,

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from spanax.decoding.decoder import called
+from spanax.decoding.programs import tokens_of
 from spanax.entries.names import TOKENIZER
 from spanax.errors import CheckpointError, WorkloadError
 from spanax.jit.init import init
@@ -95,18 +96,14 @@ def load_model(
     engine = None if tokenizer is None else tokenizers.Tokenizer.from_str(tokenizer.to_json())
     folder = Path(name) if is_imported(Path(name)) else None
     end_id = None if tokenizer is None else tokenizer.end_id
-    length = _length(definition.batch) if folder is None else read_model(folder).config.seq_len
+    _, length = tokens_of(definition.batch) or (None, None)
+    length = length if folder is None else read_model(folder).config.seq_len
     return LoadedModel(model, forward, loaded.step, engine, end_id, folder, length)
 
 
 def _cast(array: jax.Array, dtype: str | None) -> jax.Array:
     is_cast = dtype is not None and jax.numpy.issubdtype(array.dtype, jax.numpy.floating)
     return array.astype(dtype) if is_cast else array
-
-
-def _length(batch: Any) -> int | None:
-    shapes = jax.tree.leaves(jax.eval_shape(lambda tree: tree, batch))
-    return min((each.shape[1] for each in shapes if each.ndim == 2 and each.dtype.kind in "iu"), default=None)
 
 
 def _built(build: Any) -> nnx.Module:

@@ -394,7 +394,7 @@ def all_processes(value: bool) -> bool:
         return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
 
 
-def on_host(array: Any) -> Any:
+def on_every_host(array: Any) -> Any:
     """Returns an array as a NumPy array; every process of a group gets all of it, and calls this together."""
     import jax
     import numpy as np

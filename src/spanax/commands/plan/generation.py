@@ -1,6 +1,5 @@
 """`spanax plan --generate`: the layouts in which a model generates."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,20 +17,17 @@ def generation(command: PlanCommand, load: Load, names: Sequence[str]) -> Answer
     Raises:
       SpanaxError: a flag is for training, or the model cannot generate.
     """
-    from spanax.decoding.programs import generation_programs, tokens_of
+    from spanax.decoding.programs import generation_programs
     from spanax.hardware.cluster import cluster
     from spanax.plan.advice.generation import generation_plan, most_sequences
     from spanax.show.generation import clusters_text, generation_json, generation_text
 
     _check(command)
     clusters = [cluster(name) for name in names]
-    workload = command.sizes.load(load)
-    count, _ = tokens_of(workload.batch)
-    # With one sequence on a device, no dim is known to be that of the sequences.
-    traced = count * math.ceil(2 * max(each.num_devices for each in clusters) / count)
-    programs = generation_programs(workload, command.precision.dtype, traced)
-    options = {"layout": command.request.layout, "mesh": command.request.mesh}
-    plans = [generation_plan(programs, machine, num_sequences=count, **options) for machine in clusters]
+    num_devices = max(each.num_devices for each in clusters)
+    programs = generation_programs(command.sizes.load(load), command.precision.dtype, num_devices)
+    request = command.request
+    plans = [generation_plan(programs, machine, layout=request.layout, mesh=request.mesh) for machine in clusters]
     answers = [(plan, most_sequences(plan)) for plan in plans]
     objects = [generation_json(plan, most, command.top) for plan, most in answers]
     exit_code = 2 * (not any(plan.best for plan in plans))

@@ -13,7 +13,7 @@ from jax import lax
 from spanax.decoding.derive.forward import Forward
 from spanax.decoding.derive.sequences import Incremental, full
 from spanax.errors import CausalityError, DecodeError, first_line
-from spanax.processes.processes import on_host
+from spanax.processes.processes import on_every_host
 from spanax.trace.jaxpr.graph import Body, Op
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
 from spanax.trace.jaxpr.loops import loop_of
@@ -111,14 +111,14 @@ def _changed(
 
         return lax.map(one, (list(rows), counts))
 
-    differences = on_host(jax.jit(compared)(parameters, rows, counts)).astype(np.float64)
+    differences = on_every_host(jax.jit(compared)(parameters, rows, counts)).astype(np.float64)
     worst = int(np.nan_to_num(differences, nan=np.inf).argmax())
     return int(counts[worst]), [row[worst : worst + 1] for row in rows], float(differences[worst])
 
 
 def _finite(logits: Any) -> np.ndarray:
     """Returns logits in float64, with 0 for those of tokens that are excluded by infinity."""
-    array = on_host(logits).astype(np.float64)
+    array = on_every_host(logits).astype(np.float64)
     return np.where(np.isinf(array), 0.0, array)
 
 
@@ -231,7 +231,7 @@ def _differs(forward: Forward, value: int, count: int, first: Any, second: Any) 
     dims = forward.positions(value)
     if len(dims) != 1 or not jnp.issubdtype(first.dtype, jnp.number):
         return False
-    rows = (on_host(lax.slice_in_dim(each, 0, count, axis=dims[0])) for each in (first, second))
+    rows = (on_every_host(lax.slice_in_dim(each, 0, count, axis=dims[0])) for each in (first, second))
     before, after = (each.astype(np.float64) for each in rows)
     smallest = 1e-5 * float(np.abs(before).max(initial=0))
     return not np.allclose(before, after, rtol=1e-3, atol=smallest, equal_nan=True)

@@ -24,12 +24,14 @@ class GenerationPrograms:
     Attributes:
       prefill: the logits and caches of sequences of tokens.
       step: the logits after one more token of each sequence.
+      num_sequences: the sequences that generate together; more may be traced, whose share is priced.
       length: the number of positions of a sequence.
       cache_bytes: the bytes of the caches of one sequence.
     """
 
     prefill: Program
     step: Program
+    num_sequences: int
     length: int
     cache_bytes: int
 
@@ -38,6 +40,11 @@ class GenerationPrograms:
         """The dtype of most parameters."""
         leaves = [leaf for leaf in self.step.leaves if leaf.kind == "param"]
         return str(max(leaves, key=lambda leaf: leaf.num_bytes).dtype)
+
+
+def are_gathered(num_bytes: float, limit: float | None) -> bool:
+    """Whether parameters are gathered once, over the axes of the sequences: if they then fill at most half a device."""
+    return limit is None or num_bytes <= STATE_FRACTION * limit
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class GenerationLayout:
     def is_gathered(self, limit: float | None) -> bool:
         """Whether `spanax.generate` gathers parameters that `fsdp` shards once, instead of in each step."""
         ways = self.step.whole_mesh.ways(["fsdp"])
-        return ways > 1 and (limit is None or self.parameter_bytes * ways <= STATE_FRACTION * limit)
+        return ways > 1 and are_gathered(self.parameter_bytes * ways, limit)
 
     @property
     def _more_caches(self) -> int:
@@ -139,7 +146,7 @@ def generation_plan(
       SpanaxError: as `spanax.search`.
     """
     traced = programs.step.batch_size
-    count = num_sequences or traced
+    count = num_sequences or programs.num_sequences
     found = [
         search(
             program, cluster, batch_size=count, top=ALL, layout=layout, mesh=mesh,
