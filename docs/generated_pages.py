@@ -47,6 +47,7 @@ API: dict[str, tuple[str, ...]] = {
     "Planning": ("cluster", "Cluster", "local", "plan", "Plan", "Placement", "MeshShape", "Layout", "search", "Search"),
     "Checking": ("check", "Report"),
     "Training": ("start", "Run", "Guard", "logged", "track"),
+    "Fine-tuning": ("lora",),
     "Generation": ("generate", "decode"),
     "Data": ("batches", "Batches", "mixture", "Mixture", "local_batch"),
     "Checkpoints": ("Checkpoints", "restore"),

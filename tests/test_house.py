@@ -27,7 +27,7 @@ ORDER: tuple[set[str], ...] = (
     {"frames", "printable", "sealed", "displays", "batch_dims", "compat"},
     {"errors", "documents"},
     {"units", "usage", "schema", "entries"},
-    {"processes"},
+    {"processes", "adapters"},
     {"trace", "hardware"},
     {"plan"},
     {"step"},

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from spanax.adapters.lora import lora as lora
     from spanax.check.check import check as check
     from spanax.check.report import Report as Report
     from spanax.decoding.decoder import decode as decode
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from spanax.train.user_heartbeat import heartbeat as heartbeat
 
 _NAMES = {
+    "adapters.lora": "lora",
     "check.check": "check",
     "check.report": "Report",
     "decoding.decoder": "decode",

@@ -244,6 +244,10 @@ class CausalityError(DecodeError, code="SPX412"):
     """The logits of a model depend on later tokens."""
 
 
+class AdapterError(SpanaxError, code="SPX413"):
+    """Adapters do not fit the model, or weights cannot be packed."""
+
+
 class DataError(SpanaxError, code="SPX501"):
     """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 

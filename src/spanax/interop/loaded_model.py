@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
+from spanax.adapters.lora import LoRA
 from spanax.decoding.decoder import called
 from spanax.decoding.programs import tokens_of
 from spanax.entries.names import TOKENIZER
@@ -84,6 +85,9 @@ def load_model(
         raise WorkloadError(f"the model of '{name}' does not read tokens.", fix="a language model")
     if tokenizer is not None and tokenizer.vocab_size != definition.vocab_size:
         definition = source(**sizes, vocab_size=tokenizer.vocab_size)
+    if settings.get("lora") is not None:
+        spec = LoRA.parse(settings["lora"])
+        definition = definition.adapted(spec, quantize=settings.get("quantize"), dtype=settings.get("dtype"))
     if layout is None and mesh is None:
         mesh = "data=1"
     forward = jit(called, layout=layout, mesh=mesh)

@@ -147,7 +147,7 @@ def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
             fix="a function that returns it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
         )
     with plain_variables(), traced_as_data():
-        model = _built(build, seed)
+        model = built_from(build, nnx.Rngs(jax.random.key(seed)))
     if not isinstance(model, nnx.Module):
         raise BuildError(
             f"`build` returned a {type(model).__name__}, not an nnx.Module.",
@@ -241,10 +241,9 @@ def _is_optax(optimizer: Any) -> bool:
     return not is_module and hasattr(optimizer, "init") and hasattr(optimizer, "update")
 
 
-def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
-    """Calls `build`, with an `nnx.Rngs` for its parameter without default or named `rngs`, if any."""
+def built_from(build: Callable[..., Any], rngs: nnx.Rngs) -> Any:
+    """Calls `build`, with the rngs for its parameter without default or named `rngs`, if any."""
     parameters = _parameters(build)
-    rngs = nnx.Rngs(jax.random.key(seed))
     required = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED and p.name != "rngs"]
     takes_rngs = any(p.name == "rngs" for p in parameters)
     if len(required) > (not takes_rngs):
@@ -346,7 +345,7 @@ def _named_values(state: Any, prefixes: Sequence[str]) -> list[tuple[str, int, A
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
         owner, *names = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        value = variable.get_value() if is_variable(variable) else variable
+        value = variable.get_raw_value() if is_variable(variable) else variable  # as stored, before hooks
         prefix = [prefixes[int(owner)]] if prefixes[int(owner)] else []
         for inner, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
             tail = jax.tree_util.keystr(inner, simple=True, separator=".")

@@ -2,15 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import optax
 from flax import nnx
 
-from spanax.errors import OptimizerError, UnknownNameError, nearest
+from spanax.adapters.lora import RATE, LoRA, with_adapters
+from spanax.errors import OptimizerError, UnknownNameError, WorkloadError, nearest
 from spanax.trace.batch import AUTO
 from spanax.trace.jaxpr.remat_policies import EXACT
 from spanax.trace.optimizers.named import NAMED, adamw, averaging
@@ -18,7 +19,7 @@ from spanax.trace.optimizers.recipe import AS_DEFINED, Recipe
 from spanax.trace.optimizers.wrapped import STATE_DTYPES
 from spanax.trace.program import Program
 from spanax.trace.tracing import trace
-from spanax.trace.variables import num_wanted
+from spanax.trace.variables import built_from, num_wanted
 from spanax.usage import flag
 
 DENSE_PAIRS = 1 << 24
@@ -114,6 +115,7 @@ class Workload:
       evaluate: `evaluate(model, batch) -> dict of metrics` on held-out batches, in evaluation mode; None to report the
         loss and its metrics. Each metric is averaged over the examples.
       batch_axes: the dim with the examples of each array of the batch, as in `spanax.trace`.
+      wrt: an NNX filter of the parameters that `optimizer` updates, such as `nnx.LoRAParam`; the others are frozen.
 
     Example:
       >>> import jax
@@ -144,6 +146,23 @@ class Workload:
     baseline: Callable[[np.ndarray, np.ndarray, int], float] | None = bigram_loss
     evaluate: Callable[[nnx.Module, Any], Mapping[str, Any]] | None = None
     batch_axes: Any = AUTO
+    wrt: Any = nnx.Param
+
+    def adapted(self, adapters: LoRA, *, quantize: str | None = None, dtype: Any = None) -> Self:
+        """Returns the workload that trains low-rank adapters of the model, whose own parameters are frozen.
+
+        Args:
+          adapters: the adapters.
+          quantize: `nf4` or `int8`, for the frozen weights.
+          dtype: the dtype of the frozen parameters; that of the model by default.
+
+        Raises:
+          WorkloadError: the workload has its own train step, which decides what is trained.
+        """
+        if self.train_step is not None:
+            raise WorkloadError("--lora needs a loss, and this workload has a train_step.", fix="spanax.lora in it")
+        build = _AdaptedBuild(self.build, adapters, quantize, dtype)
+        return replace(self, build=build, wrt=nnx.LoRAParam, learning_rate=RATE * self.learning_rate)
 
     def trace(
         self,
@@ -155,16 +174,29 @@ class Workload:
         optimizer_state: str | None = None,
         accumulate: str | None = None,
         recipe: Recipe = AS_DEFINED,
+        quantize: str | None = None,
     ) -> Program:
         """Traces the train step into a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
 
         The learning rate and the number of steps are by default those of the workload. `optimizer_state` is the dtype
         of the optimizer state, `float32` or `bfloat16`; None for its default. `recipe` replaces the optimizer or its
-        parts.
+        parts, or adds adapters; then `quantize` is the storage of the frozen weights, `nf4` or `int8`.
 
         Raises:
           SpanaxError: the optimizer does not support that dtype or recipe, or the step cannot be traced.
         """
+        if recipe.lora is not None:
+            dtype = compute_dtype or "bfloat16"
+            adapted = self.adapted(LoRA.parse(recipe.lora), quantize=quantize, dtype=dtype)
+            return adapted.trace(
+                learning_rate=learning_rate,
+                num_steps=num_steps,
+                compute_dtype=dtype,
+                remat=remat,
+                optimizer_state=optimizer_state,
+                accumulate=accumulate,
+                recipe=replace(recipe, lora=None),
+            )
         traced = partial(
             trace,
             build=self.build,
@@ -189,7 +221,26 @@ class Workload:
         rate = self.learning_rate if learning_rate is None else learning_rate
         steps = self.num_steps if num_steps is None else num_steps
         optimizer = make(rate, steps, **options) if takes_rate else make
-        return traced(optimizer=optimizer if recipe.ema is None else averaging(recipe.ema, _optax(optimizer)))
+        if recipe.ema is not None:
+            optimizer = averaging(recipe.ema, _optax(optimizer, "--ema averages the parameters"))
+        if self.wrt is not nnx.Param:
+            _optax(optimizer, "--lora trains adapters by that")
+            optimizer = partial(nnx.Optimizer, tx=optimizer, wrt=self.wrt)
+        return traced(optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class _AdaptedBuild:
+    """A `build` whose model has adapters."""
+
+    build: Callable[..., nnx.Module]
+    adapters: LoRA
+    quantize: str | None
+    dtype: Any
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        model: nnx.Module = built_from(self.build, rngs)
+        return with_adapters(model, self.adapters, rngs, quantize=self.quantize, dtype=self.dtype)
 
 
 def _options(make: Any, recipe: Recipe, state_dtype: str | None) -> dict[str, Any]:
@@ -211,11 +262,11 @@ def _options(make: Any, recipe: Recipe, state_dtype: str | None) -> dict[str, An
     return options
 
 
-def _optax(optimizer: Any) -> optax.GradientTransformation:
-    """Returns an optimizer; raises unless it is an optax transformation, whose parameters can be averaged."""
+def _optax(optimizer: Any, use: str) -> optax.GradientTransformation:
+    """Returns an optimizer; raises unless it is an optax transformation; `use` says what for."""
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return optimizer
     raise OptimizerError(
-        "this workload's optimizer is a function of the model, and --ema averages the parameters of a transformation.",
-        fix="--optimizer adamw --ema ..., or an average in the spanax.Workload",
+        f"this workload's optimizer is a function of the model, and {use} of a transformation.",
+        fix="--optimizer adamw, or an optax transformation in the spanax.Workload",
     )

@@ -107,10 +107,12 @@ class Precision:
       dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
         accelerators, unless the model sets its own dtypes.
       optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
+      quantize: with --lora, how the frozen weights are stored: nf4, in 4 bits, or int8.
     """
 
     dtype: str | None = None
     optimizer_state: str = "float32"
+    quantize: str | None = None
 
     def check_dtype(self) -> None:
         """Raises SpanaxError if the compute dtype is unknown."""
@@ -237,6 +239,7 @@ class LayoutRequest:
             optimizer_state=precision.optimizer_state,
             accumulate=self.accumulate,
             recipe=recipe,
+            quantize=precision.quantize,
         )
 
 

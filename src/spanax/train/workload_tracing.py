@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spanax.adapters.lora import RATE
 from spanax.entries.local_path import check_local_paths
-from spanax.errors import DataError, RangeError, WorkloadError
+from spanax.errors import DataError, MissingError, RangeError, WorkloadError
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -18,14 +19,16 @@ from spanax.train.data.open_source import vocab_size
 from spanax.train.data.source import Options
 from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.record.folder import saved_tokenizer
+from spanax.train.state import weights
 
 
 def trace_workload(
-    load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
+    load: Callable[..., Workload], config: TrainConfig, planned: Plan | None, platform: str
 ) -> tuple[Workload, TrainConfig, Program]:
     """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
 
-    A plan from a file, `planned`, determines the compute dtype.
+    A plan from a file, `planned`, determines the compute dtype. Frozen weights are stored in the compute dtype, which
+    is by default that of the checkpoint on CPUs, and bfloat16 on other platforms.
 
     Raises:
       SpanaxError: the workload has no data, or the step cannot be traced.
@@ -33,6 +36,9 @@ def trace_workload(
     """
     workload, config = _with_defaults(load, config)
     dtype = config.dtype if planned is None else planned.schedule.compute_dtype
+    if config.lora is not None and dtype is None:
+        dtype = _stored_dtype(config) if platform == "cpu" else "bfloat16"
+        config = replace(config, dtype=dtype)
     program = config.trace(
         workload,
         config,
@@ -44,12 +50,24 @@ def trace_workload(
     return workload, config, program
 
 
+def _stored_dtype(config: TrainConfig) -> str:
+    """Returns the dtype of the weights that adapters are trained for.
+
+    Raises:
+      MissingError: there are none.
+    """
+    if config.init is None:
+        raise MissingError("--lora has no weights to adapt.", fix="--init runs/base, or a folder of spanax import")
+    return weights.Source.of(config.init).dtype
+
+
 def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
     """Returns the workload in the configured sizes with the tokenizer's vocabulary, and the settings with defaults."""
     workload = config.load(load)
+    default_rate = workload.learning_rate * (1 if config.lora is None else RATE)
     config = replace(
         config,
-        learning_rate=workload.learning_rate if config.learning_rate is None else config.learning_rate,
+        learning_rate=default_rate if config.learning_rate is None else config.learning_rate,
         tokenizer=config.tokenizer or workload.tokenizer,
         init=config.init or workload.init,
     )

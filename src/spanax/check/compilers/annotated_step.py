@@ -60,7 +60,7 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
     """
     if Folder.of(path).kind(CONFIG) is not None:
         settings = with_settings(TrainConfig(), recorded(path), str(path / CONFIG))
-        return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
+        return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan, "cpu")[2]
     if workload is None:
         raise WorkloadError("a plan file does not record its workload.", fix="--workload NAME with --hlo")
     return program_of(plan, load, workload)

@@ -27,6 +27,9 @@ class Recipe:
       max_grad_norm: largest global norm of the gradients; larger ones are scaled to it. Default: no limit.
       ema: decay of a moving average of the parameters, such as 0.999, which evaluations and spanax export use.
         Default: no average.
+      lora: train low-rank adapters and freeze the parameters of the model: rank=16, rank=16,alpha=32, or
+        rank=16,modules=q,v for the linear layers of these names; --quantize nf4 or int8 stores the frozen weights so.
+        Default: train all parameters.
     """
 
     optimizer: str | None = None
@@ -35,6 +38,7 @@ class Recipe:
     weight_decay: float | None = None
     max_grad_norm: float | None = None
     ema: float | None = None
+    lora: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:

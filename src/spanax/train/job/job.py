@@ -88,7 +88,7 @@ def build(load: Callable[..., Workload], config: TrainConfig, devices: Sequence[
       SpanaxError: the settings are inconsistent, or differ from those of a run that is resumed.
     """
     plan_file = None if config.plan is None else _load_plan(config.plan, len(devices))
-    trace = partial(trace_workload, load, planned=plan_file)
+    trace = partial(trace_workload, load, planned=plan_file, platform=devices[0].platform)
     workload, config, program = trace(replace(config, devices=len(devices)))
     if config.resume:
         _check_same_run(config, program, trace, telemetry)

@@ -31,11 +31,11 @@ from spanax.usage import flag
 
 SAME_RUN = (
     "workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state", "optimizer",
-    "ema",
+    "ema", "lora", "quantize",
 )  # fmt: skip
 """Settings that cannot change over a run: they determine its state and the order of its data."""
 
-OPTIONAL = ("optimizer", "ema")
+OPTIONAL = ("optimizer", "ema", "lora", "quantize")
 """Those of them of which a record without a value means none."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
+    from spanax.adapters.packed import Packed
     from spanax.plan.sharding.placement import Placement
     from spanax.trace.program import Program
 
@@ -131,6 +133,9 @@ def load(
     """
     import jax
 
+    from spanax.adapters.lora import adapter_paths, packed_paths
+    from spanax.adapters.packed import PARTS
+
     leaves = {leaf.path: (index, leaf) for index, leaf in enumerate(program.leaves) if is_weight(leaf)}
     targets = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[index].sharding(mesh))
@@ -138,6 +143,17 @@ def load(
     }
     source = Source.of(directory)
     weights: dict[int, jax.Array] = {}
+    known = {_unnumbered(path) for path in source.saved}
+    model, *_ = program.variables.merge(program.variables.abstract())
+    for path in adapter_paths(model):
+        if _unnumbered(path) not in known:  # a checkpoint of the base model
+            del targets[path]
+    to_pack = {}
+    for path, packed in packed_paths(model):
+        if _unnumbered(path) in known:  # the checkpoint has it unpacked
+            codes, _ = (targets.pop(f"{path}.{part}") for part in PARTS)
+            targets[path] = jax.ShapeDtypeStruct(packed.shape, packed.dtype, sharding=codes.sharding)
+            to_pack[path] = packed
     groups = source.groups(targets)
     reads = {path: target for group in groups for path, target in group.reads.items()}
     paths = [path for group in groups for path in group.targets]
@@ -151,14 +167,42 @@ def load(
     for group in (group.matching(source.saved) for group in groups):
         arrays = group.finish(source.read(group.reads))
         for path, array in arrays.items():
+            if path in to_pack:
+                weights |= _packed(path, array, to_pack[path], leaves, placements, mesh)
+                continue
             index, leaf = leaves[path]
             weights[index] = array if array.dtype == leaf.dtype else _cast(array, leaf.dtype)
     return weights, loaded
 
 
+def _packed(
+    path: str,
+    array: jax.Array,
+    packed: Packed,
+    leaves: Mapping[str, tuple[int, Any]],
+    placements: Sequence[Placement],
+    mesh: jax.sharding.Mesh,
+) -> dict[int, jax.Array]:
+    """Packs the array of a path as the model stores it, and returns its parts by index of leaf."""
+    import jax
+
+    from spanax.adapters.packed import PARTS, Packed
+
+    indices = [leaves[f"{path}.{part}"][0] for part in PARTS]
+    shardings = [placements[index].sharding(mesh) for index in indices]
+
+    def pack(array: jax.Array) -> list[jax.Array]:
+        parts = Packed.of(array, packed.format, packed.dim, packed.dtype)
+        return [parts.codes, parts.scale]
+
+    parts = jax.jit(pack, out_shardings=shardings)(array)
+    array.delete()
+    return dict(zip(indices, parts, strict=True))
+
+
 def is_weight(leaf: Any) -> bool:
     """Returns whether a leaf is a parameter or a statistic such as BatchNorm's, and not a count or random state."""
-    return leaf.kind == "param" or (leaf.kind == "other" and _is_floating(dtype_and_shape(leaf)))
+    return leaf.kind == "param" or (leaf.kind == "other" and _is_weight(dtype_and_shape(leaf)))
 
 
 @dataclass(frozen=True)
@@ -193,7 +237,13 @@ class Source:
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}
         averages = {path.partition(f".{AVERAGED}.")[2]: path for path in leaves}
         averages = {path: average for path, average in averages.items() if path in saved}
-        return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t)}, averages)
+        return Source(step, folder, {p: t for p, t in saved.items() if _is_weight(t)}, averages)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of most of its weights."""
+        counts = Counter(text.partition("[")[0] for text in self.saved.values())
+        return counts.most_common(1)[0][0]
 
     def groups(self, targets: Mapping[str, Any]) -> list[Regrouped]:
         """Returns the targets in their saved dtypes, grouped by path up to indices.
@@ -258,8 +308,8 @@ def _num_bytes(value: Any) -> int:
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
-def _is_floating(text: str) -> bool:
-    return text.startswith(("float", "bfloat"))
+def _is_weight(text: str) -> bool:
+    return text.startswith(("float", "bfloat", "int8", "uint8"))  # integers are packed weights
 
 
 def _unnumbered(path: str) -> str:
