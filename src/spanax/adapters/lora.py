@@ -74,6 +74,11 @@ class LoRA:
             raise RangeError(f"--lora has a rank of {rank:g}; expected an integer >= 1 and <= 16384.", fix="rank=16")
         return LoRA(int(rank), numbers.get("alpha", 2 * rank), tuple(values.get("modules", ())))
 
+    @property
+    def scale(self) -> float:
+        """The factor of the product of two adapters."""
+        return self.alpha / self.rank
+
     def __str__(self) -> str:
         modules = f",modules={','.join(self.modules)}" if self.modules else ""
         return f"rank={self.rank},alpha={self.alpha:g}{modules}"
@@ -303,7 +308,7 @@ def _adapt(layer: Any, spec: LoRA, rngs: nnx.Rngs) -> None:
     bound = 1 / math.sqrt(math.prod(sizes[dim] for dim in dims.contracted))
     layer.lora_a = nnx.LoRAParam(jax.random.uniform(rngs.params(), shapes[0], layer.param_dtype, -bound, bound))
     layer.lora_b = nnx.LoRAParam(jnp.zeros(shapes[1], layer.param_dtype))
-    layer.lora_scale = spec.alpha / spec.rank
+    layer.lora_scale = spec.scale
     kind: Any = type(layer)
     layer.__class__ = _adapted(kind)
 

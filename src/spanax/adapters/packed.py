@@ -87,10 +87,10 @@ class Packed:
         """Returns the unpacked array."""
         codes = self.codes
         if self.format == "nf4":
-            # Copied before they are taken apart: codes of a sharded weight are gathered once, in their bytes.
+            # Widened first: a sharded weight is gathered before a cast that widens it, once, in its bytes.
             position = codes.ndim + self.dim + 1
-            pairs = jnp.repeat(jnp.expand_dims(codes, position), 2, axis=position)
-            shifts = jnp.array([0, 4], jnp.uint8).reshape(2, *(1,) * (-self.dim - 1))
+            pairs = jnp.repeat(jnp.expand_dims(codes.astype(jnp.uint16), position), 2, axis=position)
+            shifts = jnp.array([0, 4], jnp.uint16).reshape(2, *(1,) * (-self.dim - 1))
             codes = _merged((pairs >> shifts) & 15, self.dim)
         size = codes.shape[self.dim] // self.scale.shape[self.dim]
         units = _nf4_values(codes, self.dtype) if self.format == "nf4" else codes.astype(self.dtype) / 127

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from spanax.commands.answer import Answer
+from spanax.errors import MissingError
 from spanax.train.flags import BatchSizeFlags, BatchSizes
 
 ArchitectureFlag = Annotated[str, arg(name="as")]
@@ -39,13 +40,15 @@ class ImportCommand:
       kind: gpt2, vit, llama (also for those that follow), mistral (without a window), qwen2, qwen3 or gemma.
       output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the dtype of the tensors.
+      base: of an adapter of PEFT, the imported weights that it is for.
       json: print one JSON object.
     """
 
     source: Positional[Path]
-    kind: ArchitectureFlag
     output_dir: Path
+    kind: Annotated[str | None, arg(name="as")] = None
     dtype: str | None = None
+    base: Path | None = None
     json: bool = False
 
 
@@ -58,8 +61,14 @@ def import_answer(command: ImportCommand) -> Answer:
       WriteError: the checkpoint cannot be written.
     """
     use_host_memory()
+    from spanax.interop.adapter import import_adapter
     from spanax.interop.hf_import import import_weights
 
+    if command.base is not None:
+        adapter = import_adapter(command.source, command.base, command.output_dir)
+        return Answer(f"{adapter}\nto train from it: spanax train {adapter.out} --data ...", asdict(adapter))
+    if command.kind is None:
+        raise MissingError("--as is missing, the kind of the weights.", fix="--as llama")
     result = import_weights(command.source, command.kind, command.output_dir, dtype=command.dtype)
     fields = asdict(result)
     return Answer(str(result), fields | {"kept": fields.pop("auxiliary_files")})
@@ -76,6 +85,8 @@ class ExportCommand:
       dtype: float32, bfloat16 or float16, instead of the saved dtype.
       workload: the workload of the checkpoint, if its folder does not record it.
       file_size: maximum size of one file.
+      merge: of a run with --lora, write the weights with its adapters added; otherwise only the adapters are written,
+        as PEFT does.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """
@@ -86,6 +97,7 @@ class ExportCommand:
     dtype: str | None = None
     workload: str | None = None
     file_size: str = "5 GB"
+    merge: Annotated[bool, FlagCreatePairsOff] = False
     json: bool = False
     traceback: bool = False
 
@@ -110,6 +122,7 @@ def export_answer(command: ExportCommand) -> Answer:
         dtype=command.dtype,
         workload=command.workload,
         file_bytes=file_bytes,
+        merge=command.merge,
     )
     return Answer(str(result), asdict(result))
 

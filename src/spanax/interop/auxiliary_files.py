@@ -56,10 +56,19 @@ def writing(folder: Path) -> Iterator[None]:
         raise
 
 
-def write_model(folder: Path, kind: str, shape: dict[str, Any], *, is_bare: bool, twice: tuple[str, ...]) -> None:
-    """Writes the model that the weights of a folder belong to, and their naming scheme."""
+def write_model(
+    folder: Path,
+    kind: str,
+    shape: dict[str, Any],
+    *,
+    is_bare: bool,
+    twice: tuple[str, ...],
+    adapters: str | None = None,
+) -> None:
+    """Writes the model that the weights of a folder belong to, its adapters, and the naming scheme of the weights."""
     naming = {"is_bare": is_bare, "twice": twice}
-    text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": naming}, indent=1)
+    adapted = {} if adapters is None else {"lora": adapters}
+    text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": naming, **adapted}, indent=1)
     Folder.of(folder).replace(MODEL, [text + "\n"])
 
 

@@ -18,14 +18,15 @@ from flax import nnx
 from spanax.entries.folder import Folder
 from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
-from spanax.errors import WorkloadError
+from spanax.errors import AdapterError, WorkloadError
+from spanax.interop.adapter import AdapterFiles, Merged, export_adapter, merged
 from spanax.interop.auxiliary_files import copy_out, read_imported, writing
 from spanax.interop.configs import CONFIG, Family, config_json, family_of, members
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
 from spanax.models.imported import MODELS, SavedModel, is_imported, read_model, saved_workload
-from spanax.models.workloads import load
+from spanax.models.workloads import load, saved_definition
 from spanax.train.data.text.tokenizer import tokenizer_config
 from spanax.train.record.folder import saved_tokenizer
 from spanax.train.state import weights
@@ -76,7 +77,8 @@ def export_weights(
     dtype: str | None = None,
     workload: str | None = None,
     file_bytes: int = FILE_BYTES,
-) -> Exported:
+    merge: bool = False,
+) -> Exported | AdapterFiles:
     """Writes the parameters of a checkpoint as safetensors and config.json for transformers.
 
     The export of a checkpoint that `import_weights` wrote is identical to the import byte for byte, including the
@@ -90,6 +92,8 @@ def export_weights(
       dtype: float32, bfloat16 or float16 to replace the dtype of the checkpoint.
       workload: a name, or file.py:name, of the workload of the checkpoint, if its folder does not record it.
       file_bytes: the maximum size of a file.
+      merge: add adapters to the weights. Otherwise a checkpoint with adapters is written as these alone, in the format
+        of PEFT.
 
     Raises:
       DataError: the checkpoint has no valid step, or is of another model.
@@ -107,11 +111,17 @@ def export_weights(
     out = local_path(out)
     members(kind)  # raises before files are read
     check_dtype(dtype)
-    source = weights.Source.of(checkpoint)
+    saved = weights.Source.of(checkpoint)
     origin = _origin(Path(checkpoint), kind, workload)
-    config = _with_saved_sizes(origin.config, source.saved)
+    config = _with_saved_sizes(origin.config, saved.saved)
     family = family_of(kind, config)
     arrays = arrays_of(family, params_of(family.model, config))
+    definition = saved_definition(Path(checkpoint), workload)
+    if definition.adapters is not None and not merge:
+        return export_adapter(saved, definition.adapters, family, arrays, out)
+    if definition.adapters is None and merge:
+        raise AdapterError(f"'{checkpoint}' has no adapters to merge.", fix="leave --merge out")
+    source = merged(saved, definition)
     stored = _stored(source, arrays)
     listed = _listed(family, stored, source, origin, dtype)
     dtypes = tuple(sorted({str(tensor.dtype) for tensor in listed.values()}))
@@ -175,7 +185,7 @@ def _shape(summary: str) -> tuple[int, ...]:
     return tuple(int(size) for size in summary.partition("[")[2].rstrip("]").split(",") if size)
 
 
-def _stored(source: weights.Source, arrays: list[Array]) -> dict[str, list[Array]]:
+def _stored(source: weights.Source | Merged, arrays: list[Array]) -> dict[str, list[Array]]:
     """Returns the arrays that each array of the checkpoint consists of: one, or all layers of a stack.
 
     Raises:
@@ -209,7 +219,11 @@ def _outputs(family: Family, origin: SavedModel, name: str) -> tuple[str, ...]:
 
 
 def _listed(
-    family: Family, stored: Mapping[str, list[Array]], source: weights.Source, origin: SavedModel, dtype: str | None
+    family: Family,
+    stored: Mapping[str, list[Array]],
+    source: weights.Source | Merged,
+    origin: SavedModel,
+    dtype: str | None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the tensors to write by name."""
     return {
@@ -252,7 +266,7 @@ def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
     return int(tensor.size * tensor.dtype.itemsize)
 
 
-def _tensors(source: weights.Source, path: str, arrays: list[Array]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(source: weights.Source | Merged, path: str, arrays: list[Array]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of an array of the checkpoint, which is read once."""
     # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
     dtype = source.saved[path].partition("[")[0]

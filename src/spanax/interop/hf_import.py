@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import spanax
+from spanax.adapters.lora import LoRA
 from spanax.entries.local_path import local_path
 from spanax.errors import UnknownNameError, WeightsError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
@@ -115,7 +116,7 @@ def import_weights(
         for path in accompanying:
             shutil.copyfile(path, out / path.name)
         write_model(out, family.model, asdict(config), is_bare=match.is_bare, twice=match.twice)
-        plan = _plan(family.model, config, out, dtypes)
+        plan = weights_plan(family.model, config, out, dtypes)
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": kind, "from": source.name}})
     num_params = sum(math.prod(array.shape) for array in arrays)
     dtype_names = tuple(sorted(set(dtypes.values())))
@@ -170,10 +171,12 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
     return dtypes
 
 
-def _plan(model: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
+def weights_plan(
+    model: str, config: Any, folder: Path, dtypes: Mapping[str, str], adapters: LoRA | None = None
+) -> spanax.Plan:
     """Returns the plan of the parameters on a single device, in the dtypes of the checkpoint."""
     sizes = {} if model == "vit" else {"seq_len": min(config.seq_len, 128)}
-    program = workload_of(model, config, folder)(batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
+    program = workload_of(model, config, folder, adapters)(batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
     plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
     leaves = [
         replace(leaf, dtype=dtype, local_bytes=math.prod(leaf.local_shape) * np.dtype(dtype).itemsize)

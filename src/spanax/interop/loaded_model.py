@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from spanax.adapters.lora import LoRA
 from spanax.decoding.decoder import called
 from spanax.decoding.programs import tokens_of
 from spanax.entries.names import TOKENIZER
@@ -18,7 +17,7 @@ from spanax.jit.jit import jit
 from spanax.jit.objects import Objects
 from spanax.jit.sharded_function import ShardedFunction
 from spanax.models.imported import is_imported, read_model, saved_workload
-from spanax.models.workloads import load
+from spanax.models.workloads import saved_definition
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
 from spanax.train.record.folder import recorded, saved_tokenizer
 from spanax.train.state import weights
@@ -77,17 +76,13 @@ def load_model(
         raise CheckpointError(f"there is no folder '{checkpoint}'.", fix="a run folder, such as runs/a")
     settings = recorded(checkpoint)
     name = saved_workload(checkpoint, workload)
-    source = partial(load, name)
     sizes = {"seq_len": settings["seq_len"]} if settings.get("seq_len") is not None else {}
-    definition = source(**sizes)
+    definition = saved_definition(checkpoint, workload, **sizes)
     tokenizer = _tokenizer(checkpoint, settings, definition.tokenizer)
     if definition.vocab_size is None:
         raise WorkloadError(f"the model of '{name}' does not read tokens.", fix="a language model")
     if tokenizer is not None and tokenizer.vocab_size != definition.vocab_size:
-        definition = source(**sizes, vocab_size=tokenizer.vocab_size)
-    if settings.get("lora") is not None:
-        spec = LoRA.parse(settings["lora"])
-        definition = definition.adapted(spec, quantize=settings.get("quantize"), dtype=settings.get("dtype"))
+        definition = saved_definition(checkpoint, workload, **sizes, vocab_size=tokenizer.vocab_size)
     if layout is None and mesh is None:
         mesh = "data=1"
     forward = jit(called, layout=layout, mesh=mesh)

@@ -48,7 +48,7 @@ class Array:
           >>> Array("w", "w", None, (64, 3, 8, 8), ("q", "k", "v"), "(H K) D -> D * H K").tensor_shape
           (64, 64)
         """
-        groups, array_dims = self._dims()
+        groups, array_dims = self.dim_groups
         sizes = dict(zip(array_dims, self.shape, strict=True))
         return tuple(math.prod(sizes[name] for name in group) for group in groups)
 
@@ -60,7 +60,7 @@ class Array:
           >>> [(name, view.shape) for name, view in array.views(np.zeros(array.shape))]
           [('q', (3, 2, 2))]
         """
-        groups, array_dims = self._dims()
+        groups, array_dims = self.dim_groups
         for index, name in enumerate(self.names):
             dims = list(array_dims)
             part = values
@@ -69,8 +69,9 @@ class Array:
                 dims.remove(ALONG)
             yield name, part.transpose([dims.index(dim) for group in groups for dim in group])
 
-    def _dims(self) -> tuple[list[list[str]], list[str]]:
-        """Returns the groups of dims that form each dim of a tensor, and the dims of the array."""
+    @property
+    def dim_groups(self) -> tuple[list[list[str]], list[str]]:
+        """The groups of dims that form each dim of a tensor, and the dims of the array."""
         if not self.dims:
             names = [str(dim) for dim in range(len(self.shape))]
             return [[name] for name in names], names

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax import Workload
+from spanax.adapters.lora import LoRA
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import MODEL
@@ -26,13 +27,19 @@ SEQ_LEN = 4096
 """The default limit of tokens per example, since a model may support a hundred thousand positions."""
 
 
-def workload_of(kind: str, config: Any, folder: Path) -> Callable[..., Workload]:
+def workload_of(kind: str, config: Any, folder: Path, adapters: LoRA | None = None) -> Callable[..., Workload]:
     """Returns a function of the sizes of a batch: it returns the workload that fine-tunes the weights in a folder."""
+    if adapters is not None:
+        return partial(_adapted_workload, workload_of(kind, config, folder), adapters)
     build = partial(MODELS[kind][0], replace(config, remat=True))
     options = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
     if kind == "vit":
         return partial(_image_workload, config, options)
     return partial(_text_workload, kind, config, folder, options)
+
+
+def _adapted_workload(base: Callable[..., Workload], adapters: LoRA, **sizes: int) -> Workload:
+    return base(**sizes).adapted(adapters)
 
 
 def _image_workload(config: Any, options: Mapping[str, Any], *, batch_size: int | None = None) -> Workload:
@@ -84,6 +91,7 @@ class SavedModel:
       is_bare: whether the names of its tensors lack the prefix.
       twice: the names of duplicate tensors.
       folder: the folder to which the weights were imported; None for those of another run.
+      adapters: those of an imported adapter.
     """
 
     kind: str
@@ -91,6 +99,7 @@ class SavedModel:
     is_bare: bool = False
     twice: tuple[str, ...] = ()
     folder: Path | None = None
+    adapters: LoRA | None = None
 
 
 def read_model(folder: Path) -> SavedModel:
@@ -103,7 +112,9 @@ def read_model(folder: Path) -> SavedModel:
         data = parse_json(Folder.of(folder).read(MODEL))
         config = parsed(MODELS[data["model"]][1], data["shape"])
         naming = data["theirs"]
-        return SavedModel(data["model"], config, bool(naming["is_bare"]), tuple(map(str, naming["twice"])), folder)
+        adapters = LoRA.parse(data["lora"]) if "lora" in data else None
+        twice = tuple(map(str, naming["twice"]))
+        return SavedModel(data["model"], config, bool(naming["is_bare"]), twice, folder, adapters)
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -129,4 +140,4 @@ def from_folder(folder: Path) -> Callable[..., Workload]:
       DataError: the folder's description of the model is missing or invalid.
     """
     model = read_model(folder)
-    return workload_of(model.kind, model.config, folder)
+    return workload_of(model.kind, model.config, folder, model.adapters)

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 
 from spanax import Workload
+from spanax.adapters.lora import LoRA
 from spanax.errors import RangeError, SizeError, UnknownNameError, WorkloadError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
-from spanax.models.imported import from_folder, is_imported
+from spanax.models.imported import from_folder, is_imported, saved_workload
 from spanax.trace.optimizers.named import sgd
+from spanax.train.record.folder import recorded
 
 
 def text_workload(  # noqa: PLR0913  its options are settings
@@ -174,6 +176,25 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 USUAL = {"batch_size": 32, "seq_len": 128, "vocab_size": 50_257, "num_layers": 12, "embed_dim": 768}
 """Usual sizes, for the `fix` of an error."""
+
+
+def saved_definition(checkpoint: Path, workload: str | None = None, **sizes: int) -> Workload:
+    """Returns the workload of a checkpoint, with the adapters of its run.
+
+    Args:
+      checkpoint: a run folder, a folder of checkpoints, or one that `spanax import` wrote.
+      workload: the name of the workload, if the folder does not record it.
+      sizes: as in `load`.
+
+    Raises:
+      SpanaxError: the workload is unknown.
+    """
+    settings = recorded(checkpoint)
+    definition = load(saved_workload(checkpoint, workload), **sizes)
+    if settings.get("lora") is None:
+        return definition
+    adapters = LoRA.parse(settings["lora"])
+    return definition.adapted(adapters, quantize=settings.get("quantize"), dtype=settings.get("dtype"))
 
 
 def load(

@@ -164,6 +164,11 @@ class Workload:
         build = _AdaptedBuild(self.build, adapters, quantize, dtype)
         return replace(self, build=build, wrt=nnx.LoRAParam, learning_rate=RATE * self.learning_rate)
 
+    @property
+    def adapters(self) -> LoRA | None:
+        """The adapters that the workload trains, if any."""
+        return self.build.adapters if isinstance(self.build, _AdaptedBuild) else None
+
     def trace(
         self,
         *,

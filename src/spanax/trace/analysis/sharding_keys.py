@@ -1,6 +1,5 @@
 """The attributes of a value that determine its sharding, independently of any layout."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,6 @@ from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
 from spanax.trace.jaxpr.provenance import Origin, feeds
-from spanax.trace.variables import itemsize
 
 MOVEMENT = frozenset({Family.VIEW, Family.REORDER})
 """Operations that only move data: a weight consumed by activations is all-gathered before them, once."""
@@ -142,7 +140,6 @@ def _in_chunks(graph: Graph) -> set[int]:
 
 def _moved(graph: Graph) -> set[int]:
     """Returns the results before which weights are gathered: moved or widened values, and elementwise uses of these."""
-    uniform = uniform_values(graph)
     moved = set[int]()
     widened = set[int]()
     for op in graph.ops():
@@ -152,7 +149,7 @@ def _moved(graph: Graph) -> set[int]:
         if is_move and not widened.isdisjoint(op.inputs):
             widened.update(op.outputs)
         same_shape = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
-        if _widens(graph, op, uniform) or (op.is_elementwise and not widened.isdisjoint(same_shape)):
+        if _widens(graph, op) or (op.is_elementwise and not widened.isdisjoint(same_shape)):
             widened.update(op.outputs)
     return moved | widened
 
@@ -162,13 +159,9 @@ def only_moves(op: Op) -> bool:
     return op.family in MOVEMENT or op.name == "copy"
 
 
-def _widens(graph: Graph, op: Op, uniform: Collection[int]) -> bool:
-    """Returns whether an operation increases the bytes of a value, as with weights stored in four or eight bits."""
-    if not (op.is_elementwise or only_moves(op)) or not op.outputs:
+def _widens(graph: Graph, op: Op) -> bool:
+    """Returns whether a cast increases the bytes of a value, as with weights stored in eight bits."""
+    if op.name != "convert_element_type":
         return False
-    operands = [_num_bytes(graph, value) for value in op.inputs if value not in uniform]
-    return bool(operands) and max(operands) < _num_bytes(graph, op.outputs[0])
-
-
-def _num_bytes(graph: Graph, value: int) -> int:
-    return math.prod(graph.shape(value)) * itemsize(graph.avals[value].dtype)
+    before, after = (graph.avals[value].dtype.itemsize for value in (op.inputs[0], op.outputs[0]))
+    return bool(before < after)
