@@ -72,7 +72,7 @@ def answer(command: EvaluateCommand) -> Answer:
     saved = load_model(command.checkpoint, workload=command.workload, layout=command.layout, mesh=command.mesh)
     model = LanguageModel.of(saved, is_chat=command.chat)
     if command.chat:
-        template = required(saved.chat_template, str(command.checkpoint))
+        template = required(saved.chat_template, str(command.checkpoint), "leave --chat out")
         examples = {name: _asked(each, template) for name, each in examples.items()}
     results = evaluate(model, examples)
     rows = summary(results)

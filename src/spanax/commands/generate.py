@@ -99,7 +99,7 @@ def answer(command: GenerateCommand) -> Answer:
     )
     prompts = texts
     if command.chat:
-        template = required(saved.chat_template, str(command.checkpoint))
+        template = required(saved.chat_template, str(command.checkpoint), "leave --chat out")
         prompts = [template.prompt(text) for text in texts]
     is_text = sys.stdout.isatty() and not command.json
     ids = _token_ids(command, saved, prompts)

@@ -208,22 +208,25 @@ def load_template(name: str | ChatTemplate | None, tokenizer: Tokenizer, path: s
         try:
             text = read_bytes(local_path(name)).decode()
         except (OSError, ValueError) as error:
-            raise FileError(f"cannot read the chat template '{name}'.", where=first_line(error), fix=CHATML) from None
+            raise FileError(
+                f"cannot read the chat template '{name}'.",
+                where=first_line(error),
+                fix="chatml, or the path of a Jinja template",
+            ) from None
     tokens = {} if folder is None else _special(_config(folder))
     if tokenizer.engine is not None and tokenizer.end_id is not None:
         tokens.setdefault("eos_token", str(tokenizer.engine.id_to_token(tokenizer.end_id)))
     return ChatTemplate(text, tokens)
 
 
-def required(template: ChatTemplate | None, where: str = "") -> ChatTemplate:
-    """Returns a template.
+def required(template: ChatTemplate | None, where: str, fix: str) -> ChatTemplate:
+    """Returns a template, if there is one.
 
     Raises:
       MissingError: there is none.
     """
     if template is None:
-        fix = "--chat-template chatml when the model is trained, or the file of a template"
-        raise MissingError("there is no chat template.", where=where, fix=fix)
+        raise MissingError("the model has no chat template.", where=where, fix=fix)
     return template
 
 

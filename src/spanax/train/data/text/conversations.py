@@ -98,7 +98,8 @@ class Chat:
         """
         table = self.table
         if self.format != PROMPT:
-            required(template, f"'{table.name}' has {', '.join(self.fields.values())}")
+            where = f"'{table.name}' has {', '.join(self.fields.values())}, and the tokenizer no template"
+            required(template, where, "--chat-template chatml, or the path of a Jinja template")
         style = "" if template is None else template.digest
         settings = f"{dict(self.fields)} {tokenizer.name} {tokenizer.end_id} {style} {table.holds_out}"
         ids = table.stored(settings, np.dtype(np.uint32), self._encoded(tokenizer, template), cache_dir)
