@@ -143,7 +143,7 @@ def test_a_bad_conversation_is_refused_with_its_line(bad: Any, why: str, tmp_pat
 
 def test_other_bad_input_is_refused(tmp_path: Path) -> None:
     chat = write(tmp_path / "a.jsonl", FORMATS["openai"])
-    with pytest.raises(SpanaxError, match=r"has no chat template.*SPX105.*\n.*'a.jsonl' has messages, and.*chatml"):
+    with pytest.raises(SpanaxError, match=r"has no chat template.*SPX105.*\n.*'a.jsonl' has messages, and.*\n.*chatml"):
         conversations(chat, tmp_path, chat_template=None)
     silent = ChatTemplate("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(SpanaxError, match="no token counts in the loss"):
