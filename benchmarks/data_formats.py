@@ -1,10 +1,10 @@
-"""Random rows, all rows and shuffled orders: what Spanax reads with, next to readers of pyarrow and Grain.
+"""Random rows, all rows, packed conversations and orders: Spanax next to readers of pyarrow and Grain.
 
     python benchmarks/data_formats.py --folder /tmp/data_formats
 
 Each row runs in a process of its own: seconds for the work, and peak resident memory above that after the imports. The
-files have 160,000 images of 3 KiB (Parquet in two row groups, Arrow in batches of 1,000), 60,000 lines of JSON
-and 160,000 rows of CSV.
+files have 160,000 images of 3 KiB (Parquet in two row groups, Arrow in batches of 1,000), 60,000 lines of JSON,
+160,000 rows of CSV and 100,000 conversations of 20 to 2,000 bytes, which are packed into batches of 32 rows of 1,024.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 NUM_IMAGES, IMAGE_BYTES, NUM_LINES, BATCH_SIZE, NUM_BATCHES = 160_000, 3072, 60_000, 32, 10
+NUM_CHATS, CHAT_LENGTH = 100_000, 1024
 PLACES = np.random.default_rng(0).integers(0, NUM_IMAGES, (NUM_BATCHES, BATCH_SIZE))
 
 
@@ -29,7 +31,7 @@ def write(folder: Path) -> None:
     from pyarrow import parquet
 
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "a.jsonl").exists():
+    if (folder / "chat.jsonl").exists():
         return
     pixels = np.random.default_rng(1).integers(0, 256, NUM_IMAGES * IMAGE_BYTES, dtype=np.uint8)
     images = pyarrow.ListArray.from_arrays(np.arange(NUM_IMAGES + 1, dtype=np.int32) * IMAGE_BYTES, pixels)
@@ -41,6 +43,10 @@ def write(folder: Path) -> None:
     text = "to be or not to be " * 40
     rows = ({"text": f"{number} {text}", "number": number} for number in range(NUM_LINES))
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = np.random.default_rng(2).lognormal(5, 1, NUM_CHATS).clip(20, 2000).astype(int)
+    answers = ("to be or not to be " * (length // 19 + 1) for length in lengths)
+    chats = ({"prompt": f"{number}?", "completion": answer} for number, answer in enumerate(answers))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     numbers = (",".join(map(str, [i, *pixels[i : i + 8]])) for i in range(NUM_IMAGES))
     (folder / "a.csv").write_text("\n".join(["label,a,b,c,d,e,f,g,h", *numbers]) + "\n")
 
@@ -96,6 +102,42 @@ def pyarrow_json(path: Path) -> None:
     _drain(reader if hasattr(reader, "read_next_batch") else reader.to_batches())
 
 
+def spanax_packed(path: Path) -> None:
+    """All conversations with Spanax, packed; the first use also encodes and stores them."""
+    from spanax.models.gpt import example_batch
+    from spanax.train.data.batches import batches
+
+    example = {leaf: np.zeros(each.shape, each.dtype) for leaf, each in example_batch(32, CHAT_LENGTH, True).items()}
+    with warnings.catch_warnings(action="ignore"):
+        data = batches(path, example, prefetch=0, cache_dir=path.parent / "cache")
+    _drain(data)
+    print(f"{len(data) * 32:,} rows")
+
+
+def grain_packed(path: Path) -> None:
+    """The same conversations, already encoded, with Grain's first-fit packing, shuffled and batched."""
+    import grain
+
+    from spanax.train.data.open_source import WINDOWS, opened
+    from spanax.train.data.source import Options
+    from spanax.train.data.text.conversations import COUNTS, IDS
+
+    ((part, _),) = opened(path, WINDOWS, Options(cache_dir=path.parent / "cache"))
+    starts = part.starts.tolist()
+
+    def example(index: int) -> dict[str, np.ndarray]:
+        ids = part.ids[starts[index] : starts[index + 1]][: CHAT_LENGTH + 1]
+        counted = (ids[1:] & COUNTS) != 0
+        return {"inputs": ids[:-1] & IDS, "targets": ids[1:] & IDS, "weights": counted.astype(np.float32)}
+
+    started = time.perf_counter()
+    rows = grain.MapDataset.range(len(starts) - 1).shuffle(seed=0).map(example).to_iter_dataset()
+    lengths = dict.fromkeys(("inputs", "targets", "weights"), CHAT_LENGTH)
+    packed = grain.experimental.FirstFitPackIterDataset(rows, length_struct=lengths, num_packing_bins=64)
+    count = sum(1 for _ in packed.batch(32, drop_remainder=True)) * 32
+    print(f"{count:,} rows, {time.perf_counter() - started:.2f} s")
+
+
 def spanax_order(path: Path) -> None:
     """A million places of a shuffled order with Spanax, 1,024 at a time."""
     from spanax.train.data.order import shuffled
@@ -120,6 +162,9 @@ READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "all rows": (table_values, ("a.arrow", "a.parquet", "a.jsonl", "a.csv")),
     "all rows, pyarrow.dataset.to_batches": (dataset_batches, ("a.arrow", "a.parquet")),
     "all rows, pyarrow.json": (pyarrow_json, ("a.jsonl",)),
+    "packed conversations": (spanax_packed, ("chat.jsonl",)),
+    "packed conversations, second start": (spanax_packed, ("chat.jsonl",)),
+    "packed conversations, grain FirstFitPack": (grain_packed, ("chat.jsonl",)),
     "order": (spanax_order, ("",)),
     "order, grain index_shuffle": (grain_order, ("",)),
 }

@@ -30,9 +30,9 @@ GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 RECIPE = {"ema", "max_grad_norm", "optimizer", "schedule", "warmup_steps", "weight_decay"}
 FLAGS = {
     "train": {
-        "accept_changed_model", "accumulate", "attention", "config", "data", "devices", "dtype", "eval_batches",
-        "eval_every", "field", "global_batch_size", "init", "init_partial", "json", "keep_last", "layout",
-        "log_every", "loss_chunks", "learning_rate", "max_bad_steps", "mesh", "microbatches", "on_bad_step",
+        "accept_changed_model", "accumulate", "attention", "chat_template", "config", "data", "devices", "dtype",
+        "eval_batches", "eval_every", "field", "global_batch_size", "init", "init_partial", "json", "keep_last",
+        "layout", "log_every", "loss_chunks", "learning_rate", "max_bad_steps", "mesh", "microbatches", "on_bad_step",
         "optimizer_state",
         "output_dir", "pipeline_schedule", "plan", "profile", "remat", "resume", "save_every", "seed", "seq_len",
         "spike_factor", "steps", "steps_per_call", "tokenizer", "traceback", "track", "virtual_stages", "workload",
@@ -157,6 +157,8 @@ BAD: dict[str, tuple[int, str]] = {
     "empty data": (65, "train --data empty.txt"),
     "data that is not text": (65, "train --data latin.txt"),
     "unknown tokenizer": (2, "train --tokenizer bite"),
+    "conversations without a template": (2, "train --data chats/good.jsonl"),
+    "a conversation without an answer": (65, "train --data chats/silent.jsonl --chat-template chatml"),
     "missing table": (65, "train --data nowhere.jsonl"),
     "missing shards": (65, "train --data *.parquet"),
     "a text that nobody named": (2, "train --data table.jsonl"),
@@ -246,6 +248,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bare" / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
     (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
+    said = [{"role": role, "content": "1"} for role in ("user", "assistant")]
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "good.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 40)
+    (tmp_path / "chats" / "silent.jsonl").write_text((json.dumps({"messages": said[:1]}) + "\n") * 40)
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "text.jsonl").write_text("to be\n")
     (tmp_path / "tasks" / "unknown.jsonl").write_text('{"task": "a", "prompt": "b", "expected": "c", "stops": ["d"]}\n')
@@ -314,6 +320,7 @@ PROSE = {
     "epochs of data without a length", "a flag of another tool", "a table of numbers",
     "a host without a port", "importing nothing", "importing pickled weights", "importing without a config",
     "exporting nothing", "beginning from nothing", "no checkpoints", "no layout, over a file",
+    "a conversation without an answer",
 }  # fmt: skip
 """Errors whose fix a user carries out in a file, or chooses: nothing to append to the command."""
 

@@ -21,9 +21,11 @@ from spanax import cli
 from spanax.commands.evaluate import _asked, _drawn
 from spanax.interop import import_weights
 from spanax.interop.harness import SpanaxLM
-from spanax.interop.language_model import LanguageModel, begin_ids
+from spanax.interop.language_model import LanguageModel
 from spanax.interop.loaded_model import LoadedModel, load_model
 from spanax.interop.tasks import ExactMatch, FreeText, MultipleChoice, evaluate, read_examples, summary
+from spanax.train.data.text.chat_template import ChatTemplate
+from spanax.train.data.text.tokenizer import begin_ids
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / "tests" / "interop" / "weights"
@@ -174,7 +176,7 @@ def test_a_limit_draws_examples_of_each_task() -> None:
     assert drawn == _drawn(examples, 2, 0) and any(drawn != _drawn(examples, 2, seed) for seed in range(1, 9))
 
 
-def test_texts_begin_as_the_tokenizer_or_the_chat_template_says(saved: LoadedModel, tmp_path: Path) -> None:
+def test_texts_begin_as_the_tokenizer_or_the_chat_template_says(saved: LoadedModel) -> None:
     tokenizer = tokenizers.Tokenizer.from_str(saved.tokenizer.to_str())
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="# $A !", special_tokens=[("#", 7), ("!", saved.end_id)]
@@ -182,9 +184,9 @@ def test_texts_begin_as_the_tokenizer_or_the_chat_template_says(saved: LoadedMod
     with_begin = replace(saved, tokenizer=tokenizer)
     assert begin_ids(saved.tokenizer) == () and LanguageModel.of(with_begin).begin == (7,)
     assert LanguageModel.of(with_begin, is_chat=True).begin == ()
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "#{{ messages[0].content }}:"}')
+    template = ChatTemplate("#{{ messages[0].content }}:")
     for key, example in (("context", MultipleChoice("a", "b", ("c",), 0)), ("prompt", ExactMatch("a", "b", ("c",)))):
-        assert getattr(_asked(example, tmp_path), key) == "#b:"
+        assert getattr(_asked(example, template), key) == "#b:"
 
 
 def asked(*args: Any) -> SimpleNamespace:

@@ -240,6 +240,7 @@ def test_a_run_saves_the_tokenizer_that_it_trained(
 def test_the_tokenizer_of_a_run_replaces_that_of_its_weights(tmp_path: Path) -> None:
     import_weights(WEIGHTS / "gpt2", "gpt2", tmp_path / "in")
     (tmp_path / "in" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (tmp_path / "in" / "chat_template.jinja").write_text("another")
     run = begun(tmp_path / "in")
     run.save(tmp_path / "run" / "checkpoints").wait()
     original = (WEIGHTS / "gpt2" / "tokenizer.json").read_text()
@@ -248,10 +249,12 @@ def test_the_tokenizer_of_a_run_replaces_that_of_its_weights(tmp_path: Path) -> 
         (original, "<|endoftext|>"),
         (original.replace('"),":299', '"</s>":299').replace(',[")",","]', ""), "</s>"),
     ):
-        write_records(tmp_path / "run", config, "{\n}", [], tokenizer=text)
+        template = {"template": "{{ messages }}", "eos_token": expected}
+        write_records(tmp_path / "run", config, "{\n}", [], tokenizer=text, chat_template=template)
         out = tmp_path / f"out of {expected.strip('</>|')}"
         export_weights(tmp_path / "run", "gpt2", out)
         assert (out / "tokenizer.json").read_text() == text
+        assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
         assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == expected
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -41,6 +42,20 @@ def tokens(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 64, (4, 16), dtype=np.int32)
 
 
+LENGTHS = (5, 7, 3)
+"""The documents of a packed row, with one position of padding."""
+
+
+def documents() -> dict[str, np.ndarray]:
+    """A batch of packed rows."""
+    numbers = np.repeat(np.array([1, 2, 3, 0]), [*LENGTHS, 1])
+    positions = np.concatenate([np.arange(length) for length in (*LENGTHS, 1)])
+    weights = np.random.default_rng(2).integers(0, 2, (4, 16)) * (numbers > 0)
+    batch = {"segments": np.tile(numbers, (4, 1)), "positions": np.tile(positions, (4, 1))}
+    integers = {name: array.astype(np.int32) for name, array in batch.items()}
+    return {"inputs": tokens(0), "targets": tokens(1), "weights": weights.astype(np.float32), **integers}
+
+
 BATCH = {"inputs": tokens(0), "targets": tokens(1)}
 
 
@@ -52,6 +67,26 @@ def build(model: Any, config: Any, seed: int = 0) -> Any:
 def first(result: Any) -> Any:
     """The logits or the loss, without metrics."""
     return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("name", sampled(DECODERS, ["gpt", "llama"]))
+def test_packed_documents_are_those_run_alone(name: str, devices: Any) -> None:
+    """With slots for every token, since those of an expert are shared by the documents of a row."""
+    make, config, loss = DECODERS[name]
+    model = build(make, dataclasses.replace(config, capacity_factor=None) if name == "moe" else config)
+    logits = nnx.jit(lambda model, *batch: jax.tree.leaves(model(*batch))[0])
+    batch = documents()
+    packed = np.asarray(logits(model, batch["inputs"], batch["segments"], batch["positions"]))
+    total = 0.0
+    for end, length in zip(np.cumsum(LENGTHS), LENGTHS, strict=True):
+        own = slice(end - length, end)
+        alone = np.asarray(logits(model, batch["inputs"][:, own]))
+        np.testing.assert_allclose(packed[:, own], alone, rtol=0, atol=1e-5)
+        nll = optax.softmax_cross_entropy_with_integer_labels(alone, batch["targets"][:, own])
+        total += float((nll * batch["weights"][:, own]).sum())
+    value = nnx.jit(loss)(model, batch)
+    value = value[1]["cross_entropy"] if name == "moe" else value
+    assert float(value) == pytest.approx(total / batch["weights"].sum(), rel=1e-5)
 
 
 @every_decoder

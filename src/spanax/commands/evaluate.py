@@ -5,13 +5,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.documents import json_line
 from spanax.usage import check_positive
+
+if TYPE_CHECKING:
+    from spanax.train.data.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class EvaluateCommand:
       tasks: a file with one example per line, as a JSON object.
       limit: the number of examples of each task. Default: all.
       seed: seed of the draw for --limit.
-      chat: put each context and prompt into the chat template of the imported tokenizer.
+      chat: put each context and prompt into the chat template of the run, or of the imported tokenizer.
       workload: the workload of the checkpoint, if its folder does not record it.
       layout: name of a layout. Default: that of --mesh.
       mesh: sizes of the mesh axes, such as fsdp=4,model=2. Default: the first device.
@@ -64,11 +67,13 @@ def answer(command: EvaluateCommand) -> Answer:
     devices(None)
     from spanax.interop.language_model import LanguageModel
     from spanax.interop.loaded_model import load_model
+    from spanax.train.data.text.chat_template import required
 
     saved = load_model(command.checkpoint, workload=command.workload, layout=command.layout, mesh=command.mesh)
     model = LanguageModel.of(saved, is_chat=command.chat)
     if command.chat:
-        examples = {name: _asked(each, saved.folder) for name, each in examples.items()}
+        template = required(saved.chat_template, str(command.checkpoint), "leave --chat out")
+        examples = {name: _asked(each, template) for name, each in examples.items()}
     results = evaluate(model, examples)
     rows = summary(results)
     num_cut = sum(result["num_cut"] > 0 for result in results)
@@ -89,12 +94,10 @@ def _drawn(examples: Mapping[str, Any], limit: int, seed: int) -> dict[str, Any]
     return {name: each for name, each in examples.items() if name in kept}
 
 
-def _asked(example: Any, folder: Path | None) -> Any:
+def _asked(example: Any, template: "ChatTemplate") -> Any:
     """Returns an example whose context or prompt is a message to a chat model."""
-    from spanax.interop.chat import chat_prompt
-
     name = "prompt" if hasattr(example, "prompt") else "context"
-    return replace(example, **{name: chat_prompt(folder, getattr(example, name))})
+    return replace(example, **{name: template.prompt(getattr(example, name))})
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -31,7 +31,7 @@ class GenerateCommand:
       checkpoint: a run folder, a folder of checkpoints, or the output of spanax import.
       prompt: a prompt; several after one flag.
       prompts: a file with one prompt per line, or - for standard input.
-      chat: put each prompt into the chat template of the imported tokenizer.
+      chat: put each prompt into the chat template of the run, or of the imported tokenizer.
       max_new_tokens: most tokens after each prompt. Default: 128, or fewer if the model has no more
         positions.
       temperature: divides the logits; 0 takes the most likely token.
@@ -87,8 +87,8 @@ def answer(command: GenerateCommand) -> Answer:
     Sampling(*rules).checked()  # before the model is loaded
     enable_compilation_cache()
     devices(None)
-    from spanax.interop.chat import chat_prompt
     from spanax.interop.loaded_model import load_model
+    from spanax.train.data.text.chat_template import required
 
     saved = load_model(
         command.checkpoint,
@@ -97,7 +97,10 @@ def answer(command: GenerateCommand) -> Answer:
         layout=command.layout,
         mesh=command.mesh,
     )
-    prompts = [chat_prompt(saved.folder, text) for text in texts] if command.chat else texts
+    prompts = texts
+    if command.chat:
+        template = required(saved.chat_template, str(command.checkpoint), "leave --chat out")
+        prompts = [template.prompt(text) for text in texts]
     is_text = sys.stdout.isatty() and not command.json
     ids = _token_ids(command, saved, prompts)
     options = _options(command, saved, max(map(len, ids)))
@@ -151,10 +154,20 @@ def _options(command: GenerateCommand, saved: "LoadedModel", longest: int) -> di
     )  # fmt: skip
     options = {name: getattr(command, name) for name in names}
     options["max_new_tokens"] = most
-    ends = [] if saved.end_id is None else [saved.end_id]
+    ends: list[Any] = [] if saved.end_id is None else [saved.end_id]
+    if command.chat and saved.chat_template is not None:
+        ends += _turn_ends(saved.tokenizer, saved.chat_template.end)
     is_placed = command.layout is not None or command.mesh is not None
     like = saved.forward if is_placed else None
     return options | {"stop": [*command.stop, *ends], "tokenizer": saved.tokenizer, "like": like}
+
+
+def _turn_ends(tokenizer: Any, text: str) -> list[Any]:
+    """Returns the stop for the text after an answer: a token, or the text if the tokenizer can make it."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) == 1:
+        return [ids[0]]
+    return [text] if text and tokenizer.decode(ids) == text else []
 
 
 def _printed(

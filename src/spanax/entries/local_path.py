@@ -12,7 +12,10 @@ from spanax.errors import FormatError
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>.*)", re.DOTALL)
 """`pathlib` joins slashes, so a `Path` of `s3://b/x` is `s3:/b/x`. A scheme of one letter is a drive."""
 
-_TEXTS = ("workload", "plan", "data", "tokenizer", "output_dir", "init", "config", "sample_prompts", "on", "logs")
+_TEXTS = (
+    "workload", "plan", "data", "tokenizer", "chat_template", "output_dir", "init", "config", "sample_prompts", "on",
+    "logs",
+)  # fmt: skip
 """The flags with a path, or a name, as text."""
 
 

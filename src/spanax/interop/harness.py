@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from spanax.errors import UnsupportedError
-from spanax.interop.language_model import LanguageModel, begin_ids
+from spanax.interop.language_model import LanguageModel
 from spanax.interop.loaded_model import load_model
 from spanax.interop.tasks import FreeText
 from spanax.jit.sharded_function import ShardedFunction
+from spanax.train.data.text.tokenizer import begin_ids
 
 try:
     from lm_eval.api.model import LM

@@ -27,8 +27,9 @@ from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
 from spanax.models.imported import MODELS, SavedModel, is_imported, read_model, saved_workload
 from spanax.models.workloads import load, saved_definition
+from spanax.train.data.text.chat_template import TEMPLATE
 from spanax.train.data.text.tokenizer import tokenizer_config
-from spanax.train.record.folder import saved_tokenizer
+from spanax.train.record.folder import saved_template, saved_tokenizer
 from spanax.train.state import weights
 from spanax.units import bytes_text, count_text
 
@@ -142,7 +143,7 @@ def export_weights(
             copy_out(origin.folder, IMPORTED[-1], out)
         elif len(files) > 1:
             _write_index(listed, files, out)
-        _write_auxiliary(saved_tokenizer(Path(checkpoint)), origin.folder, out)
+        _write_auxiliary(saved_tokenizer(Path(checkpoint)), saved_template(Path(checkpoint)), origin.folder, out)
         _write_config(config_json(family, config, dtypes[-1]), imported, origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
@@ -289,8 +290,8 @@ def _write_index(listed: Mapping[str, jax.ShapeDtypeStruct], files: Mapping[str,
     (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_auxiliary(tokenizer: str | None, imported: Path | None, out: Path) -> None:
-    """Writes the files that accompany weights: those of the imported folder, and the tokenizer of the run."""
+def _write_auxiliary(tokenizer: str | None, template: Mapping[str, str], imported: Path | None, out: Path) -> None:
+    """Writes the files that accompany weights: those of the imported folder, the tokenizer and template of the run."""
     origin = None if imported is None else Folder.of(imported)
     names = [name for name in IMPORTED[1:-1] if origin is not None and origin.kind(name) is not None]
     is_origins = origin is not None and TOKENIZER in names and origin.read(TOKENIZER).decode("utf-8") == tokenizer
@@ -298,6 +299,9 @@ def _write_auxiliary(tokenizer: str | None, imported: Path | None, out: Path) ->
         names = [name for name in names if name not in OF_TOKENIZER]
         (out / TOKENIZER).write_text(tokenizer, encoding="utf-8")
         (out / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer_config(tokenizer), indent=2) + "\n")
+    if template:
+        names = [name for name in names if name != TEMPLATE]
+        (out / TEMPLATE).write_text(template["template"], encoding="utf-8")
     for name in names:
         if imported is not None:
             copy_out(imported, name, out)

@@ -9,6 +9,7 @@ from spanax.decoding.likelihood import Likelihood, batch_rows, log_likelihoods
 from spanax.errors import MissingError, RangeError, WorkloadError
 from spanax.interop.loaded_model import LoadedModel
 from spanax.jit.sharded_function import ShardedFunction
+from spanax.train.data.text.tokenizer import begin_ids, plain_ids
 
 GENERATIONS = 32
 """The most sequences of a device that are generated together."""
@@ -140,7 +141,7 @@ class LanguageModel:
 
     def encoded(self, text: str) -> list[int]:
         """Returns the token ids of a text, without any before or after it."""
-        return _ids(self.tokenizer, text, add_special_tokens=False)
+        return plain_ids(self.tokenizer, text, add_special_tokens=False)
 
     def _decoded(self, ids: Sequence[int], is_plain: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=is_plain))
@@ -164,15 +165,3 @@ class LanguageModel:
             what = f"{name} has an empty context, and the tokenizer has neither a begin nor an end token."
             raise MissingError(what, fix="a context of at least one token")
         return ids
-
-
-def begin_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that a tokenizer writes before a text."""
-    plain = _ids(tokenizer, "a", add_special_tokens=False)
-    whole = _ids(tokenizer, "a")
-    return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()
-
-
-def _ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
-    encoding = tokenizer.encode(text, **options)
-    return [int(each) for each in getattr(encoding, "ids", encoding)]

@@ -18,8 +18,9 @@ from spanax.jit.objects import Objects
 from spanax.jit.sharded_function import ShardedFunction
 from spanax.models.imported import is_imported, read_model, saved_workload
 from spanax.models.workloads import saved_definition
+from spanax.train.data.text.chat_template import ChatTemplate, recorded_template, template_of
 from spanax.train.data.text.tokenizer import Tokenizer, TrainedTokenizer, load_tokenizer
-from spanax.train.record.folder import recorded, saved_tokenizer
+from spanax.train.record.folder import recorded, saved_template, saved_tokenizer
 from spanax.train.state import weights
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class LoadedModel:
       end_id: the end-of-text token.
       folder: the folder that the weights were imported to; None if they were not.
       length: the number of positions; None if the batch of the workload is no sequences of tokens.
+      chat_template: that of the run, or of the imported tokenizer; None if it has none.
     """
 
     model: nnx.Module
@@ -47,6 +49,7 @@ class LoadedModel:
     end_id: int | None
     folder: Path | None
     length: int | None
+    chat_template: ChatTemplate | None = None
 
 
 def load_model(
@@ -97,7 +100,8 @@ def load_model(
     end_id = None if tokenizer is None else tokenizer.end_id
     _, length = tokens_of(definition.batch) or (None, None)
     length = length if folder is None else read_model(folder).config.seq_len
-    return LoadedModel(model, forward, loaded.step, engine, end_id, folder, length)
+    template = recorded_template(saved_template(checkpoint)) or (None if folder is None else template_of(folder))
+    return LoadedModel(model, forward, loaded.step, engine, end_id, folder, length, template)
 
 
 def _cast(array: jax.Array, dtype: str | None) -> jax.Array:

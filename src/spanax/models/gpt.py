@@ -55,6 +55,11 @@ def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
+def of_documents(segments_BT: jax.Array) -> jax.Array:
+    """Returns the mask of attention, of shape [B, 1, T, S], where each position sees those of its own document."""
+    return segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
+
+
 class Attention(nnx.Module):
     """Causal self-attention; heads are a separate dim of every parameter and activation."""
 
@@ -65,12 +70,13 @@ class Attention(nnx.Module):
         self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=residual_init(config.num_layers), rngs=rngs)
         self.drop = make_dropout(config, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         qkv_BT3HK = self.qkv(x_BTD)
         q_BTHK, k_BSHK, v_BSHK = (qkv_BT3HK[:, :, i] for i in range(3))
         scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / q_BTHK.shape[-1] ** 0.5
         causal_TS = jnp.tril(jnp.ones(scores_BHTS.shape[-2:], bool))
-        weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS.astype(jnp.float32), -jnp.inf))
+        mask = causal_TS if segments_BT is None else causal_TS & of_documents(segments_BT)
+        weights_BHTS = jax.nn.softmax(jnp.where(mask, scores_BHTS.astype(jnp.float32), -jnp.inf))
         weights_BHTS = self.drop(weights_BHTS.astype(x_BTD.dtype))
         return self.out(jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK))
 
@@ -88,14 +94,14 @@ class Block(nnx.Module):
         self.down = nnx.Linear(F, D, kernel_init=residual_init(config.num_layers), rngs=rngs)
         self.drop = make_dropout(config, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.drop(self.attention(self.attention_norm(x_BTD)))
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        x_BTD = x_BTD + self.drop(self.attention(self.attention_norm(x_BTD), segments_BT))
         h_BTF = jax.nn.gelu(self.up(self.mlp_norm(x_BTD)), approximate=True)
         return x_BTD + self.drop(self.down(h_BTF))
 
 
 class GPT(nnx.Module):
-    """Maps tokens to logits."""
+    """Maps tokens to logits; documents that share a row have numbers, in `segments`, and positions of their own."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -110,23 +116,42 @@ class GPT(nnx.Module):
             self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.drop(self.embed[tokens_BT] + self.positions[: tokens_BT.shape[1]])
-        x_BTD = self.blocks(x_BTD) if self.config.scan_layers else self._loop(x_BTD)
+    def __call__(
+        self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None
+    ) -> jax.Array:
+        positions = self.positions[: tokens_BT.shape[1]] if positions_BT is None else self.positions[positions_BT]
+        x_BTD = self.drop(self.embed[tokens_BT] + positions)
+        x_BTD = self.blocks(x_BTD, segments_BT) if self.config.scan_layers else self._loop(x_BTD, segments_BT)
         return self.norm(x_BTD) @ self.embed.T
 
-    def _loop(self, x_BTD: jax.Array) -> jax.Array:
-        apply = nnx.remat(Block.__call__) if self.config.remat else lambda block, x_BTD: block(x_BTD)
-        return functools.reduce(lambda x_BTD, block: apply(block, x_BTD), self.blocks, x_BTD)
+    def _loop(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+        apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        return functools.reduce(lambda x_BTD, block: apply(block, x_BTD, segments_BT), self.blocks, x_BTD)
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the mean next-token cross-entropy in float32; `batch` has `inputs` and `targets`, int32 (B, T)."""
-    logits_BTV = model(batch["inputs"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
+    """Returns the mean next-token cross-entropy in float32; `batch` is as in `example_batch`."""
+    logits_BTV = model(batch["inputs"], batch.get("segments"), batch.get("positions"))
+    return cross_entropy(logits_BTV, batch)
 
 
-def example_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch for `loss`."""
+def cross_entropy(logits_BTV: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    """Returns the mean cross-entropy of the targets, weighted by `weights` if the batch has them."""
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"])
+    if "weights" not in batch:
+        return losses_BT.mean()
+    return (batch["weights"] * losses_BT).sum() / batch["weights"].sum()
+
+
+def example_batch(batch_size: int, seq_len: int, is_chat: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch for `loss`: of text, or of conversations that share rows.
+
+    `inputs`, `targets`, `segments` and `positions` are int32 (B, T), and `weights` is float32.
+    """
     tokens_BT = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
-    return {"inputs": tokens_BT, "targets": tokens_BT}
+    batch = {"inputs": tokens_BT, "targets": tokens_BT}
+    if is_chat:
+        weights_BT = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.float32)
+        batch |= {"weights": weights_BT, "segments": tokens_BT, "positions": tokens_BT}
+    return batch

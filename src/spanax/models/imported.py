@@ -55,6 +55,7 @@ def _text_workload(
     batch_size: int | None = None,
     seq_len: int | None = None,
     vocab_size: int | None = None,
+    is_chat: bool = False,
 ) -> Workload:
     """Returns a workload on text, with the folder's tokenizer.
 
@@ -67,7 +68,7 @@ def _text_workload(
         what = f"'{folder}' has {config.seq_len} positions, but --seq-len is {seq_len}."
         raise RangeError(what, fix=f"--seq-len {config.seq_len}")
     return Workload(
-        batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
+        batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN), is_chat),
         loss=gpt.loss,
         source="python",
         tokenizer=str(folder / "tokenizer.json"),

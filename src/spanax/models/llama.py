@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spanax.models import gpt
-from spanax.models.gpt import INIT, residual_init
+from spanax.models.gpt import INIT, of_documents, residual_init
 from spanax.stack.stack import Stack
 
 
@@ -87,11 +87,20 @@ SIZES = {
     "qwen3-32b": _qwen3(64, 64, 8, embed_dim=5120, mlp_dim=25600),
 }
 
+Documents = tuple[jax.Array | None, jax.Array | None]
+"""The segments and the positions of documents that share rows, each (B, T)."""
+
+NO_DOCUMENTS: Documents = (None, None)
+
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
+def rotate(
+    x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None, positions_BT: jax.Array | None = None
+) -> jax.Array:
     """Rotates pairs of channels, `i` and `i + K/2`, by an angle proportional to the position.
+
+    Positions are counted along T unless they are given.
 
     Source: Su et al., "RoFormer", 2021 (arXiv 2104.09864), with Hugging Face's order of channels.
     """
@@ -101,9 +110,10 @@ def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) 
         turns_K = speed_K * scaling.original_len / (2 * jnp.pi)
         share_K = jnp.clip((turns_K - scaling.low) / (scaling.high - scaling.low), 0, 1)
         speed_K = speed_K * (share_K + (1 - share_K) / scaling.factor)
-    angles_TK = jnp.arange(x_BTHK.shape[1])[:, None] * speed_K
-    cos_T1K = jnp.cos(angles_TK)[:, None]
-    sin_T1K = jnp.sin(angles_TK)[:, None]
+    positions = jnp.arange(x_BTHK.shape[1]) if positions_BT is None else positions_BT
+    angles = positions[..., None] * speed_K
+    cos_T1K = jnp.cos(angles)[..., None, :]
+    sin_T1K = jnp.sin(angles)[..., None, :]
     left_BTHK, right_BTHK = jnp.split(x_BTHK, 2, axis=-1)
     turned = [left_BTHK * cos_T1K - right_BTHK * sin_T1K, right_BTHK * cos_T1K + left_BTHK * sin_T1K]
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
@@ -150,13 +160,15 @@ class Attention(nnx.Module):
             heads, D, axis=(-2, -1), use_bias=False, kernel_init=residual_init(config.num_layers), rngs=rngs
         )
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, documents: Documents = NO_DOCUMENTS) -> jax.Array:
         q_BTHK = self.q(x_BTD)
         k_BTHK = self.k(x_BTD)
         if self.q_norm and self.k_norm:
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
-        q_BTHK, k_BTHK = (rotate(x_BTHK, self.theta, self.scaling) for x_BTHK in (q_BTHK, k_BTHK))
-        return self.out(jax.nn.dot_product_attention(q_BTHK, k_BTHK, self.v(x_BTD), is_causal=True))
+        segments_BT, positions_BT = documents
+        q_BTHK, k_BTHK = (rotate(x_BTHK, self.theta, self.scaling, positions_BT) for x_BTHK in (q_BTHK, k_BTHK))
+        mask = None if segments_BT is None else of_documents(segments_BT)
+        return self.out(jax.nn.dot_product_attention(q_BTHK, k_BTHK, self.v(x_BTD), mask=mask, is_causal=True))
 
 
 class GatedMLP(nnx.Module):
@@ -182,13 +194,13 @@ class Block(nnx.Module):
         self.mlp_norm = make_norm(config, config.embed_dim, rngs)
         self.mlp = GatedMLP(config, rngs)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def __call__(self, x_BTD: jax.Array, documents: Documents = NO_DOCUMENTS) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), documents)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
 class Llama(nnx.Module):
-    """Maps tokens to logits."""
+    """Maps tokens to logits; documents that share a row have numbers, in `segments`, and positions of their own."""
 
     block: Callable[..., Any] = Block
 
@@ -203,8 +215,10 @@ class Llama(nnx.Module):
         head = (config.embed_dim, config.vocab_size)
         self.head = None if is_tied else nnx.Linear(*head, use_bias=False, kernel_init=INIT, rngs=rngs)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.logits(self.blocks(self.embedded(tokens_BT)))
+    def __call__(
+        self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None
+    ) -> jax.Array:
+        return self.logits(self.blocks(self.embedded(tokens_BT), (segments_BT, positions_BT)))
 
     def embedded(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns the embeddings of tokens."""

@@ -12,11 +12,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from spanax.models.gpt import INIT, residual_init
-from spanax.models.llama import Attention, Llama, LlamaConfig, make_norm
+from spanax.models.gpt import INIT, cross_entropy, residual_init
+from spanax.models.llama import NO_DOCUMENTS, Attention, Documents, Llama, LlamaConfig, make_norm
 
 BALANCE_WEIGHT = 0.01
 """The weight of the load-balancing loss. Source: Fedus et al., 2021, section 2.2; Mixtral's paper does not state
@@ -136,9 +135,11 @@ class Block(nnx.Module):
         self.mlp_norm = make_norm(config, config.embed_dim, rngs)
         self.experts = Experts(config, rngs)
 
-    def __call__(self, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, carry: tuple[jax.Array, dict[str, jax.Array]], documents: Documents = NO_DOCUMENTS
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         x_BTD, totals = carry
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), documents)
         y_BTD, metrics = self.experts(self.mlp_norm(x_BTD))
         return x_BTD + y_BTD, jax.tree.map(jnp.add, totals, metrics)
 
@@ -148,9 +149,11 @@ class Mixtral(Llama):
 
     block = Block
 
-    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, tokens_BT: jax.Array, segments_BT: jax.Array | None = None, positions_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         carry = self.embedded(tokens_BT), {"balance": jnp.zeros(()), "dropped": jnp.zeros(())}
-        x_BTD, totals = self.blocks(carry)
+        x_BTD, totals = self.blocks(carry, (segments_BT, positions_BT))
         return self.logits(x_BTD), jax.tree.map(lambda total: total / self.config.num_layers, totals)
 
 
@@ -159,6 +162,6 @@ def loss(model: Mixtral, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[s
 
     The metrics are both terms, and `dropped`: the share of routed tokens that exceed an expert's capacity.
     """
-    logits_BTV, metrics = model(batch["inputs"])
-    entropy = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"]).mean()
+    logits_BTV, metrics = model(batch["inputs"], batch.get("segments"), batch.get("positions"))
+    entropy = cross_entropy(logits_BTV, batch)
     return entropy + BALANCE_WEIGHT * metrics["balance"], {"cross_entropy": entropy} | metrics

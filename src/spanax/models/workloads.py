@@ -36,6 +36,7 @@ def text_workload(  # noqa: PLR0913  its options are settings
     tokenizer: str | None = None,
     nano: bool = False,
     accumulate: str = "exact",
+    is_chat: bool = False,
 ) -> Workload:
     """Returns the workload of a language model on text.
 
@@ -45,6 +46,7 @@ def text_workload(  # noqa: PLR0913  its options are settings
       config: the configuration; the sizes passed here replace its sizes.
       nano: whether `vocab_size` may be below the configuration's, and layers are not rematerialized.
       accumulate: how microbatches are combined.
+      is_chat: whether the batch is of conversations.
     """
     config = replace(
         _widened(config, embed_dim),
@@ -56,7 +58,7 @@ def text_workload(  # noqa: PLR0913  its options are settings
     return Workload(
         build=partial(model, config),
         accumulate=accumulate,
-        batch=gpt.example_batch(batch_size, config.seq_len),
+        batch=gpt.example_batch(batch_size, config.seq_len, is_chat),
         loss=loss,
         source="python",
         learning_rate=learning_rate,
@@ -178,7 +180,7 @@ USUAL = {"batch_size": 32, "seq_len": 128, "vocab_size": 50_257, "num_layers": 1
 """Usual sizes, for the `fix` of an error."""
 
 
-def saved_definition(checkpoint: Path, workload: str | None = None, **sizes: int) -> Workload:
+def saved_definition(checkpoint: Path, workload: str | None = None, **sizes: Any) -> Workload:
     """Returns the workload of a checkpoint, with the adapters of its run.
 
     Args:
@@ -205,6 +207,7 @@ def load(
     vocab_size: int | None = None,
     num_layers: int | None = None,
     embed_dim: int | None = None,
+    is_chat: bool = False,
 ) -> Workload:
     """Returns a workload by name or from `file.py:name`, with the requested sizes.
 
@@ -216,6 +219,7 @@ def load(
       vocab_size: the number of tokens in the vocabulary; published sizes are a lower limit.
       num_layers: the number of layers.
       embed_dim: the embedding width; `head_dim` is unchanged, so the number of heads scales.
+      is_chat: whether the batch is of conversations, where a workload without `is_chat` has that of text.
 
     Raises:
       SpanaxError: the workload, file or name does not exist, or the workload has a fixed size.
@@ -240,7 +244,8 @@ def load(
         return _resized(name, source, requested)
     parameters = inspect.signature(source).parameters
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    workload = source(**{key: value for key, value in requested.items() if key in parameters or is_open})
+    options = requested | ({"is_chat": True} if is_chat and "is_chat" in parameters else {})
+    workload = source(**{key: value for key, value in options.items() if key in parameters or is_open})
     if not isinstance(workload, Workload):
         raise WorkloadError(f"'{name}' returned a {type(workload).__name__}, not a spanax.Workload.")
     ignored = {key: value for key, value in requested.items() if key not in parameters and not is_open}

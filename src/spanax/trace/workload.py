@@ -90,7 +90,8 @@ class Workload:
     """A training job for `spanax train`, passed on the command line as `file.py:name`.
 
     The name may also refer to a function that returns a Workload; it is called with its parameters among `batch_size`,
-    `seq_len`, `vocab_size`, `num_layers` and `embed_dim`, so that the command line can set them.
+    `seq_len`, `vocab_size`, `num_layers` and `embed_dim`, so that the command line can set them, and `is_chat`: whether
+    the data are conversations.
 
     Attributes:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.

@@ -39,6 +39,7 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
       field: the field of a table with the text or the tokens (of several, the first that a table has), or
         leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
+      chat_template: chatml, or the file of a Jinja template, for conversations. Default: that of the tokenizer.
       learning_rate: peak learning rate; --lr for short. Default: that of the workload.
       seed: seed of the parameters and of the order of the data.
       output_dir: run folder. Default: runs/<workload>-<time>.
@@ -78,6 +79,7 @@ class TrainConfig(BatchSizes, Precision, Recipe, LayoutRequest):
     data: str | None = None
     field: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     learning_rate: float | None = None
     seed: int = 0
     output_dir: str | None = None

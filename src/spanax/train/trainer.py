@@ -75,7 +75,7 @@ def train(
         run = begin(job, telemetry, worker)
         if run.position is not None:
             data.restore(run.position)
-        records = Records(job, data.tokens.tokenizer if data.tokens else None, lock, telemetry)
+        records = Records(job, data.tokens, lock, telemetry)
         is_finished = job.config.resume and run.num_steps >= (job.config.steps or 0)
         if samples is not None and not is_finished:
             with telemetry.ledger.within("compile"):

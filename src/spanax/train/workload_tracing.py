@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from spanax.trace.workload import Workload
 from spanax.train.config import TrainConfig
 from spanax.train.data.batches import batches
 from spanax.train.data.destination import flat
-from spanax.train.data.open_source import vocab_size
+from spanax.train.data.open_source import WINDOWS, opened, vocab_size
 from spanax.train.data.source import Options
+from spanax.train.data.text.chat_template import ChatTemplate, recorded_template
+from spanax.train.data.text.conversations import Conversations
 from spanax.train.data.text.tokenizer import TrainedTokenizer
-from spanax.train.record.folder import saved_tokenizer
+from spanax.train.record.folder import saved_template, saved_tokenizer
 from spanax.train.state import weights
 
 
@@ -74,8 +77,13 @@ def _with_defaults(load: Callable[..., Workload], config: TrainConfig) -> tuple[
     source = source_of(config, workload)
     check_local_paths(replace(config, data=str(source) if isinstance(source, str | Path) else None))  # of the workload
     if workload.vocab_size is not None:
-        options = Options(tokenizer_of(config), field=config.field)
-        num_tokens = vocab_size(source, list(flat(workload.batch)), options)
+        options = Options(tokenizer_of(config), field=config.field, chat_template=template_of(config))
+        leaves = list(flat(workload.batch))
+        parts = [part for part, _ in opened(source, leaves, options)]
+        if set(leaves) == WINDOWS and any(isinstance(part, Conversations) for part in parts):
+            load = partial(load, is_chat=True)
+            workload = config.load(load)
+        num_tokens = vocab_size(parts)
         if num_tokens not in (None, workload.vocab_size):
             workload = config.load(load, vocab_size=num_tokens)
         if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
@@ -101,7 +109,8 @@ def _steps_of_epochs(config: TrainConfig, workload: Workload, source: Any) -> in
     """
     if config.num_epochs is None:
         return None
-    options: dict[str, Any] = {"tokenizer": tokenizer_of(config), "field": config.field, "prefetch": 0}
+    options: dict[str, Any] = {"tokenizer": tokenizer_of(config), "chat_template": template_of(config)}
+    options |= {"field": config.field, "prefetch": 0}
     with closing(batches(source, workload.batch, epochs=config.num_epochs, **options)) as data:
         if data.num_batches is None:
             fix = "a source with a length, or a number of steps instead"
@@ -118,6 +127,16 @@ def tokenizer_of(config: TrainConfig) -> str | TrainedTokenizer:
     name = config.tokenizer or "bytes"
     saved = saved_tokenizer(Path(config.output_dir)) if config.resume and config.output_dir else None
     return name if saved is None else TrainedTokenizer(name, saved)
+
+
+def template_of(config: TrainConfig) -> str | ChatTemplate | None:
+    """Returns the chat template of the settings, or the one that a run to resume has recorded.
+
+    Raises:
+      DataError: the record is missing, or does not match its checksum.
+    """
+    saved = saved_template(Path(config.output_dir)) if config.resume and config.output_dir else {}
+    return recorded_template(saved) or config.chat_template
 
 
 def source_of(config: TrainConfig, workload: Workload) -> Any:

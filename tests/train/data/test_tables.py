@@ -27,6 +27,7 @@ from spanax.train.data.formats import table as tables
 from spanax.train.data.formats.records import _example_type
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.open_source import WINDOWS, vocab_size
+from spanax.train.data.open_source import opened as parts
 from spanax.train.data.source import Options
 from spanax.train.data.text.tokenizer import load_tokenizer
 from spanax.train.data.text.tokens import Column
@@ -219,7 +220,8 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path, opened: Callable[..., B
     path.write_bytes(lines([{"input_ids": [70_000 + i, 1, 2]} for i in range(100)]))
     reader = opened(path, TEXT, shuffle=False)
     assert reader.tokens.ids[:6].tolist() == [70_000, 1, 2, 70_002, 1, 2]
-    assert vocab_size(path, WINDOWS, Options()) == reader.vocab_size == 70_100
+    ((part, _),) = parts(path, WINDOWS, Options())
+    assert vocab_size([part]) == reader.vocab_size == 70_100
 
 
 def test_a_second_start_reads_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

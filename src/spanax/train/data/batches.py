@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import jax
 
     from spanax.plan.plan import Plan
+    from spanax.train.data.text.chat_template import ChatTemplate
     from spanax.train.data.text.tokenizer import TrainedTokenizer
 
 
@@ -49,6 +50,7 @@ def batches(  # noqa: PLR0913
     prefetch: int = 2,
     cache_dir: str | os.PathLike[str] | None = None,
     field: str | Mapping[str, str] | None = None,
+    chat_template: "str | ChatTemplate | None" = None,
 ) -> "Batches":
     """Returns an iterator over the batches of a source on the devices, in an order determined by the seed alone.
 
@@ -61,7 +63,8 @@ def batches(  # noqa: PLR0913
         yields the full global batch in every process, or only the rows of the process's own devices.
       plan: the plan that shards the batch; or, without a plan, an example batch of arrays or `jax.ShapeDtypeStruct`s:
         its batches have the `NamedSharding`s of these, or are NumPy arrays if they have none. For text and tokens its
-        leaves are `inputs` and `targets` of shape [B, T].
+        leaves are `inputs` and `targets` of shape [B, T]; for conversations also `weights`, and with `segments` and
+        `positions` several are packed in a row.
       mesh: the device mesh; defaults to the mesh of the plan.
       tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only. A run is resumed with
         a `TrainedTokenizer`.
@@ -77,7 +80,10 @@ def batches(  # noqa: PLR0913
       cache_dir: the directory for trained tokenizers and encoded text; defaults to `~/.cache/spanax`.
       field: the field of a table with the text or the token ids, or several (`content,text`), of which the first that
         a table has is read; defaults to `text,input_ids`. For other batches the field of each leaf, as a mapping or
-        `images=pixels,labels=label`; defaults to the field of the same name.
+        `images=pixels,labels=label`; defaults to the field of the same name. For conversations their field, or those
+        of the table in place of the usual ones: `prompt=question,completion=answer`.
+      chat_template: `chatml`, or the file of a Jinja template; defaults to that of the tokenizer. A run is resumed with
+        a `ChatTemplate`.
 
     Raises:
       DataError: the source is missing, damaged, too short for one batch, or does not match the batch of the plan.
@@ -97,7 +103,7 @@ def batches(  # noqa: PLR0913
     if epochs is None and not drop_remainder:
         raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
     destination = Destination.of(plan, mesh)
-    options = Options(tokenizer, split, field, cache_dir, seed, shuffle, epochs, drop_remainder)
+    options = Options(tokenizer, split, field, cache_dir, seed, shuffle, epochs, drop_remainder, chat_template)
     opened = open_source(source, destination, options)
     order = f"seed {seed}, shuffle {shuffle}, {destination.planned}"
     return Batches(opened, order, destination.place, position, prefetch)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from spanax.train.data.destination import Destination, Leaves, conform_array, ex
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.order import SPLITS
+from spanax.train.data.packing import WEIGHTED, conversation_rows
 from spanax.train.data.source import (
     Examples,
     Options,
@@ -26,12 +27,17 @@ from spanax.train.data.source import (
     in_order,
     sequence_examples,
 )
+from spanax.train.data.text.chat_template import load_template
+from spanax.train.data.text.conversations import FORMATS, PROMPT, Chat, Conversations, chat_of
 from spanax.train.data.text.corpus import Corpus, load_corpus
-from spanax.train.data.text.tokenizer import TrainingText, load_tokenizer
+from spanax.train.data.text.tokenizer import Tokenizer, TrainingText, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
 
 WINDOWS = {"inputs", "targets"}
 """The leaves of batches of text or tokens."""
+
+TEXTS = ("text", "input_ids")
+"""The fields of texts or tokens, of which the first that a table has is read."""
 
 OWN_MODEL = "for a model of the columns see A CSV file, docs/data.md"
 """What to do with a table of other data than the workload's."""
@@ -66,7 +72,7 @@ def open_source(source: Any, destination: Destination, options: Options) -> Sour
 
 
 def opened(source: Any, leaves: Collection[str], options: Options) -> list[tuple[Any, int]]:
-    """Returns the parts of a source with their weights: Tokens, Rows, or a sequence unchanged."""
+    """Returns the parts of a source with their weights: Tokens, Conversations, Rows, or a sequence unchanged."""
     source = named(source)
     if options.split not in SPLITS:
         raise UnknownNameError(f"unknown split '{options.split}'.", fix=nearest(options.split, SPLITS))
@@ -79,24 +85,33 @@ def opened(source: Any, leaves: Collection[str], options: Options) -> list[tuple
             parts[number] = corpus_tokens(part, tokenizer, options.split, options.cache_dir)
         elif isinstance(part, Column):
             parts[number] = part.tokens(tokenizer if part.holds_text else None, options.cache_dir)
+        elif isinstance(part, Chat) and tokenizer is not None:
+            parts[number] = _conversations(part, tokenizer, options)
     return [(part, weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
+
+
+def _conversations(chat: Chat, tokenizer: Tokenizer, options: Options) -> Conversations:
+    """Returns the conversations of a table; a prompt and its completion have a template only if one is asked for."""
+    path = options.tokenizer if isinstance(options.tokenizer, str) else options.tokenizer.name
+    is_plain = chat.format == PROMPT and options.chat_template is None
+    template = None if is_plain else load_template(options.chat_template, tokenizer, path)
+    return chat.tokens(tokenizer, template, options.cache_dir)
 
 
 def _training_text(part: Any) -> TrainingText | None:
     """Returns the text of a part that a tokenizer is trained on."""
     if isinstance(part, Corpus):
         return TrainingText((part.train,), len(part.train), [part.train])
-    return part.training_text if isinstance(part, Column) and part.holds_text else None
+    return part.training_text if isinstance(part, Chat) or (isinstance(part, Column) and part.holds_text) else None
 
 
-def vocab_size(source: Any, leaves: Collection[str], options: Options) -> int | None:
-    """Returns the size of the smallest vocabulary with every token of a source, or None without tokens."""
-    parts = [part for part, _ in opened(source, leaves, options)]
+def vocab_size(parts: Iterable[Any]) -> int | None:
+    """Returns the size of the smallest vocabulary with every token of parts from `opened`, or None without tokens."""
     return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
 
 
 def _loaded(source: Any, leaves: Collection[str], options: Options) -> Any:
-    """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
+    """Returns a source as a Corpus, a Column, a Chat, Rows, Tokens, or an unchanged sequence."""
     split = options.split
     if isinstance(source, str | os.PathLike):
         if source != "python" and local_path(source).suffix == ".bin":
@@ -126,7 +141,16 @@ def _dataset_table(dataset: Any, split: str) -> Table:
     key = digest(f"{len(dataset)} {dataset.column_names}", *rows)
     read = partial(_dataset_values, dataset)
     fields = tuple(dataset.column_names)
-    return Table("Dataset", fields, read, key, key, dataset.data.nbytes, split, holds_out=False)
+    objects = partial(_dataset_objects, dataset)
+    return Table("Dataset", fields, read, key, key, dataset.data.nbytes, split, False, objects)
+
+
+def _dataset_objects(dataset: Any, fields: Sequence[str]) -> Iterator[tuple[Callable[[], str], dict[str, Any]]]:
+    plain = dataset.select_columns(list(fields)).with_format(None)
+    for first in range(0, len(dataset), DATASET_ROWS_AT_ONCE):
+        columns = plain[first : first + DATASET_ROWS_AT_ONCE]
+        for number, values in enumerate(zip(*columns.values(), strict=True), first):
+            yield partial("row {:,} of the Dataset".format, number), dict(zip(columns, values, strict=True))
 
 
 def _dataset_values(dataset: Any, field: str) -> Iterator[Any]:
@@ -134,15 +158,18 @@ def _dataset_values(dataset: Any, field: str) -> Iterator[Any]:
         yield from batch[field]
 
 
-def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
-    """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens."""
+def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Chat | Rows:
+    """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens, or the Chat."""
     if isinstance(field, str) and "=" in field:
         pairs = [pair.partition("=") for pair in field.split(",")]
         field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
     if isinstance(field, str):
         names = [name.strip() for name in field.split(",")]
-        return Column(table, next((name for name in names if name in table.fields), "") or _known(table, names[0]))
+        name = next((name for name in names if name in table.fields), "") or _known(table, names[0])
+        return chat_of(table, name) or Column(table, name)
     field = field or {}
+    if field and not any(leaf in leaves for leaf in field) and (chat := chat_of(table, field)):
+        return chat
     if unknown := next((leaf for leaf in field if leaf not in leaves), None):
         message = f"no array of the batch is called '{unknown}', so no field of '{table.name}' can fill it."
         where = f"--field {unknown}={field[unknown]}; fields: {', '.join(table.fields)[:150]}"
@@ -151,12 +178,19 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         fields = {leaf: leaf for leaf in leaves} | dict(field)
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
+    has_text = set(leaves) == WINDOWS and any(name in table.fields for name in TEXTS)
+    if WINDOWS <= set(leaves) and not has_text and (chat := chat_of(table, None)):
+        return chat
+    if WEIGHTED <= set(leaves):
+        known = "; ".join(" and ".join(f"'{name}'" for name in fields) for fields in FORMATS.values())
+        message = f"'{table.name}' has no conversations, in the fields {known}."
+        raise DataError(message, where=where, fix="--field NAME, or --field prompt=NAME,completion=NAME")
     if set(leaves) != WINDOWS:
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
         raise DataError(
             f"'{table.name}' has no field '{missing}'.", where=where, fix=f"--field {missing}=NAME; {OWN_MODEL}"
         )
-    if column := next((name for name in ("text", "input_ids") if name in table.fields), None):
+    if column := next((name for name in TEXTS if name in table.fields), None):
         return Column(table, column)
     raise UnknownNameError(
         f"'{table.name}' has no field 'text' or 'input_ids'.",
@@ -173,6 +207,8 @@ def _known(table: Table, field: str) -> str:
 
 def _examples(part: Any, destination: Destination, options: Options) -> Examples:
     """Returns the examples of a part from `opened`; raises TooFewExamplesError if there are too few."""
+    if isinstance(part, Conversations):
+        return conversation_rows(part, destination, options)
     if isinstance(part, Tokens):
         return windows(part, destination, options)
     if isinstance(part, Rows):

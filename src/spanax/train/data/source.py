@@ -19,6 +19,7 @@ from spanax.sealed import digest
 from spanax.train.data.destination import Destination, Leaves, Remainder, flat, nested
 from spanax.train.data.mixture import picked, places_until
 from spanax.train.data.order import shuffled
+from spanax.train.data.text.chat_template import ChatTemplate
 from spanax.train.data.text.tokenizer import TrainedTokenizer
 from spanax.train.data.text.tokens import Tokens
 
@@ -40,6 +41,7 @@ class Options:
     shuffle: bool = True
     epochs: int | None = 1
     drop_remainder: bool = True
+    chat_template: str | ChatTemplate | None = None
 
     def least(self, destination: Destination) -> int:
         """Returns the number of examples that a source needs."""

@@ -21,7 +21,7 @@ from spanax.train.job.plan_choice import choose_plan
 from spanax.train.program_digest import check_same_model
 from spanax.train.record import folder as run_folder
 from spanax.train.record.telemetry import Telemetry
-from spanax.train.workload_tracing import source_of, tokenizer_of, trace_workload
+from spanax.train.workload_tracing import source_of, template_of, tokenizer_of, trace_workload
 
 OF_SCHEDULE = ("learning_rate", "steps", "schedule", "warmup_steps", "weight_decay", "max_grad_norm")
 """Settings of the optimizer that a resumed run may change."""
@@ -58,6 +58,7 @@ class Job:
             self.plan,
             mesh=self.mesh,
             tokenizer=tokenizer_of(config),
+            chat_template=template_of(config),
             seed=config.seed,
             field=config.field,
             epochs=epochs,

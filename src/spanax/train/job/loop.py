@@ -17,6 +17,7 @@ from spanax.step.guard import STEP_OK
 from spanax.trace.program import Program
 from spanax.train.config import TrainConfig, profiled_steps
 from spanax.train.data.batches import Batches
+from spanax.train.data.text.conversations import Conversations
 from spanax.train.evaluation import Means, by_name, num_fewer
 from spanax.train.job.bad_step_policy import BadStepPolicy
 from spanax.train.job.job import Job
@@ -273,11 +274,11 @@ class Loop:
             self.samples.report(self.run)
 
     def _baseline(self, held_out: Batches, num_tokens: int) -> Event:
-        """The loss of the workload's baseline on the same held-out tokens; empty for data other than tokens."""
+        """The loss of the workload's baseline on the same held-out tokens; empty for data other than text."""
         baseline = self.job.workload.baseline
         train = self.data.tokens
         validation = held_out.tokens
-        if baseline is None or train is None or validation is None:
+        if baseline is None or train is None or validation is None or isinstance(train, Conversations):
             return {}
         vocab_size = max(train.vocab_size, validation.vocab_size)
         return {"bigram_loss": baseline(train.ids, validation.ids[: num_tokens + 1], vocab_size)}

@@ -7,7 +7,8 @@ from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.evaluate import evaluate
 from spanax.processes.processes import from_first
-from spanax.train.data.text.tokenizer import Tokenizer
+from spanax.train.data.text.conversations import Conversations
+from spanax.train.data.text.tokens import Tokens
 from spanax.train.job.job import Job
 from spanax.train.record import folder as run_folder
 from spanax.train.record.run_lock import RunLock
@@ -20,13 +21,13 @@ class Records:
 
     Attributes:
       job: the settings, the plan and the devices to record.
-      tokenizer: the tokenizer of the training text; None for other data.
+      tokens: the tokens of the training data, with their tokenizer; None for other data.
       lock: the lock of the first process on the run folder; None on other processes.
       telemetry: receives warnings.
     """
 
     job: Job
-    tokenizer: Tokenizer | None
+    tokens: Tokens | None
     lock: RunLock | None
     telemetry: Telemetry
 
@@ -34,9 +35,17 @@ class Records:
         """Writes all records."""
         job = self.job
         devices = list(job.devices)
-        tokenizer = None if self.tokenizer is None else self.tokenizer.to_json()
+        tokens = self.tokens
+        tokenizer = tokens.tokenizer.to_json() if tokens and tokens.tokenizer else None
+        template = tokens.template if isinstance(tokens, Conversations) else None
         run_folder.write_records(
-            self.telemetry.folder, job.config.record(), job.plan.to_json(), devices, self._size(devices), tokenizer
+            self.telemetry.folder,
+            job.config.record(),
+            job.plan.to_json(),
+            devices,
+            self._size(devices),
+            tokenizer,
+            None if template is None else template.record,
         )
 
     def renew(self) -> None:

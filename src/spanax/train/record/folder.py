@@ -30,12 +30,12 @@ from spanax.train.store import manifest
 from spanax.usage import flag
 
 SAME_RUN = (
-    "workload", "data", "field", "tokenizer", "seed", "global_batch_size", "seq_len", "optimizer_state", "optimizer",
-    "ema", "lora", "quantize",
+    "workload", "data", "field", "tokenizer", "chat_template", "seed", "global_batch_size", "seq_len",
+    "optimizer_state", "optimizer", "ema", "lora", "quantize",
 )  # fmt: skip
 """Settings that cannot change over a run: they determine its state and the order of its data."""
 
-OPTIONAL = ("optimizer", "ema", "lora", "quantize")
+OPTIONAL = ("chat_template", "optimizer", "ema", "lora", "quantize")
 """Those of them of which a record without a value means none."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
@@ -51,6 +51,7 @@ class Environment:
 
     `device_kind` is that of the devices in JAX, and `size` their number as in the name of a cluster: `8`, `2x8`.
     `tokenizer` is the CRC-32 of tokenizer.json, whose format has no place for one; empty for a run that reads no text.
+    `chat_template` is the template of its conversations, with its special tokens; empty if it has none.
     """
 
     python: str
@@ -59,6 +60,7 @@ class Environment:
     device_kind: str = ""
     size: str = ""
     tokenizer: str = ""
+    chat_template: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
 
@@ -207,6 +209,16 @@ def saved_tokenizer(folder: Path) -> str | None:
     return text
 
 
+def saved_template(folder: Path) -> dict[str, str]:
+    """Returns the `record` of the chat template of a run; empty if it has none.
+
+    Raises:
+      DataError: the environment is missing, or does not match its checksum; also its subclass EntryError.
+    """
+    place = Folder.of(folder)
+    return dict(read_environment(place).chat_template) if _is_recorded(place, ENVIRONMENT) else {}
+
+
 def read_environment(folder: Place) -> Environment:
     """Returns the environment that the run in a folder was last started in.
 
@@ -223,6 +235,7 @@ def write_records(
     devices: list[Any],
     size: str = "",
     tokenizer: str | None = None,
+    chat_template: Mapping[str, str] | None = None,
 ) -> None:
     """Writes the resolved configuration, the plan, the environment and the tokenizer of a run.
 
@@ -233,6 +246,7 @@ def write_records(
       devices: the devices of the run.
       size: the size of their cluster.
       tokenizer: the tokenizer of its text, as a tokenizer.json.
+      chat_template: the `record` of the template of its conversations.
     """
     packages = [distribution.metadata for distribution in distributions()]  # `metadata` parses a file at each access
     environment = Environment(
@@ -242,6 +256,7 @@ def write_records(
         device_kind=next((getattr(device, "device_kind", "") for device in devices), ""),
         size=size,
         tokenizer="" if tokenizer is None else checksum(tokenizer),
+        chat_template=chat_template or {},
         environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
         packages=dict(sorted((package["Name"], package["Version"]) for package in packages if package["Name"])),
     )

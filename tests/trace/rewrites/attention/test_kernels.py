@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from spanax.errors import SpanaxError
+from spanax.models import gpt
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.kernels import Kernel
@@ -39,6 +40,11 @@ def windowed(q: Any, k: Any, v: Any) -> Any:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(16, 0))
 
 
+def of_documents(q: Any, k: Any, v: Any) -> Any:
+    segments = (q[..., 0, 0] > 0).astype("int32")
+    return jax.nn.dot_product_attention(q, k, v, mask=gpt.of_documents(segments), is_causal=True)
+
+
 def exact(q: Any, k: Any, v: Any) -> Any:
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k, precision="highest")
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
@@ -56,6 +62,8 @@ def exact(q: Any, k: Any, v: Any) -> Any:
         (causal, "cudnn", 256, 12, "bfloat16", "heads of 12 and 12 channels"),
         (shifted, "splash", 128, 64, "float32", "neither causal nor of all keys"),
         (windowed, "splash", 128, 64, "float32", "not computed from positions alone"),
+        (of_documents, "splash", 128, 64, "float32", "not computed from positions alone"),
+        (of_documents, "cudnn", 128, 64, "bfloat16", "not computed from positions alone"),
         (exact, "splash", 128, 64, "float32", "a precision that splash does not support"),
     ],
 )

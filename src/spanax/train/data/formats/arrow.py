@@ -23,7 +23,25 @@ def opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iter
         return tuple(names), partial(_rows, path, names, read)
 
 
-def _rows(path: Path, names: Sequence[str], read: Callable[[str], Iterable[Any]], field: str) -> Iterator[Any]:
+def objects(path: Path, kind: str, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the given fields of every row as Python has them; those of a CSV file as texts."""
+    num_bytes = 0
+    with _arrow_errors(path):
+        if kind == "csv":
+            text = _pyarrow().string()
+            batches = _open_csv(path, fields, _pyarrow().schema([(field, text) for field in fields]))
+        else:
+            batches = _opened(path, kind)[1](*fields)
+        for batch in batches:
+            batch.validate(full=True)
+            num_bytes += batch.nbytes
+            check_expansion(path, num_bytes)
+            columns = batch.select(list(fields))
+            for start in range(0, len(columns), ROWS_AT_ONCE):
+                yield from columns.slice(start, ROWS_AT_ONCE).to_pylist()
+
+
+def _rows(path: Path, names: Sequence[str], read: Callable[..., Iterable[Any]], field: str) -> Iterator[Any]:
     """Yields a column as texts, numbers or arrays."""
     if field not in names:
         where = f"it has {', '.join(names)[:120]}"
@@ -55,18 +73,18 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _opened(path: Path, kind: str) -> tuple[Sequence[str], Callable[[str], Iterable[Any]]]:
-    """Returns the columns of a file, and a function that streams batches of rows with one of them."""
+def _opened(path: Path, kind: str) -> tuple[Sequence[str], Callable[..., Iterable[Any]]]:
+    """Returns the columns of a file, and a function that streams batches of rows with some of them."""
     arrow = _pyarrow()
     if kind == "parquet":
         file = arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
-        return file.schema_arrow.names, lambda field: file.iter_batches(ROWS_AT_ONCE, columns=[field])
+        return file.schema_arrow.names, lambda *fields: file.iter_batches(ROWS_AT_ONCE, columns=fields)
     if kind == "csv":
         schema = _open_csv(path).schema
         # The first megabyte determines whether a column has numbers or texts.
         types = arrow.schema([each if _is_numeric(each.type) else each.with_type(arrow.string()) for each in schema])
-        return schema.names, lambda field: _open_csv(path, [field], types)
-    return _open_ipc(path).schema.names, lambda field: _ipc_batches(path)
+        return schema.names, lambda *fields: _open_csv(path, fields, types)
+    return _open_ipc(path).schema.names, lambda *fields: _ipc_batches(path)
 
 
 def _open_ipc(path: Path) -> Any:

@@ -7,8 +7,9 @@ pyarrow's reader of JSON Lines names no row, and it infers types, so that texts 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,23 @@ def _rows(path: Path, kind: str, parse: Parser, field: str) -> Iterator[Any]:
         except ValueError:
             raise _bad(path, index, f"the lists in '{field}' have different lengths") from None
         yield value
+
+
+def objects(path: Path, kind: str, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the given fields of every row, those that it has, as JSON has them."""
+    parse: Parser = _json_row
+    for index, record in enumerate(_records(path, kind)):
+        parse = _parser(kind, record) if index == 0 else parse
+        row = _row(path, index, record, parse)
+        yield {field: row[field] for field in fields if field in row}
+
+
+def line_of(path: Path, index: int) -> int:
+    """Returns the number, from 1, of the line of a row of JSON Lines: rows are counted without empty lines."""
+    is_compressed = path.name.lower().endswith(".gz")
+    with gzip.open(path) if is_compressed else open(path, "rb") as file:
+        numbers = (number for number, line in enumerate(file, 1) if not line.isspace())
+        return next(islice(numbers, index, None))
 
 
 def _records(path: Path, kind: str) -> Iterator[bytes]:

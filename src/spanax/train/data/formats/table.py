@@ -59,6 +59,7 @@ class Table:
       size_bytes: the size of all files.
       split: `"train"` or `"validation"`.
       holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
+      objects: yields some fields of every row as Python objects, with a function that returns where the row is.
     """
 
     name: str
@@ -69,11 +70,16 @@ class Table:
     size_bytes: int
     split: str = "train"
     holds_out: bool = True
+    objects: Callable[[Sequence[str]], Iterator[tuple[Callable[[], str], dict[str, Any]]]] = lambda fields: iter(())
 
     def values(self, field: str) -> Iterator[tuple[bool, Any]]:
         """Yields a field of all rows of both splits, as pairs (whether the row is held out, value)."""
         for number, value in enumerate(self.read(field)):
-            yield self.holds_out and number % HELD_OUT == 1, value
+            yield self.is_held_out(number), value
+
+    def is_held_out(self, number: int) -> bool:
+        """Returns whether the row of a number is in the validation split of a table that has both."""
+        return self.holds_out and number % HELD_OUT == 1
 
     def stored(
         self,
@@ -126,18 +132,37 @@ def open_table(source: str | os.PathLike[str], *, split: str = "train") -> Table
     if not fields:
         raise DataError(f"'{paths[0]}' is empty.", fix="a file with rows in it")
     read_all = partial(_read, read, paths[1:], kinds[0])
-    return Table(name, fields, read_all, key, cache_key, sum(sizes), split, holds_out)
+    objects = partial(_objects, paths, kinds[0])
+    return Table(name, fields, read_all, key, cache_key, sum(sizes), split, holds_out, objects)
 
 
-def _opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
-    """Returns the fields of a file, and a function that yields one; imports only the library of its kind."""
+def _reader(kind: str) -> Any:
+    """Returns the module that reads a kind of file; imports only the library of this kind."""
     if kind in ("jsonl", "array_record"):
         from spanax.train.data.formats import records
 
-        return records.opened(path, kind)
+        return records
     from spanax.train.data.formats import arrow
 
-    return arrow.opened(path, kind)
+    return arrow
+
+
+def _opened(path: Path, kind: str) -> tuple[tuple[str, ...], Callable[[str], Iterator[Any]]]:
+    """Returns the fields of a file, and a function that yields one."""
+    fields, read = _reader(kind).opened(path, kind)
+    return fields, read
+
+
+def _objects(
+    paths: Sequence[Path], kind: str, fields: Sequence[str]
+) -> Iterator[tuple[Callable[[], str], dict[str, Any]]]:
+    for path in paths:
+        for index, row in enumerate(_reader(kind).objects(path, kind, fields)):
+            yield partial(_place, path, kind, index), row
+
+
+def _place(path: Path, kind: str, index: int) -> str:
+    return f"'{path}', line {_reader(kind).line_of(path, index):,}" if kind == "jsonl" else f"row {index:,} of '{path}'"
 
 
 def _read(first: Callable[[str], Iterator[Any]], others: Sequence[Path], kind: str, field: str) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,9 +105,7 @@ class Tokenizer:
 
     def _encoded_group(self, group: list[tuple[bool, bool, str]]) -> Iterator[tuple[bool, bool, np.ndarray]]:
         assert self.engine is not None
-        with _raising(
-            f"tokenizer '{self.name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes"
-        ):
+        with encoding_errors(self.name):
             encodings = self.engine.encode_batch([piece for _, _, piece in group], add_special_tokens=False)
         for (side, is_last, _), encoding in zip(group, encodings, strict=True):
             yield side, is_last, np.array(encoding.ids, self.dtype)
@@ -224,6 +222,11 @@ def _parsed(content: str, name: str, *, fix: str) -> "tokenizers.Tokenizer":
         return Engine.from_str(content)
 
 
+def encoding_errors(name: str) -> AbstractContextManager[None]:
+    """Returns a context that raises errors of the tokenizers library in encoding a text as FileError."""
+    return _raising(f"tokenizer '{name}' cannot encode this text.", "a tokenizer with an unknown token, or bytes")
+
+
 @contextmanager
 def _raising(message: str, fix: str) -> Iterator[None]:
     """Raises a FileError for an error of the tokenizers library."""
@@ -262,6 +265,19 @@ def tokenizer_config(content: str) -> dict[str, str]:
 def token_text(token: Any) -> Any:
     """Returns the text of a special token of tokenizer_config.json, which is a string or an object."""
     return token.get("content") if isinstance(token, Mapping) else token
+
+
+def begin_ids(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids that a tokenizer writes before a text."""
+    plain = plain_ids(tokenizer, "a", add_special_tokens=False)
+    whole = plain_ids(tokenizer, "a")
+    return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()
+
+
+def plain_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Returns the ids of a text by a tokenizer of the library `tokenizers` or `transformers`."""
+    encoding = tokenizer.encode(text, **options)
+    return [int(each) for each in getattr(encoding, "ids", encoding)]
 
 
 def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
