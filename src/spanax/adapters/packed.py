@@ -11,15 +11,15 @@ from flax import nnx
 
 from spanax.errors import UnknownNameError, nearest
 
-FORMATS = ("nf4", "int8")
-"""The formats of packed weights."""
-
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The values of NF4, in units of the largest of a group. Source: Dettmers et al., "QLoRA", 2023, appendix E."""
+
+BITS = {"nf4": 4, "int8": 8}
+"""The formats of packed weights, and the bits of their codes."""
 
 GROUP = 64
 """The number of elements with a common scale. Source: Dettmers et al., "QLoRA", 2023."""
@@ -34,8 +34,8 @@ PARTS = ("codes", "scale")
 
 def known_format(name: str) -> str:
     """Returns a format of packed weights; raises UnknownNameError if there is none with this name."""
-    if name not in FORMATS:
-        raise UnknownNameError(f"unknown format '{name}' of frozen weights.", fix=nearest(name, FORMATS))
+    if name not in BITS:
+        raise UnknownNameError(f"unknown format '{name}' of frozen weights.", fix=nearest(name, BITS))
     return name
 
 
@@ -46,9 +46,10 @@ class Packed:
     """An array in 4 or 8 bits, with a scale for each group of elements along one dim.
 
     Attributes:
-      codes: int8, or uint8 with two elements of NF4 per byte, neighbors along the packed dim.
+      codes: words of 32 bits with the codes of neighbors along the packed dim. libtpu copies a stack of arrays of 8 bits
+        to another tiling before a loop over it.
       scale: the largest magnitude of each group.
-      format: one of `FORMATS`.
+      format: one of `BITS`.
       dim: the packed dim, counted from the end: dims of stacked layers may be added and removed.
       dtype: the name of the dtype of the unpacked array, and of the scales.
 
@@ -56,7 +57,7 @@ class Packed:
       >>> values = jnp.linspace(-1, 1, 256).reshape(128, 2)
       >>> packed = Packed.of(values, "nf4", -2)
       >>> packed.codes.shape, packed.scale.shape, packed.shape
-      ((64, 2), (2, 2), (128, 2))
+      ((16, 2), (2, 2), (128, 2))
       >>> bool(jnp.abs(packed.array() - values).max() < 0.16)
       True
     """
@@ -75,32 +76,28 @@ class Packed:
         # Values are divided by the scale as it is stored.
         scale = jnp.abs(grouped).max(dim, keepdims=True).astype(dtype)
         units = grouped / jnp.where(scale == 0, 1, scale).astype(jnp.float32)
-        codes = _nf4(units) if format == "nf4" else jnp.clip(jnp.round(units * 127), -127, 127).astype(jnp.int8)
-        codes = _merged(codes, dim)
-        if format == "nf4":
-            pairs = _split(codes, dim, 2)
-            low, high = (jax.lax.index_in_dim(pairs, index, pairs.ndim + dim, keepdims=False) for index in range(2))
-            codes = low | (high << 4)
-        return Packed(codes, jnp.squeeze(scale, dim), format, dim, dtype)
+        codes = _nf4(units) if format == "nf4" else jnp.clip(jnp.round(units * 127), -127, 127).astype(jnp.int32)
+        words = _split(_merged(codes, dim), dim, 32 // BITS[format])
+        words = jnp.sum((words & (1 << BITS[format]) - 1) << _shifts(format, dim), dim, dtype=jnp.int32)
+        return Packed(words, jnp.squeeze(scale, dim), format, dim, dtype)
 
     def array(self) -> jax.Array:
         """Returns the unpacked array."""
-        codes = self.codes
-        if self.format == "nf4":
-            # Widened first: a sharded weight is gathered before a cast that widens it, once, in its bytes.
-            position = codes.ndim + self.dim + 1
-            pairs = jnp.repeat(jnp.expand_dims(codes.astype(jnp.uint16), position), 2, axis=position)
-            shifts = jnp.array([0, 4], jnp.uint16).reshape(2, *(1,) * (-self.dim - 1))
-            codes = _merged((pairs >> shifts) & 15, self.dim)
-        size = codes.shape[self.dim] // self.scale.shape[self.dim]
+        bits = BITS[self.format]
+        # A sharded weight is gathered before it is repeated: what moves are words, and not values.
+        position = self.codes.ndim + self.dim + 1
+        words = jnp.repeat(jnp.expand_dims(self.codes, position), 32 // bits, axis=position)
+        # The bits of a code, moved to the top of a word and back, with its sign.
+        codes = _merged((words << (32 - bits - _shifts(self.format, self.dim))) >> (32 - bits), self.dim)
         units = _nf4_values(codes, self.dtype) if self.format == "nf4" else codes.astype(self.dtype) / 127
+        size = codes.shape[self.dim] // self.scale.shape[self.dim]
         return _merged(_split(units, self.dim, size) * jnp.expand_dims(self.scale, self.dim), self.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the unpacked array."""
         shape = list(self.codes.shape)
-        shape[self.dim] *= 2 if self.format == "nf4" else 1
+        shape[self.dim] *= 32 // BITS[self.format]
         return tuple(shape)
 
     @property
@@ -141,6 +138,12 @@ def group_size(shape: tuple[int, ...], dim: int) -> int:
     return math.gcd(shape[dim], GROUP)
 
 
+def _shifts(format: str, dim: int) -> jax.Array:
+    """Returns the first bit of each code in a word, along a dim."""
+    bits = BITS[format]
+    return jnp.arange(0, 32, bits, dtype=jnp.int32).reshape(-1, *(1,) * (-dim - 1))
+
+
 def _split(values: jax.Array, dim: int, size: int) -> jax.Array:
     """Splits a dim, counted from the end, into groups; the new dim follows it, at `dim`."""
     position = values.ndim + dim
@@ -157,9 +160,9 @@ def _merged(values: jax.Array, dim: int) -> jax.Array:
 
 def _nf4(units: jax.Array) -> jax.Array:
     """Returns the codes of the nearest values of NF4, as a sum of comparisons: no intermediate is larger."""
-    codes = jnp.zeros(units.shape, jnp.uint8)
+    codes = jnp.zeros(units.shape, jnp.int32)
     for lower, upper in zip(NF4, NF4[1:], strict=False):
-        codes += (units > (lower + upper) / 2).astype(jnp.uint8)
+        codes += (units > (lower + upper) / 2).astype(jnp.int32)
     return codes
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
+
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.ragged_rows import ragged_rows
 from spanax.trace.axes.axes import Axes
@@ -160,8 +162,10 @@ def only_moves(op: Op) -> bool:
 
 
 def _widens(graph: Graph, op: Op) -> bool:
-    """Returns whether a cast increases the bytes of a value, as with weights stored in eight bits."""
-    if op.name != "convert_element_type":
+    """Returns whether a cast or a repeat of integers increases the bytes of a value, as with weights in few bits."""
+    if op.name != "convert_element_type" and op.name != "broadcast_in_dim":
         return False
-    before, after = (graph.avals[value].dtype.itemsize for value in (op.inputs[0], op.outputs[0]))
-    return bool(before < after)
+    before, after = (graph.avals[value] for value in (op.inputs[0], op.outputs[0]))
+    if op.name == "broadcast_in_dim":
+        return bool(before.size < after.size and before.ndim and jax.numpy.issubdtype(before.dtype, jax.numpy.integer))
+    return bool(before.dtype.itemsize < after.dtype.itemsize)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 MIN_BATCH_BYTES = 1 << 22
 """The minimal size of a batch of arrays; larger batches are limited by the largest array."""
 
+CODES = ".codes"
+"""The end of the path of packed weights, which are integers."""
+
 PARTIAL = "init=..., partial=True (--init-partial) loads the weights that match and lists the others"
 
 
@@ -202,7 +205,7 @@ def _packed(
 
 def is_weight(leaf: Any) -> bool:
     """Returns whether a leaf is a parameter or a statistic such as BatchNorm's, and not a count or random state."""
-    return leaf.kind == "param" or (leaf.kind == "other" and _is_weight(dtype_and_shape(leaf)))
+    return leaf.kind == "param" or (leaf.kind == "other" and _is_floating(dtype_and_shape(leaf)))
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ class Source:
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}
         averages = {path.partition(f".{AVERAGED}.")[2]: path for path in leaves}
         averages = {path: average for path, average in averages.items() if path in saved}
-        return Source(step, folder, {p: t for p, t in saved.items() if _is_weight(t)}, averages)
+        return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t) or p.endswith(CODES)}, averages)
 
     @property
     def dtype(self) -> str:
@@ -308,8 +311,8 @@ def _num_bytes(value: Any) -> int:
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
-def _is_weight(text: str) -> bool:
-    return text.startswith(("float", "bfloat", "int8", "uint8"))  # integers are packed weights
+def _is_floating(text: str) -> bool:
+    return text.startswith(("float", "bfloat"))
 
 
 def _unnumbered(path: str) -> str:
