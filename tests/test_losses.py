@@ -17,6 +17,7 @@ import spanax
 from sampling import sampled
 from spanax import losses
 from spanax.errors import SpanaxError
+from spanax.models import gpt
 from spanax.trace.program import Program
 from spanax.trace.rewrites.chunked_loss import chunked_loss
 
@@ -158,14 +159,14 @@ def test_what_does_not_count_and_narrow_logits() -> None:
     @jax.jit
     def computed(logits: jax.Array) -> Any:
         empty = jax.value_and_grad(lambda logits: losses.log_probs(logits, targets, nothing, mean=True).sum())(logits)
-        sfts = [losses.sft(logits, targets, weights) for weights in (nothing, everything, None)]
+        sfts = [losses.sft(logits, targets, weights) for weights in (nothing, everything, everything[0], None)]
         return empty, sfts, losses.distill(logits, *jax.lax.top_k(logits, VOCAB))
 
-    (empty, gradient), ((of_nothing, _), weighted, plain), (divergence, _) = computed(logits)
+    (empty, gradient), ((of_nothing, _), weighted, by_position, plain), (divergence, _) = computed(logits)
     assert empty.dtype == jnp.float32 and empty == 0 and not gradient.any()
     assert jnp.isnan(of_nothing) and abs(divergence) < 1e-6
     np.testing.assert_allclose(weighted[0], plain[0], rtol=1e-6)
-    assert weighted[1] == plain[1]
+    assert weighted == by_position and weighted[1] == plain[1]
 
 
 # ---- the same numbers in every layout, in microbatches and in chunks
@@ -347,6 +348,27 @@ def test_no_logits_are_stored_in_chunks(name: str) -> None:
     whole, chunked = (jax.make_jaxpr(jax.grad(each))(params, batch()) for each in (loss, chunked_loss(loss, 4)))
     assert largest(whole.jaxpr) >= LOGITS
     assert largest(chunked.jaxpr) <= LOGITS // 2
+
+
+@pytest.mark.slow
+def test_a_pipeline_computes_pairs_at_once_with_a_stored_reference() -> None:
+    config = gpt.GPTConfig(VOCAB, seq_len=LENGTH, num_layers=2, num_heads=2, embed_dim=WIDTH)
+
+    def metrics(name: str, mesh: str) -> dict[str, Any]:
+        passes = {"once": at_once, "twice": pair}[name]
+        loss = lambda model, batch: losses.dpo(*passes(model, batch), *batch["stored"].T)  # noqa: E731
+        build = functools.partial(gpt.GPT, config)
+        traced = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch(), loss=loss)
+        run = spanax.start(traced, spanax.plan(traced, spanax.cluster("cpu:2"), mesh=mesh))
+        run.step(batch())
+        return run.step(batch())
+
+    staged, wanted = metrics("once", "pipe=2"), metrics("twice", "data=2")
+    assert staged.keys() == wanted.keys()
+    for key, value in wanted.items():
+        np.testing.assert_allclose(staged[key], value, rtol=1e-5, err_msg=key)
+    with pytest.raises(SpanaxError, match="partly from the layers"):
+        metrics("twice", "pipe=2")
 
 
 # ---- what is frozen

@@ -30,13 +30,13 @@ def token_log_probs(logits: Array, targets: Array) -> Array:
     return -optax.softmax_cross_entropy_with_integer_labels(wide, targets)
 
 
-def log_probs(logits: Array, targets: Array, weights: Array, *, mean: bool = False) -> Array:
+def log_probs(logits: Array, targets: Array, weights: ArrayLike, *, mean: bool = False) -> Array:
     """Returns the log-probability of each sequence, or with `mean` that of its tokens on average.
 
     Args:
       logits: [batch, seq, vocab].
       targets: [batch, seq].
-      weights: [batch, seq]; of a sequence without weights, the result is 0.
+      weights: [batch, seq] or [seq]; of a sequence without weights, the result is 0.
       mean: divides by the sum of the weights.
 
     Example:
@@ -44,17 +44,18 @@ def log_probs(logits: Array, targets: Array, weights: Array, *, mean: bool = Fal
       (2,)
     """
     tokens = token_log_probs(logits, targets)
-    total = (tokens * weights).sum(-1)
-    return total / jnp.maximum(weights.sum(-1), jnp.finfo(tokens.dtype).tiny) if mean else total
+    counted = jnp.broadcast_to(weights, tokens.shape)
+    total = (tokens * counted).sum(-1)
+    return total / jnp.maximum(counted.sum(-1), jnp.finfo(tokens.dtype).tiny) if mean else total
 
 
-def sft(logits: Array, targets: Array, weights: Array | None = None) -> Loss:
+def sft(logits: Array, targets: Array, weights: ArrayLike | None = None) -> Loss:
     """Returns the mean negative log-likelihood of the targets that count; NaN if none does.
 
     Args:
       logits: [batch, seq, vocab].
       targets: [batch, seq].
-      weights: [batch, seq]; by default, every target counts.
+      weights: [batch, seq] or [seq]; by default, every target counts.
 
     Example:
       >>> loss, metrics = sft(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), int))
@@ -205,7 +206,7 @@ def distill(
     logits: Array,
     teacher_logits: Array,
     teacher_tokens: Array,
-    weights: Array | None = None,
+    weights: ArrayLike | None = None,
     *,
     temperature: float = 1.0,
 ) -> Loss:
@@ -219,7 +220,7 @@ def distill(
       logits: [batch, seq, vocab], of the student.
       teacher_logits: [batch, seq, k], the largest of the teacher, stored or computed: `jax.lax.top_k(logits, k)`.
       teacher_tokens: [batch, seq, k], their tokens.
-      weights: [batch, seq]; by default, every token counts.
+      weights: [batch, seq] or [seq]; by default, every token counts.
       temperature: divides the logits of both.
 
     Example:
@@ -237,11 +238,12 @@ def distill(
     return _mean(temperature**2 * divergences, weights)
 
 
-def _mean(values: Array, weights: Array | None) -> Loss:
+def _mean(values: Array, weights: ArrayLike | None) -> Loss:
     """Returns the weighted mean of the values of tokens; the number of tokens is its metric."""
-    total = jnp.asarray(values.size, values.dtype) if weights is None else weights.sum()
-    weighted = values.mean() if weights is None else (values * weights).sum() / total
-    return weighted, {"tokens": total}
+    if weights is None:
+        return values.mean(), {"tokens": jnp.asarray(values.size, values.dtype)}
+    counted = jnp.broadcast_to(weights, values.shape)
+    return (values * counted).sum() / counted.sum(), {"tokens": counted.sum()}
 
 
 def _share(condition: Array) -> Array:
