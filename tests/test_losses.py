@@ -322,8 +322,9 @@ def test_a_loss_is_the_same_everywhere(name: str, layout: str, option: str) -> N
 
 
 def test_kto_compares_each_example_with_the_batch() -> None:
-    with pytest.raises(SpanaxError, match="microbatches would change the loss"):
+    with pytest.raises(SpanaxError, match="microbatches would change the loss") as raised:
         numbers_after(step_of("kto", spanax.jit(mesh="fsdp=2", microbatches=2), spanax.value_and_grad))
+    assert "test_losses.py:" in str(raised.value)
 
 
 def largest(jaxpr: Any) -> int:
