@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import docstring_parser
@@ -47,7 +47,7 @@ API: dict[str, tuple[str, ...]] = {
     "Planning": ("cluster", "Cluster", "local", "plan", "Plan", "Placement", "MeshShape", "Layout", "search", "Search"),
     "Checking": ("check", "Report"),
     "Training": ("start", "Run", "Guard", "logged", "track"),
-    "Fine-tuning": ("lora",),
+    "Fine-tuning": ("lora", "losses"),
     "Generation": ("generate", "decode"),
     "Data": ("batches", "Batches", "mixture", "Mixture", "local_batch"),
     "Checkpoints": ("Checkpoints", "restore"),
@@ -226,7 +226,9 @@ def api_page() -> str:
 def directive(name: str) -> str:
     """Returns the directive of autodoc that documents a public name."""
     value = getattr(spanax, name)
-    if not inspect.isclass(value):
+    if type(value) is ModuleType:
+        kind, members = "automodule", "\n   :members:"
+    elif not inspect.isclass(value):
         kind, members = "autofunction", ""
     elif issubclass(value, Exception):
         kind, members = "autoexception", ""

@@ -13,6 +13,7 @@ import spanax
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "spanax"
 NAMES = [name for name in spanax.__all__ if not name.startswith("__")]
+LOSSES = [name for name, value in vars(spanax.losses).items() if inspect.isfunction(value) and not name.startswith("_")]
 
 
 def undocumented(thing: object) -> str:
@@ -42,6 +43,12 @@ def test_public_names_are_sorted_and_unique() -> None:
 def test_a_public_name_exists_and_is_documented(name: str) -> None:
     why = undocumented(getattr(spanax, name))
     assert not why, f"spanax.{name}: {why}"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_documented(name: str) -> None:
+    why = undocumented(getattr(spanax.losses, name))
+    assert not why, f"spanax.losses.{name}: {why}"
 
 
 def test_dir_shows_the_public_names() -> None:

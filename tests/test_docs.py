@@ -74,8 +74,8 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
 PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
 LORA = "docs/tutorial-lora.md"
 LONG = (
-    "docs/checkpoints.md", "docs/choosing.md", "docs/data.md", "docs/generate.md", "docs/monitoring.md",
-    "docs/notebook.md", "docs/training.md", LORA,
+    "docs/checkpoints.md", "docs/choosing.md", "docs/data.md", "docs/generate.md", "docs/losses.md",
+    "docs/monitoring.md", "docs/notebook.md", "docs/training.md", LORA,
 )  # fmt: skip
 TODAY = LONG[datetime.now(UTC).toordinal() % len(LONG)]
 """The page of the longer ones whose turn it is in `make test`; `make slow` runs the others."""

@@ -15,6 +15,7 @@ QUICK = {
     "12_real_text": ["--models", "MoE-dropless"],
     "13_reinforcement": ["--steps", "2"],
     "14_reinforce": ["--steps", "2"],
+    **dict.fromkeys(("15_preferences", "16_more_preferences", "17_reward_and_distillation"), ["--steps", "2"]),
 }
 """What of the longer ones is run each time; `slow` runs every model of them in every layout."""
 
@@ -40,7 +41,8 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, argumen
 
 LONG = {
     "02_fsdp", "03_tensor", "04_two_dimensions", "05_switch_the_mesh", "09_pipeline", "10_three_dimensions",
-    "11_real_images", "12_real_text", "14_reinforce",
+    "11_real_images", "12_real_text", "14_reinforce", "15_preferences", "16_more_preferences",
+    "17_reward_and_distillation",
 }  # fmt: skip
 """Examples that `slow` runs: those of one layout each, which differ in a word, and those that take tens of seconds."""
 
@@ -104,3 +106,24 @@ def test_rewards_teach_the_policy(
     lines = re.findall(r"reward ([\d.]+), log-probabilities differ by ([\d.e-]+)", capsys.readouterr().out)
     assert float(lines[0][0]) < 0.6 and float(lines[-1][0]) > 0.9
     assert max(float(difference) for _, difference in lines) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        ("15_preferences", ["accuracy > 0.9", "rejected_reward < -1"]),
+        ("16_more_preferences", ["accuracy > 0.9", "nll < 0.2", "loss < 0.47"]),  # 0.5 is the first loss of KTO
+        ("17_reward_and_distillation", ["accuracy > 0.9", "loss < 0.5"]),
+    ],
+)
+def test_losses_of_fine_tuning_teach(
+    name: str, bounds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last value of each metric, of the last model that has it."""
+    example = next(path for path in EXAMPLES if path.stem == name)
+    run_in(tmp_path, monkeypatch, example, [])
+    metrics = {key: float(value) for key, value in re.findall(r"'(\w+)': '([-\d.]+)'", capsys.readouterr().out)}
+    for bound in bounds:
+        key, sign, limit = bound.split()
+        assert (metrics[key] > float(limit)) == (sign == ">"), (bound, metrics)

@@ -34,7 +34,7 @@ ORDER: tuple[set[str], ...] = (
     {"train"},
     {"check", "doctor"},
     {"show"},
-    {"jit", "stack"},
+    {"jit", "stack", "losses"},
     {"decoding"},
     {"spanax"},
     {"models"},

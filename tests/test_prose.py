@@ -12,7 +12,9 @@ from written import pages
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [path.relative_to(ROOT).as_posix() for path in pages(ROOT)]
-REFERENCE = [f"docs/{name}.md" for name in ("api", "commands", "errors", "hardware", "layouts", "models", "stability")]
+REFERENCE = [
+    f"docs/{name}.md" for name in ("api", "commands", "errors", "hardware", "layouts", "losses", "models", "stability")
+]
 """Pages to look things up in; most of their text is generated."""
 
 CITING = ["README.md", "docs/evidence.md", "docs/guarantees.md"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spanax.adapters.lora import lora as lora
+    import spanax.losses as losses  # noqa: F401
     from spanax.check.check import check as check
     from spanax.check.report import Report as Report
     from spanax.decoding.decoder import decode as decode
@@ -99,7 +100,10 @@ _NAMES = {
 """By module, the public names in it."""
 
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME)
+_MODULES = ("losses",)
+"""The public names that are modules."""
+
+__all__ = sorted((*_HOME, *_MODULES))
 
 
 class _FunctionPackage(ModuleType):
@@ -120,6 +124,8 @@ class _FunctionPackage(ModuleType):
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on first use, so that `spanax --help` does not import JAX."""
+    if name in _MODULES:
+        return import_module(f"spanax.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'spanax' has no attribute '{name}'")
     return getattr(import_module(f"spanax.{_HOME[name]}"), name)

@@ -9,8 +9,8 @@ from pathlib import Path
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 OURS = Path(__file__).parent
 """The package folder of Spanax; the models in it are treated as user code."""
-IN_MODELS = ("models", "stack")
-"""The folders of code that models run."""
+IN_MODELS = ("models", "stack", "losses.py")
+"""The code that models and losses run."""
 
 
 @functools.cache

@@ -14,7 +14,8 @@ SMALLEST: dict[str, Any] = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "16 GiB",
 
 
 def test_the_catalog_has_these_chips_and_aliases() -> None:
-    gpus = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 b300 gb300 l4 mi300x"
+    gpus = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 b300 gb300 l4 l40s mi300x"
+    gpus += " a10 a10g t4 rtx3090 rtx4090 rtx5090 rtxa6000"
     assert set(catalogue()) == {*gpus.split(), *"v3 v4 v5e v5p v6e v7 cpu".split()}
     aliases = {"v100": "v100-32gb", "a100": "a100-80gb", "h100-80gb": "h100", "tpu7x": "v7", "ironwood": "v7"}
     for alias, name in (aliases | {"tpu-v5p": "v5p", "Trillium": "v6e", "A100": "a100-80gb"}).items():
@@ -56,6 +57,10 @@ KNOWN = [
     ("gb200", 2500, 186, 8.0, 900, 400),
     ("b300", 2250, 268, 8.0, 900, 800),
     ("gb300", 2500, 268, 8.0, 900, 800),
+    ("rtx3090", 71, 24, 0.936, 31.5, 12.5),
+    ("rtx4090", 165.2, 24, 1.008, 31.5, 12.5),
+    ("rtx5090", 209.5, 32, 1.792, 64, 12.5),
+    ("rtxa6000", 154.8, 48, 0.768, 31.5, 12.5),
     ("v4", 275, 32, 1.228, 50, 50),
     ("v5e", 197, 16, 0.819, 50, 25),
     ("v6e", 918, 32, 1.638, 100, 100),
@@ -82,9 +87,13 @@ def test_the_usable_memory_of_a_tpu_is_that_of_its_compiler(name: str, gib: floa
     assert chip_named(name).usable_bytes == int(gib * 2**30)
 
 
-def test_a_v100_has_no_bf16() -> None:
-    with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16"):
-        chip_named("v100").flops_per_second("bf16")
+@pytest.mark.parametrize("name", ["v100-32gb", "t4"])
+def test_chips_before_ampere_have_no_bf16(name: str) -> None:
+    with pytest.raises(SpanaxError, match=f"'{name}' does not compute in bf16"):
+        chip_named(name).flops_per_second("bf16")
+
+
+def test_chips_without_rates() -> None:
     assert chip_named("v5e").flops_per_second("fp16") == chip_named("v5e").flops_per_second("fp32")
     with pytest.raises(SpanaxError, match="rates are not known"):
         Chip("x").flops_per_second("bf16")
@@ -96,6 +105,9 @@ def test_a_v100_has_no_bf16() -> None:
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU7x", "v7"),

@@ -52,6 +52,7 @@ def test_by_name_and_number() -> None:
     assert cluster("v5p", 64) == cluster("v5p:4x4x4") and cluster("h100", 64) == cluster("h100:8x8")
     assert str(cluster("cpu", 4)) == "cpu:4" and str(cluster("cpu:8", 2)) == "cpu:2"
     assert cluster("h100:8x8", 16) == cluster("h100:2x8")
+    assert cluster("rtx4090") == cluster("RTX-4090:1") and cluster("l4", 2) == cluster("l4:2")
 
 
 def test_simulated_devices_share_what_the_host_has() -> None:
@@ -65,6 +66,7 @@ def test_simulated_devices_share_what_the_host_has() -> None:
 REFUSED = [
     ("cpu", "cluster 'cpu' has no valid number of devices", "cpu:8"),
     ("cpu:eight", "cluster 'cpu:eight' has no valid number of devices", "cpu:8"),
+    ("h100:", "cluster 'h100:' has no valid number of devices", "h100:8"),
     ("cqu:8", "unknown chip 'cqu'", "'cpu'"),
     ("", "unknown chip ''", "known: v100"),
     ("h100:-8", "cluster 'h100:-8' has no valid number of devices", "h100:8"),

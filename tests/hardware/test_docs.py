@@ -22,7 +22,7 @@ def test_the_cluster_names_on_the_page_are_valid() -> None:
     read = [name for cell in names for name in re.findall(r"`([^`]+)`", cell) if ".toml" not in name]
     assert len(read) >= 10
     for name in read:
-        assert cluster(name).num_devices > 1
+        assert cluster(name).num_devices >= 1
 
 
 def test_the_cluster_file_is_read(tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ class Packed:
     """An array in 4 or 8 bits, with a scale for each group of elements along one dim.
 
     Attributes:
-      codes: words of 32 bits with the codes of neighbors along the packed dim. libtpu copies a stack of arrays of 8 bits
-        to another tiling before a loop over it.
+      codes: words of 32 bits with the codes of neighbors along the packed dim. libtpu copies a stack of 8-bit arrays to
+        another tiling before a loop over it.
       scale: the largest magnitude of each group.
       format: one of `BITS`.
       dim: the packed dim, counted from the end: dims of stacked layers may be added and removed.

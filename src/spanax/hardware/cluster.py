@@ -144,8 +144,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
     Args:
       name: a chip and a size: `a100-80gb:64` (devices, in nodes of the default size), `h100:8x8` (nodes x devices per
         node), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; a machine type or a slice of a
-        cloud: `p5.48xlarge`, `a3-highgpu-8g:4` (four machines), `v5litepod-16`, `v5p-128` (TensorCores), `8xH100`; or
-        a cluster file: `mine.toml`, `mine.toml:8x8`.
+        cloud: `p5.48xlarge`, `a3-highgpu-8g:4` (four machines), `v5litepod-16`, `v5p-128` (TensorCores), `8xH100`; a
+        GPU alone, which is one device: `rtx4090`; or a cluster file: `mine.toml`, `mine.toml:8x8`.
       num_devices: replaces the size after the colon.
 
     Raises:
@@ -155,8 +155,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
     Example:
       >>> cluster("cpu:8").num_devices, cluster("h100:2x4").shape, cluster("trillium:256").shape
       (8, (2, 4), (16, 16))
-      >>> print(cluster("8xH100"), cluster("v5p-128"))
-      h100:8 v5p:4x4x4
+      >>> print(cluster("8xH100"), cluster("v5p-128"), cluster("rtx4090"))
+      h100:8 v5p:4x4x4 rtx4090:1
     """
     path = re.fullmatch(r"(?P<file>.+\.toml)(?::(?P<size>.*))?", name)
     if path:
@@ -168,6 +168,8 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
         file = ""
         head, _, size = cluster_name(name).partition(":")
         chip = chip_named(head, where=f"cluster '{name}'")
+        is_gpu = not chip.shared and chip.inside is not None and chip.inside.kind != "torus"
+        size = "1" if is_gpu and head == cluster_name(name) else size
     if num_devices is not None:
         size = str(num_devices)
     return _sized(chip, size, name, file)

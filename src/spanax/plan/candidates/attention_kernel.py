@@ -24,16 +24,14 @@ def kernel_on(cluster: Cluster) -> str | None:
 
     Example:
       >>> from spanax.hardware.cluster import cluster
-      >>> [kernel_on(cluster(name)) for name in ("v5p:2x2x1", "h100:8", "mi300x:8", "v3:2x2", "cpu:8")]
-      ['splash', 'cudnn', None, None, None]
+      >>> [kernel_on(cluster(name)) for name in ("v5p:2x2x1", "h100:8", "mi300x:8", "v3:2x2", "t4:8", "cpu:8")]
+      ['splash', 'cudnn', None, None, None, None]
     """
-    kinds = cluster.chip.device_kinds
-    old = ("v3", "v100-32gb", "v100-16gb")
-    if cluster.chip.name in old:
-        return None
+    chip = cluster.chip
     if cluster.is_torus:
-        return SPLASH
-    return CUDNN if any(kind.startswith("NVIDIA") for kind in kinds) else None
+        return SPLASH if chip.name != "v3" else None
+    is_from_ampere_on = "bf16" in chip.peak_flops and any(kind.startswith("NVIDIA") for kind in chip.device_kinds)
+    return CUDNN if is_from_ampere_on else None
 
 
 def with_attention(

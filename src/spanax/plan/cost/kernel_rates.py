@@ -66,16 +66,16 @@ RATES: dict[tuple[str, str], Rate] = {
 }
 
 GENERATIONS = {
-    "v100": ("a100",),
-    "l4": ("a100",),
-    "mi300x": ("a100",),
     "h200": ("h100",),
     "b200": ("h100",),
     "gb200": ("b200", "h100"),
     "b300": ("gb300", "b200", "h100"),
     "gb300": ("b200", "h100"),
 }
-"""The chips whose rates replace those of a chip that has none, the nearest architecture first. Source: an estimate."""
+"""The chips whose rates replace those of a chip that has none, the nearest architecture first; of others, the A100's.
+
+Source: an estimate.
+"""
 
 HEAD = 128.0
 HEAD_POWER = 0.3

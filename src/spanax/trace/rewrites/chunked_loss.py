@@ -252,8 +252,8 @@ def across(graph: Graph, op: Op, dim: int) -> tuple[int | None, ...] | None:
 
     A reshape has the same chunks along the last dims of two runs with the same elements.
     """
-    is_chunked = op.name == "dot_general" or (op.family in CHUNKED and len(op.outputs) <= max(1, len(op.inputs)))
-    if graph.shape(op.outputs[0])[dim] <= 1 or not is_chunked:
+    is_chunked = op.family in CHUNKED and len(op.outputs) <= max(1, len(op.inputs))
+    if graph.shape(op.outputs[0])[dim] <= 1 or not (is_chunked or op.name in ("dot_general", "top_k")):
         return None
     for relation in op.dim_map.of_kind(Kind.FACTORS):
         if relation.other[-1][1] == dim:
