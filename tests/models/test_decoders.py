@@ -69,6 +69,15 @@ def first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
+def test_positions_that_are_given_replace_those_along_the_row(devices: Any) -> None:
+    """Packed rows restart them; attention, which is relative, would not show it."""
+    x = np.random.default_rng(0).normal(size=(4, 16, 2, 8)).astype(np.float32)
+    turned = np.asarray(rotate(x, 1e4, None, documents()["positions"]))
+    for end, length in zip(np.cumsum(LENGTHS), LENGTHS, strict=True):
+        own = slice(end - length, end)
+        np.testing.assert_allclose(turned[:, own], rotate(x[:, own], 1e4), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", sampled(DECODERS, ["gpt", "llama"]))
 def test_packed_documents_are_those_run_alone(name: str, devices: Any) -> None:
     """With slots for every token, since those of an expert are shared by the documents of a row."""

@@ -1,5 +1,8 @@
 """Batches of conversations: several in a row, which a model keeps apart by `segments`, or one.
 
+It is not Grain's packing, whose rows have no random access, and which takes 20 times as long
+(`benchmarks/data_formats.py`).
+
 Shapes: R rows read by this process, T tokens in a row, C conversations of these rows, N tokens of these.
 """
 

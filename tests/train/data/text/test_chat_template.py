@@ -19,7 +19,7 @@ from spanax.train.data.text.conversations import COUNTS, IDS, _Encoder
 from spanax.train.data.text.tokenizer import load_tokenizer
 
 SAID = (("system", "é"), ("user", "1+1?"), ("assistant", "2 日"), ("user", "sure"), ("assistant", ""), ("user", "?"),
-        ("assistant", "yes\n"))  # fmt: skip
+        ("assistant", " yes\n"))  # fmt: skip
 MESSAGES = [{"role": role, "content": content} for role, content in SAID]
 
 MARKED = (
@@ -30,9 +30,9 @@ MARKED = (
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TOKENS = {"eos_token": "<|im_end|>"}
 
-MASKED = {35: 6, 65: 1, 87: 5}
+MASKED = {35: 6, 65: 1, 87: 6}
 """The first token and the number of tokens that count, by `apply_chat_template(return_assistant_tokens_mask=True)` of
-transformers 5.24.0 for `MARKED`, of the 93 tokens of `MESSAGES`."""
+transformers 5.24.0 for `MARKED`, of the 94 tokens of `MESSAGES`."""
 
 
 @pytest.fixture
@@ -40,6 +40,8 @@ def folder(tmp_path: Path) -> Path:
     """A tokenizer of bytes with two special tokens."""
     tokenizer = tokenizers.Tokenizer.from_str(load_tokenizer("bytes").to_json())
     tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    # As GPT-2's, which gives spaces to no token.
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
     return tmp_path
@@ -54,7 +56,7 @@ def test_what_counts_is_what_transformers_marks(text: str, folder: Path) -> None
     more = text == UNMARKED
     expected = [each for first, count in MASKED.items() for each in range(first, first + count + more)]
     assert [index for index, each in enumerate(ids) if each & COUNTS] == expected
-    assert len(ids) == 93 and (ids & IDS)[:12].tolist() == [257, *b"system\n", 195, 169, 256, 10]
+    assert len(ids) == 94 and (ids & IDS)[:12].tolist() == [257, *b"system\n", 195, 169, 256, 10]
     assert template.end == "<|im_end|>"
 
 

@@ -171,6 +171,7 @@ def test_a_tokenizer_that_begins_texts_begins_a_plain_prompt(tmp_path: Path) -> 
     engine.add_special_tokens(["<s>", "</s>"])
     engine.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     engine.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('a prompt has none') }}")
     path = write(tmp_path / "a.jsonl", [{"prompt": "é ", "completion": "b"}, {"prompt": "", "completion": ""}])
     part = conversations(path, tmp_path, chat_template=None, tokenizer=str(tmp_path / "tokenizer.json"))
     assert (part.ids & IDS).tolist() == [256, *"é b".encode(), 257]
