@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spanax.adapters.lora import lora as lora
     import spanax.losses as losses  # noqa: F401
+    from spanax.adapters.lora import lora as lora
     from spanax.check.check import check as check
     from spanax.check.report import Report as Report
     from spanax.decoding.decoder import decode as decode
