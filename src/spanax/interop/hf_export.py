@@ -24,7 +24,7 @@ from spanax.interop.configs import CONFIG, Family, config_json, family_of, membe
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
-from spanax.models.imported import MODELS, SavedModel, is_imported, read_model, saved_workload
+from spanax.models.imported import MODELS, SavedModel, is_imported, model_class, read_model, saved_workload
 from spanax.models.workloads import load
 from spanax.train.data.text.tokenizer import tokenizer_config
 from spanax.train.record.folder import saved_tokenizer
@@ -111,7 +111,8 @@ def export_weights(
     origin = _origin(Path(checkpoint), kind, workload)
     config = _with_saved_sizes(origin.config, source.saved)
     family = family_of(kind, config)
-    arrays = arrays_of(family, params_of(family.model, config))
+    build = partial(model_class(family.model, origin.into).build, config)
+    arrays = arrays_of(family, params_of(build))
     stored = _stored(source, arrays)
     listed = _listed(family, stored, source, origin, dtype)
     dtypes = tuple(sorted({str(tensor.dtype) for tensor in listed.values()}))
@@ -133,7 +134,8 @@ def export_weights(
         elif len(files) > 1:
             _write_index(listed, files, out)
         _write_auxiliary(saved_tokenizer(Path(checkpoint)), origin.folder, out)
-        _write_config(config_json(family, config, dtypes[-1]), imported, origin.folder, out)
+        described = config_json(family, config, dtypes[-1]) if imported is None else imported
+        _write_config(described, dtypes[-1], origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
@@ -157,7 +159,8 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> SavedModel:
     candidates = [other for other, types in MODELS.items() if isinstance(built, types[0]) and type(config) is types[1]]
     if model not in candidates:
         what = f"'{name}' is a {type(built).__name__}, which cannot be exported as '{kind}'."
-        raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
+        known = f"a model of {', '.join(MODELS)}, or one that began from imported weights"
+        raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else known)
     return SavedModel(model, config)
 
 
@@ -204,7 +207,7 @@ def _stored(source: weights.Source, arrays: list[Array]) -> dict[str, list[Array
 
 def _outputs(family: Family, origin: SavedModel, name: str) -> tuple[str, ...]:
     """Returns the names that a tensor of a family has in the files."""
-    copies = origin.twice if name == family.tied[1] else ()
+    copies = origin.twice if family.tied and name == family.tied[-1] else ()
     return (name.removeprefix(family.prefix) if origin.is_bare else name, *copies)
 
 
@@ -289,11 +292,10 @@ def _write_auxiliary(tokenizer: str | None, imported: Path | None, out: Path) ->
             copy_out(imported, name, out)
 
 
-def _write_config(exported: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
-    """Writes config.json: the imported one, with the dtype replaced if it differs, or else the default."""
-    config = exported if imported is None else imported
+def _write_config(config: dict[str, Any], dtype: str, imported: Path | None, out: Path) -> None:
+    """Writes config.json with a dtype; an imported one that has it is copied."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if folder is not None and config.get(key) in (None, exported["dtype"]):
-        copy_out(folder, IMPORTED[0], out)
+    if imported is not None and config.get(key) in (None, dtype):
+        copy_out(imported, IMPORTED[0], out)
         return
-    (out / CONFIG).write_text(json.dumps(config | {key: exported["dtype"]}, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(config | {key: dtype}, indent=2, sort_keys=True) + "\n")
