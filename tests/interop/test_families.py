@@ -114,6 +114,8 @@ def test_names_and_shapes_match_as_the_tables_or_not_at_all(how: str) -> None:
             for (_, view), (_, other) in pairs:
                 np.testing.assert_array_equal(view.reshape(-1), other.reshape(-1), f"{name}: {array.path}")
         assert len(arrays) == len(table) or problems
+        if kind == "gpt2":  # most of its shapes differ, but (3 H K) may be any order of the three
+            assert len(arrays) > 15 and not any(".qkv." in array.path for array in arrays)
         if NAMES[how] and kind not in ("vit", "gpt2"):  # theirs or ours are queries, keys and values in one
             assert not problems, f"{name}: {problems[0]}"
 
