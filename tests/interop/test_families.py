@@ -20,10 +20,11 @@ from drawn import INPUTS, ORACLES, drawn
 from loaded import digests, imported
 from sampling import sampled
 from spanax import cli
-from spanax.errors import WeightsError
+from spanax.errors import WeightsError, WorkloadError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.configs import families, read_config
 from spanax.interop.hf_import import match_weights, params_of
+from spanax.interop.loaded_model import load_model
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.own_class.groups import words
 from spanax.interop.own_class.match import Rows, match_own
@@ -77,7 +78,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     kind = config["model_type"]
     _, arrays = model_of(name)
     folder = folder_of(config, {each: drawn(each, array.tensor_shape) for array in arrays for each in array.names})
-    import_weights(folder, kind, tmp_path / "in", into=into(kind))
+    import_weights(folder, kind if into(kind) else None, tmp_path / "in", into=into(kind))
     tokens = jnp.asarray(INPUTS)
     inputs = (tokens, tokens[:, ::-1]) if kind == "t5" else (tokens,)
     result = jax.jit(imported(tmp_path / "in"))(*inputs)
@@ -85,6 +86,37 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[:, -1, :6], KNOWN[name]["logits"], atol=1e-5, rtol=1e-5)
     export_weights(tmp_path / "in", families()[kind].model, tmp_path / "out")
     assert digests(tmp_path / "out") == digests(folder)
+    if kind == "t5":
+        with pytest.raises(WorkloadError, match="T5 takes answer_BT besides tokens"):
+            load_model(tmp_path / "in")
+
+
+GEMMA_3 = {
+    "vocab_size": 262_144, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+    "hidden_size": 1152, "intermediate_size": 6912, "sliding_window": 512, "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "rope_scaling": None, "final_logit_softcapping": None,
+}  # fmt: skip
+FLAN_T5 = {
+    "vocab_size": 32_128, "num_layers": 8, "num_heads": 6, "d_model": 512, "d_kv": 64, "d_ff": 1024,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "num_params", "settings"),
+    [
+        # Sources: config.json of google/gemma-3-1b-it and google/flan-t5-small; the paper of Gemma 3, table 1.
+        ("gemma3_text", GEMMA_3, 999_885_952, {"full_every": 6, "rope_theta": 1e6, "window_rope_theta": 1e4}),
+        ("t5", FLAN_T5, 76_961_152, {"scaled_outputs": False, "tied_embeddings": False}),
+    ],
+)
+def test_the_config_of_an_older_transformers_is_read(
+    kind: str, config: dict[str, Any], num_params: int, settings: dict[str, Any]
+) -> None:
+    family, ours = read_config(folder_of(config | {"model_type": kind}), kind, into(kind))
+    params = params_of(partial(model_class(family.model, into(kind)).build, ours))
+    assert sum(int(np.prod(shape)) for shape in params.values()) == num_params
+    assert {key: getattr(ours, key) for key in settings} == settings
 
 
 NAMES = {"as they are": True, "without the names of the family": False, "renamed": False}
