@@ -22,6 +22,7 @@ from spanax.errors import error_types
 from spanax.hardware.chip import Chip, Link
 from spanax.hardware.chips import catalogue
 from spanax.hardware.slices import shape_text
+from spanax.interop.configs import families
 from spanax.plan.presets import MEANING, PRESETS, STORED
 from spanax.train.config import TrainConfig
 from spanax.train.flags import MAX, MIN
@@ -390,8 +391,19 @@ def link_text(link: Link | None) -> str:
     return f"{link.name} {rate_text(link.bytes_per_second, 'bytes per second', link.share)}" if link else "-"
 
 
+def families_table() -> str:
+    """Returns the families of Hugging Face: what each reads, the class of the model, and that in transformers."""
+    rows = []
+    for family in families().values():
+        as_model = f" or {code(family.model)}" if family.example and family.model != family.name else ""
+        into = f"`--into` {code(family.example)}" if family.example else f"built in ({code(family.model)})"
+        rows.append([code(family.name) + as_model, family.about, into, code(family.architecture)])
+    return table(("`--as`", "reads", "class", "class of transformers"), rows)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "check.md": {"lint": lint_table},
+    "generate.md": {"families": families_table},
     "hardware.md": {"chips": chips_table, "links": links_table},
     "layouts.md": {"axes": mesh_axes_table, "layouts": layouts_table},
     "models.md": {"workloads": models_table},

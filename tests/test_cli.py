@@ -71,7 +71,9 @@ FLAGS = {
     "probe": {"devices", "out", "seconds"},
     "report": {"json", "out", "run"},
     "doctor": {"hosts", "json", "output_dir", "timeout"},
-    "import": {"dtype", "json", "kind", "output_dir", "source"},
+    "import": {
+        "dry_run", "dtype", "into", "json", "kind", "map", "output_dir", "source", "traceback",
+    },  # fmt: skip
     "export": {"checkpoint", "dtype", "file_size", "json", "kind", "output_dir", "traceback", "workload"},
     "export-rules": {"global_batch_size", "json", "layout", "mesh", "seq_len", "traceback", "workload"},
 }  # fmt: skip
@@ -208,6 +210,7 @@ BAD: dict[str, tuple[int, str]] = {
     "a host without a port": (2, "doctor --hosts 10.0.0.7"),
     "importing nothing": (65, "import nowhere --as gpt2 --output-dir new"),
     "importing as what is unknown": (2, "import old --as gpt3 --output-dir new"),
+    "importing to nowhere": (2, "import old --as gpt2"),
     "importing pickled weights": (65, "import pickled --as gpt2 --output-dir new"),
     "importing without a config": (65, "import bare --as gpt2 --output-dir new"),
     "exporting nothing": (65, "export nowhere --as gpt2 --output-dir new"),

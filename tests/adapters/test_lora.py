@@ -139,6 +139,10 @@ def test_frozen_weights_have_no_optimizer_state_and_are_gathered_in_their_bytes(
     assert trained == adapters and len(adapters) == 14
     codes = sum(math.prod(leaf.shape) for leaf in plan.leaves if leaf.path.endswith("codes"))
     report = spanax.check(traced, plan, machine)
-    gathered = [each for each in report.collectives if each.kind == "all-gather" and each.dtype == "s32" and each.bytes_once > 1024]
+    gathered = [
+        each
+        for each in report.collectives
+        if each.kind == "all-gather" and each.dtype == "s32" and each.bytes_once > 1024
+    ]
     assert sum(each.bytes_once * each.runs for each in gathered) == 2 * 4 * codes
     assert report.compiled.collectives == report.predicted.collectives

@@ -6,15 +6,24 @@
 Each is a folder as `save_pretrained` writes it, and beside it NAME.safetensors with `inputs` and `logits`, and of a
 language model the `greedy` tokens after the first input. Every number of a model is moved at random, so that no bias is
 zero and no two norms are alike.
+
+The other families are in `oracles.json`: the config.json of a model, and some logits that it computes with the tensors
+that `tests/drawn.py` draws by their names.
 """
 
+import json
 import shutil
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from drawn import INPUTS, ORACLES, drawn  # noqa: E402
 
 FOLDER = Path(__file__).parent / "weights"
 
@@ -83,8 +92,50 @@ def greedy(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     return tokens[0, len(prompt) :].int()
 
 
+T5 = {"vocab_size": 96, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+
+
+def others() -> dict[str, Any]:
+    """Name to model, of those without a folder."""
+    t = transformers
+    llama = LLAMA | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    layers = ["sliding_attention", "full_attention"]
+    windows = {"head_dim": 8, "sliding_window": 3, "query_pre_attn_scalar": 16, "layer_types": layers}
+    return {
+        "gemma": t.GemmaForCausalLM(t.GemmaConfig(**llama, head_dim=8)),
+        "gemma2": t.Gemma2ForCausalLM(t.Gemma2Config(**llama, **windows)),
+        "gemma3_text": t.Gemma3ForCausalLM(t.Gemma3TextConfig(**llama, **windows)),
+        "mistral": t.MistralForCausalLM(t.MistralConfig(**llama, sliding_window=None)),
+        "mixtral": t.MixtralForCausalLM(t.MixtralConfig(**llama, num_local_experts=4)),
+        "olmo2": t.Olmo2ForCausalLM(t.Olmo2Config(**llama)),
+        "phi": t.PhiForCausalLM(t.PhiConfig(**llama | {"hidden_size": 32, "num_key_value_heads": 4})),
+        "phi3": t.Phi3ForCausalLM(t.Phi3Config(**llama, sliding_window=3)),
+        "t5": t.T5ForConditionalGeneration(t.T5Config(**T5)),
+        "t5-gated": t.T5ForConditionalGeneration(t.T5Config(**T5, feed_forward_proj="gated-gelu")),
+    }
+
+
+def oracle(model: Any) -> dict[str, Any]:
+    """The config.json of a model, and its last logits with tensors that are drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads(Path(folder, "config.json").read_text())
+        with torch.no_grad():
+            shapes = {
+                name: tuple(tensor.shape) for name, tensor in load_file(Path(folder, "model.safetensors")).items()
+            }
+            tensors = {name: torch.tensor(drawn(name, shape)) for name, shape in shapes.items()}
+            save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+            model = type(model).from_pretrained(folder).eval()
+            tokens = torch.tensor(INPUTS)
+            decoded = {"decoder_input_ids": tokens.flip(1)} if config["model_type"] == "t5" else {}
+            logits = model(input_ids=tokens, **decoded).logits[:, -1, :6]
+    return {"config": config, "logits": [[round(float(value), 6) for value in row] for row in logits]}
+
+
 def main() -> None:
     """Writes all of them."""
+    ORACLES.write_text(json.dumps({name: oracle(model) for name, model in others().items()}, indent=1) + "\n")
     shutil.rmtree(FOLDER, ignore_errors=True)
     torch.manual_seed(0)
     for name, (model, how) in models().items():

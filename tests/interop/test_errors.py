@@ -117,6 +117,35 @@ def exported_with(config: str) -> Callable[[Path], Any]:
     return act
 
 
+def own(source: str = "", rows: str | None = None, name: str = "Own", weights: str = "llama", **how: Any) -> Any:
+    """Imports weights into a class of a user's file."""
+
+    def act(folder: Path) -> None:
+        (folder / "own.py").write_text(f"import jax.numpy as jnp\nfrom flax import nnx\n{source}")
+        if rows is not None:
+            (folder / "rows.toml").write_text(rows)
+            how["mapping"] = folder / "rows.toml"
+        kind = how.pop("kind", None)
+        import_weights(WEIGHTS / weights, kind, folder / "new", into=f"{folder}/own.py:{name}", **how)
+
+    return act
+
+
+def moved(folder: Path) -> None:
+    """Loads weights whose class is no longer there."""
+    imported(folder)
+    description = json.loads((folder / "in" / "model.json").read_text()) | {"class": f"{folder}/gone.py:Own"}
+    (folder / "in" / "model.json").write_text(json.dumps(description))
+    load(str(folder / "in"))
+
+
+NORMS = """
+class Own(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(96, 16, rngs=rngs)
+        self.square = nnx.Param(jnp.zeros((16, 16)))
+"""
+SIZED = "class Own(nnx.Module):\n    def __init__(self, size, rngs): ..."
 ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
 
 WRONG: dict[str, Callable[[Path], Any]] = {
@@ -149,6 +178,19 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "exported of another kind": exported("gpt2", workload="llama-nano"),
     "exported as another of its kind": exported("qwen3", workload="llama-nano"),
     "exported of no kind": exported("gpt2", workload="resnet-nano"),
+    "into a class that is an example": own(kind="olmo2", weights="qwen2"),
+    "of a family whose class is an example": configured("llama", "olmo2", model_type="olmo2"),
+    "into no class": own(kind="llama"),
+    "into a class of a family without a config": own(NORMS, kind="llama"),
+    "into a name that is none": own(NORMS, name="Owm"),
+    "into a class with sizes": own(SIZED),
+    "into a class that the weights do not suit": own(NORMS),
+    "rows for a kind": own(NORMS, "", kind="llama"),
+    "rows that are none": own(NORMS, "tensor = 3"),
+    "a row of no array": own(NORMS, '[tensors]\n"embed.embeddings" = []'),
+    "a row of no tensor": own(NORMS, '[tensors]\n"embed.embedding" = ["model.embed_token.weight"]'),
+    "a row of another shape": own(NORMS, '[tensors]\n"embed.embedding" = ["lm_head.weight", "D V -> V D"]'),
+    "a class that was moved": moved,
     "exported with an empty config.json": exported_with(""),
     "exported with a config.json of another shape": exported_with("[]"),
 }
@@ -160,7 +202,7 @@ def test_invalid_flags_are_reported_in_four_lines(name: str, tmp_path: Path) -> 
         WRONG[name](tmp_path)
     assert len(str(caught.value).splitlines()) <= 4
     assert not (tmp_path / "new").exists(), "something was left behind"
-    message = str(caught.value).replace(str(tmp_path), "FOLDER")
+    message = str(caught.value).replace(str(tmp_path), "FOLDER").replace(str(WEIGHTS), "WEIGHTS")
     golden_messages.compare(GOLDEN, WRONG, name, f"{message}\n  [exit {caught.value.exit_code}]")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import spanax
 from spanax.interop import export_weights, import_weights
+from spanax.interop.configs import members
 from spanax.models.workloads import load
 
 INSTALL = 'pip install "spanax[interop-test]"'
@@ -27,10 +28,16 @@ LLAMA_3 = {
 }  # fmt: skip
 
 
+KINDS = ("gpt2", "vit", "gemma2", "gemma3", "mixtral", "olmo2", "phi", "phi3", "t5")
+
+
 def theirs(name: str) -> tuple[str, Any]:
     """What it is read as, and a model of transformers, every number of it at random."""
     t, sizes = transformers, TEXT | HEADS
     gpt2 = {"vocab_size": 512, "n_positions": 128, "n_embd": 96, "n_layer": 3, "n_head": 6}
+    windows = {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 24}
+    # The scores of T5 have no scale: a wider one rounds by more than the tolerance in either library.
+    t5 = {"vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
     vit = {"image_size": 32, "patch_size": 8, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3}
     built = {
         "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)),
@@ -44,6 +51,14 @@ def theirs(name: str) -> tuple[str, Any]:
         "qwen2, tied": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=32)),
         "gemma": lambda: t.GemmaForCausalLM(t.GemmaConfig(**sizes, head_dim=32)),
+        "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**sizes, **windows)),
+        "gemma3": lambda: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**sizes | {"num_hidden_layers": 7}, **windows)),
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**sizes, num_local_experts=4)),
+        "olmo2": lambda: t.Olmo2ForCausalLM(t.Olmo2Config(**sizes)),
+        "phi": lambda: t.PhiForCausalLM(t.PhiConfig(**sizes)),
+        "phi3": lambda: t.Phi3ForCausalLM(t.Phi3Config(**sizes, sliding_window=16, pad_token_id=0)),
+        "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(**t5)),
+        "t5, gated": lambda: t.T5ForConditionalGeneration(t.T5Config(**t5, feed_forward_proj="gated-gelu")),
         "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, num_attention_heads=6, num_labels=7)),
     }
     torch.manual_seed(1)
@@ -51,7 +66,8 @@ def theirs(name: str) -> tuple[str, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return name if name in ("gpt2", "vit") else "llama", model.eval()
+    kind = name.partition(",")[0]
+    return kind if kind in KINDS else "llama", model.eval()
 
 
 def asked(kind: str, image_size: int = 32) -> np.ndarray:
@@ -63,8 +79,9 @@ def asked(kind: str, image_size: int = 32) -> np.ndarray:
 
 def answer(model: Any, kind: str, inputs: np.ndarray) -> np.ndarray:
     arguments = torch.tensor(inputs.transpose(0, 3, 1, 2) if kind == "vit" else inputs)
+    answers = {"decoder_input_ids": arguments.flip(1)} if kind == "t5" else {}
     with torch.no_grad():
-        return model(arguments).logits.numpy()
+        return model(arguments, **answers).logits.numpy()
 
 
 def begun(folder: Path) -> spanax.Run:
@@ -74,7 +91,11 @@ def begun(folder: Path) -> spanax.Run:
     return spanax.start(program, plan, init=folder)
 
 
-NAMES = ["gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "qwen2, tied", "qwen3", "gemma", "vit"]
+NAMES = [
+    "gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "qwen2, tied", "qwen3", "gemma", "vit",
+    "gemma2", "gemma3", "mixtral", "olmo2", "phi", "phi3", "t5", "t5, gated",
+]  # fmt: skip
+MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,8 +104,11 @@ def test_import_and_export_preserve_logits(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "theirs")
     inputs = asked(kind)
     expected = answer(model, kind, inputs)
-    import_weights(tmp_path / "theirs", kind, tmp_path / "in")
-    actual = np.asarray(jax.jit(begun(tmp_path / "in").model())(jnp.asarray(inputs)))
+    example = members(kind)[0].example
+    import_weights(tmp_path / "theirs", kind, tmp_path / "in", into=example and f"{MODELS}/{example}")
+    tokens = jnp.asarray(inputs)
+    result = jax.jit(begun(tmp_path / "in").model())(*(tokens, tokens[:, ::-1]) if kind == "t5" else [tokens])
+    actual = np.asarray(result[0] if kind == "mixtral" else result)
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=0)
     export_weights(tmp_path / "in", kind, tmp_path / "out")

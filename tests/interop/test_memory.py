@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from spanax.interop.configs import config_json, families
 from spanax.interop.hf_import import params_of
 from spanax.interop.mapping import arrays_of
 from spanax.interop.safetensors import Writer
-from spanax.models.gpt import GPTConfig
+from spanax.models.gpt import GPT, GPTConfig
 from spanax.train.state.weights import MIN_BATCH_BYTES
 
 MEASURE = """
@@ -37,7 +38,7 @@ OVERHEAD_BYTES = 20 << 20
 
 def written(folder: Path, config: GPTConfig) -> int:
     """Random weights of a GPT-2, one tensor at a time; returns the bytes of the largest."""
-    arrays = arrays_of(families()["gpt2"], params_of("gpt2", config))
+    arrays = arrays_of(families()["gpt2"], params_of(partial(GPT, config)))
     listed = {
         name: SimpleNamespace(shape=array.tensor_shape, dtype="float32") for array in arrays for name in array.names
     }

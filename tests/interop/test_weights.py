@@ -1,6 +1,5 @@
 """Weights in and out: what transformers answers, the same bytes again, and runs that begin from them."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,29 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from safetensors.numpy import save_file
 
 import spanax
+from loaded import digests, imported
 from sampling import sampled
 from spanax import cli
 from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
-from spanax.interop.configs import config_json, family_of, read_config
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
 from spanax.train.data.text import tokenizer
 from spanax.train.record.folder import write_records
-from spanax.train.state.weights import Source
 from spanax.train.store import manifest, view
 
 WEIGHTS = Path(__file__).parent / "weights"
 KINDS = {"gpt2": "gpt2", "llama": "llama", "llama-tied": "llama", "qwen2": "llama", "qwen3": "llama", "vit": "vit"}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """What every file of a folder holds."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
 def copied(name: str, to: Path) -> Path:
@@ -58,22 +49,6 @@ def answers(name: str) -> dict[str, np.ndarray]:
     return result
 
 
-def imported(folder: Path) -> nnx.Module:
-    """Our model with the weights of a folder, without the machinery around it."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: load(str(folder)).build(nnx.Rngs(0))))
-    source = Source.of(folder)
-    flat = nnx.to_flat_state(state)
-    for path, variable in flat:
-        paths = [".".join(map(str, path))]
-        if paths[0] not in source.saved:
-            first, *rest = map(str, path)
-            paths = [".".join((first, str(number), *rest)) for number in range(variable.shape[0])]
-        targets = {path: np.empty(variable.shape[len(paths) > 1 :], source.saved[path].split("[")[0]) for path in paths}
-        arrays = [np.asarray(array, "float32") for array in source.read(targets).values()]
-        variable.set_value(jnp.stack(arrays) if len(paths) > 1 else jnp.asarray(arrays[0]))
-    return nnx.merge(graph, nnx.from_flat_state(flat))
-
-
 @pytest.mark.parametrize("name", sampled(KINDS, ["gpt2", "qwen3", "vit"]))
 def test_weights_are_imported_and_exported_again(name: str, tmp_path: Path) -> None:
     done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
@@ -95,77 +70,6 @@ def test_a_run_on_a_mesh_starts_with_the_imported_logits(name: str, tmp_path: Pa
     expected = answers(name)
     result = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(expected["inputs"]))
     np.testing.assert_allclose(np.asarray(result), expected["logits"], atol=1e-4, rtol=0)
-
-
-GEMMA = {
-    "vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 100.0, "dtype": "float32",
-    "model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def random_tensors() -> dict[str, np.ndarray]:
-    """Random weights of a Gemma, under the names of Hugging Face."""
-    rng = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (96, 16), "norm": (16,)}
-    for layer in (f"layers.{number}." for number in range(2)):
-        shapes |= {f"{layer}{norm}_layernorm": (16,) for norm in ("input", "post_attention")}
-        shapes |= {f"{layer}mlp.{item}_proj": (24, 16) for item in ("gate", "up")} | {f"{layer}mlp.down_proj": (16, 24)}
-        shapes |= {f"{layer}self_attn.q_proj": (32, 16), f"{layer}self_attn.o_proj": (16, 32)}
-        shapes |= {f"{layer}self_attn.{item}_proj": (8, 16) for item in "kv"}
-    return {f"model.{key}.weight": rng.normal(0, 0.3, shape).astype("float32") for key, shape in shapes.items()}
-
-
-def expected_logits(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-    """The logits of one text in float64, from the paper (arXiv 2403.08295)."""
-    num_tokens = len(tokens)
-    get = lambda key: weights[f"{key}.weight"].astype(float)  # noqa: E731
-
-    def norm(x: np.ndarray, key: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * (get(key) + 1)
-
-    def rotated(x: np.ndarray) -> np.ndarray:
-        angles = np.outer(np.arange(num_tokens), 100.0 ** (-np.arange(0, 8, 2) / 8))[:, None]
-        first, second = x[..., :4], x[..., 4:]
-        cos, sin = np.cos(angles), np.sin(angles)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-
-    x = get("model.embed_tokens")[tokens] * 4.0  # the root of 16
-    for layer in ("model.layers.0.", "model.layers.1."):
-        attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
-        h = norm(x, f"{layer}input_layernorm")
-        q, k, v = ((h @ get(f"{attention}{item}_proj").T).reshape(num_tokens, -1, 8) for item in "qkv")
-        k, v = (np.repeat(item, 4, axis=1) for item in (rotated(k), v))
-        scores = np.einsum("thk,shk->hts", rotated(q), k) / np.sqrt(8)
-        scores[:, ~np.tri(num_tokens, dtype=bool)] = -np.inf
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        x = x + np.einsum("hts,shk->thk", shares, v).reshape(num_tokens, 32) @ get(f"{attention}o_proj").T
-        h = norm(x, f"{layer}post_attention_layernorm")
-        gate, up = h @ get(f"{mlp}gate_proj").T, h @ get(f"{mlp}up_proj").T
-        active = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-        x = x + (active * up) @ get(f"{mlp}down_proj").T
-    return norm(x, "model.norm") @ get("model.embed_tokens").T
-
-
-def test_gemma_equals_its_paper(tmp_path: Path) -> None:
-    """The other families have answers of transformers in `weights`."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    weights = random_tensors()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(GEMMA))
-    import_weights(folder, "gemma", tmp_path / "in")
-    tokens = np.random.default_rng(1).integers(0, 96, (2, 12))
-    expected = np.stack([expected_logits(weights, text) for text in tokens])
-    assert np.abs(expected).max() > 1
-    logits = jax.jit(imported(tmp_path / "in"))(tokens)
-    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=1e-4)
-    export_weights(tmp_path / "in", "llama", tmp_path / "out")
-    assert digests(tmp_path / "out") == digests(folder)
-    family, config = read_config(folder, "gemma")
-    (folder / "config.json").write_text(json.dumps(config_json(family, config, "float32")))
-    assert read_config(folder, "llama") == (family, config) and family_of("llama", config) == family
 
 
 def test_names_of_a_bare_model_masks_and_a_head_that_repeats(tmp_path: Path) -> None:

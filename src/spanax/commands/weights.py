@@ -37,39 +37,57 @@ class ImportCommand:
 
     Attributes:
       source: a folder with safetensors and config.json, or one file next to its config.json.
-      kind: gpt2, vit, llama (also for those that follow), mistral (without a window), qwen2, qwen3 or gemma.
+      kind: a family, such as llama. Default: that of config.json; with --into, any class.
       output_dir: the folder to create.
+      into: FILE.py:Class of the model, if it is not built in.
+      map: a TOML file with the arrays of a class of your own that names and shapes do not determine.
+      dry_run: list which tensor is which array, and write nothing.
       dtype: float32, bfloat16 or float16, instead of the dtype of the tensors.
       base: of an adapter of PEFT, the imported weights that it is for.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     source: Positional[Path]
-    output_dir: Path
     kind: Annotated[str | None, arg(name="as")] = None
+    output_dir: Path | None = None
+    into: str | None = None
+    map: Path | None = None
+    dry_run: bool = False
     dtype: str | None = None
     base: Path | None = None
     json: bool = False
+    traceback: bool = False
 
 
 def import_answer(command: ImportCommand) -> Answer:
     """Writes the checkpoint.
 
     Raises:
-      SpanaxError: the architecture or dtype is unknown.
-      DataError: the weights cannot be read.
+      SpanaxError: the architecture, class or dtype is unknown.
+      DataError: the weights cannot be read, or do not match.
       WriteError: the checkpoint cannot be written.
     """
     use_host_memory()
     from spanax.interop.adapter import import_adapter
-    from spanax.interop.hf_import import import_weights
+    from spanax.interop.hf_import import import_weights, match_weights
 
+    if command.dry_run:
+        matched = match_weights(command.source, command.kind, into=command.into, mapping=command.map)
+        return Answer(str(matched), matched.to_json())
+    if command.output_dir is None:
+        raise MissingError("--output-dir is missing.", fix="--output-dir weights/NAME, or --dry-run")
     if command.base is not None:
         adapter = import_adapter(command.source, command.base, command.output_dir)
         return Answer(f"{adapter}\nto train from it: spanax train {adapter.out} --data ...", asdict(adapter))
-    if command.kind is None:
-        raise MissingError("--as is missing, the kind of the weights.", fix="--as llama")
-    result = import_weights(command.source, command.kind, command.output_dir, dtype=command.dtype)
+    result = import_weights(
+        command.source,
+        command.kind,
+        command.output_dir,
+        dtype=command.dtype,
+        into=command.into,
+        mapping=command.map,
+    )
     fields = asdict(result)
     return Answer(str(result), fields | {"kept": fields.pop("auxiliary_files")})
 
@@ -80,7 +98,7 @@ class ExportCommand:
 
     Attributes:
       checkpoint: a run folder, a folder of checkpoints, or the output of spanax import.
-      kind: gpt2, vit, llama (also for those that follow), mistral (without a window), qwen2, qwen3 or gemma.
+      kind: a family, such as llama.
       output_dir: the folder to create.
       dtype: float32, bfloat16 or float16, instead of the saved dtype.
       workload: the workload of the checkpoint, if its folder does not record it.

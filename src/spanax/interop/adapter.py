@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from spanax.entries.names import IMPORTED
 from spanax.errors import AdapterError, FileErrors, WeightsError, first_line
 from spanax.interop.auxiliary_files import copy_out, write_model, writing
 from spanax.interop.configs import Family, family_of
-from spanax.interop.hf_import import params_of, weights_plan
+from spanax.interop.hf_import import imported_program, params_of, weights_plan
 from spanax.interop.mapping import ALONG, Array, arrays_of
 from spanax.interop.safetensors import Tensor, inside, tensors
-from spanax.models.imported import read_model
+from spanax.models.imported import model_class, read_model
 from spanax.train.state import weights
 from spanax.units import count_text
 
@@ -323,7 +323,7 @@ def import_adapter(
     if model.folder is None or model.adapters is not None:
         raise AdapterError(f"'{base}' has adapters already.", fix="the weights without them")
     family = family_of(model.kind, model.config)
-    arrays = arrays_of(family, params_of(family.model, model.config))
+    arrays = arrays_of(family, params_of(partial(model_class(model.kind, model.into).build, model.config)))
     path = source / FILE
     stored = {_full_name(name, family): tensor for name, tensor in tensors(inside(path, source)).items()}
     checkpoint = weights.Source.of(base)
@@ -354,9 +354,9 @@ def import_adapter(
         for file in IMPORTED:
             if Folder.of(base).kind(file) is not None:
                 copy_out(base, file, out)
-        shape = asdict(model.config)
-        write_model(out, model.kind, shape, is_bare=model.is_bare, twice=model.twice, adapters=str(adapters))
-        plan = weights_plan(model.kind, model.config, out, {}, adapters)
+        adapted_model = replace(model, adapters=adapters, folder=out)
+        write_model(out, adapted_model)
+        plan = weights_plan(imported_program(adapted_model, out), {})
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": "adapter", "from": source.name}})
     num_params = sum(math.prod(part.shape) for name, part in parts.items() if name.rpartition(".")[2] in NAMES)
     return AdapterFiles(family.name, str(out), str(adapters), num_params)

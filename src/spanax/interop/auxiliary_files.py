@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED, MODEL, MODEL_FILE_BYTES, Name
 from spanax.errors import FileErrors, InUseError, WeightsError, WorkloadError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
+from spanax.models.imported import SavedModel
 
 
 def auxiliary_files(folder: Path) -> list[Path]:
@@ -56,20 +58,15 @@ def writing(folder: Path) -> Iterator[None]:
         raise
 
 
-def write_model(
-    folder: Path,
-    kind: str,
-    shape: dict[str, Any],
-    *,
-    is_bare: bool,
-    twice: tuple[str, ...],
-    adapters: str | None = None,
-) -> None:
+def write_model(folder: Path, model: SavedModel) -> None:
     """Writes the model that the weights of a folder belong to, its adapters, and the naming scheme of the weights."""
-    naming = {"is_bare": is_bare, "twice": twice}
-    adapted = {} if adapters is None else {"lora": adapters}
-    text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": naming, **adapted}, indent=1)
-    Folder.of(folder).replace(MODEL, [text + "\n"])
+    naming = {"is_bare": model.is_bare, "twice": model.twice}
+    data = {"version": 1, "model": model.kind, "shape": asdict(model.config), "theirs": naming}
+    if model.into is not None:
+        data["class"] = model.into
+    if model.adapters is not None:
+        data["lora"] = str(model.adapters)
+    Folder.of(folder).replace(MODEL, [json.dumps(data, indent=1) + "\n"])
 
 
 def copy_out(folder: Path, name: Name, out: Path) -> None:

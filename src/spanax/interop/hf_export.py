@@ -25,7 +25,7 @@ from spanax.interop.configs import CONFIG, Family, config_json, family_of, membe
 from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
-from spanax.models.imported import MODELS, SavedModel, is_imported, read_model, saved_workload
+from spanax.models.imported import MODELS, SavedModel, is_imported, model_class, read_model, saved_workload
 from spanax.models.workloads import load, saved_definition
 from spanax.train.data.text.chat_template import TEMPLATE
 from spanax.train.data.text.tokenizer import tokenizer_config
@@ -116,7 +116,8 @@ def export_weights(
     origin = _origin(Path(checkpoint), kind, workload)
     config = _with_saved_sizes(origin.config, saved.saved)
     family = family_of(kind, config)
-    arrays = arrays_of(family, params_of(family.model, config))
+    build = partial(model_class(family.model, origin.into).build, config)
+    arrays = arrays_of(family, params_of(build))
     definition = saved_definition(Path(checkpoint), workload)
     if definition.adapters is not None and not merge:
         return export_adapter(saved, definition.adapters, family, arrays, out)
@@ -144,7 +145,8 @@ def export_weights(
         elif len(files) > 1:
             _write_index(listed, files, out)
         _write_auxiliary(saved_tokenizer(Path(checkpoint)), saved_template(Path(checkpoint)), origin.folder, out)
-        _write_config(config_json(family, config, dtypes[-1]), imported, origin.folder, out)
+        described = config_json(family, config, dtypes[-1]) if imported is None else imported
+        _write_config(described, dtypes[-1], origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
@@ -168,7 +170,8 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> SavedModel:
     candidates = [other for other, types in MODELS.items() if isinstance(built, types[0]) and type(config) is types[1]]
     if model not in candidates:
         what = f"'{name}' is a {type(built).__name__}, which cannot be exported as '{kind}'."
-        raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
+        known = f"a model of {', '.join(MODELS)}, or one that began from imported weights"
+        raise WorkloadError(what, fix=f"--as {candidates[0]}" if candidates else known)
     return SavedModel(model, config)
 
 
@@ -215,7 +218,7 @@ def _stored(source: weights.Source | Merged, arrays: list[Array]) -> dict[str, l
 
 def _outputs(family: Family, origin: SavedModel, name: str) -> tuple[str, ...]:
     """Returns the names that a tensor of a family has in the files."""
-    copies = origin.twice if name == family.tied[1] else ()
+    copies = origin.twice if family.tied and name == family.tied[-1] else ()
     return (name.removeprefix(family.prefix) if origin.is_bare else name, *copies)
 
 
@@ -307,11 +310,10 @@ def _write_auxiliary(tokenizer: str | None, template: Mapping[str, str], importe
             copy_out(imported, name, out)
 
 
-def _write_config(exported: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
-    """Writes config.json: the imported one, with the dtype replaced if it differs, or else the default."""
-    config = exported if imported is None else imported
+def _write_config(config: dict[str, Any], dtype: str, imported: Path | None, out: Path) -> None:
+    """Writes config.json with a dtype; an imported one that has it is copied."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if folder is not None and config.get(key) in (None, exported["dtype"]):
-        copy_out(folder, IMPORTED[0], out)
+    if imported is not None and config.get(key) in (None, dtype):
+        copy_out(imported, IMPORTED[0], out)
         return
-    (out / CONFIG).write_text(json.dumps(config | {key: exported["dtype"]}, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(config | {key: dtype}, indent=2, sort_keys=True) + "\n")

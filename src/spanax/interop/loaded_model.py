@@ -1,5 +1,6 @@
 """A trained or imported model as an object, with its tokenizer."""
 
+import inspect
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,11 @@ def _cast(array: jax.Array, dtype: str | None) -> jax.Array:
 def _built(build: Any) -> nnx.Module:
     model = build(nnx.Rngs(0))
     assert isinstance(model, nnx.Module)
+    _, _, *others = inspect.signature(type(model).__call__).parameters.values()
+    required = [each.name for each in others if each.default is each.empty and "VAR" not in each.kind.name]
+    if required:
+        what = f"{type(model).__name__} takes {', '.join(required)} besides tokens."
+        raise WorkloadError(what, fix="a model of one sequence of tokens; this one can be called in Python")
     return model
 
 

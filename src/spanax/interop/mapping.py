@@ -85,7 +85,7 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
 
     Args:
       family: the family of the model.
-      params: path -> shape of the parameters, with stacked blocks.
+      params: path -> shape of the parameters; blocks are stacked, or those of a list.
 
     Raises:
       DataError: the model has a parameter that is not in the family.
@@ -101,18 +101,31 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
     for path, row in family.tensors.items():
         names = tuple(entry for entry in row if " -> " not in entry)
         dims = next((entry for entry in row if " -> " in entry), "")
-        stacked = path.replace(".*", "")
-        shape = remaining.pop(stacked, None)
-        if shape is not None and path == stacked:
-            arrays.append(Array(path, path, None, shape, names, dims))
-        elif shape is not None:
-            for layer in range(shape[0]):
-                numbered = tuple(name.replace("*", str(layer)) for name in names)
-                arrays.append(Array(path.replace("*", str(layer)), stacked, layer, shape[1:], numbered, dims))
+        stacked = path.replace(f".{ALONG}", "")
+        for layer, shape in _layers(path, stacked, remaining):
+            along = shape[dims.partition(" -> ")[2].split().index(ALONG)] if ALONG in dims else 0
+            expanded = [name.replace("#", str(number)) for name in names for number in range(along)]
+            numbered = tuple(name.replace(ALONG, str(layer)) for name in (expanded if "#" in names[0] else names))
+            arrays.append(Array(path.replace(ALONG, str(layer)), stacked, layer, shape, numbered, dims))
     if remaining:
         what = f"the model has {len(remaining)} parameters without a Hugging Face tensor."
         raise WeightsError(what, where=", ".join(sorted(remaining)[:SHOWN]))
     return arrays
+
+
+def _layers(path: str, stacked: str, remaining: dict[str, tuple[int, ...]]) -> Iterator[tuple[int | None, Any]]:
+    """Yields the number and the shape of each layer of a path that the model has, which it removes."""
+    if path == stacked:
+        if stacked in remaining:
+            yield None, remaining.pop(stacked)
+    elif stacked in remaining:
+        num_layers, *shape = remaining.pop(stacked)
+        yield from ((layer, tuple(shape)) for layer in range(num_layers))
+    else:
+        layer = 0
+        while (numbered := path.replace(ALONG, str(layer))) in remaining:
+            yield layer, remaining.pop(numbered)
+            layer += 1
 
 
 @dataclass(frozen=True)
@@ -139,17 +152,27 @@ def match_tensors(family: Family, arrays: list[Array], tensors: Mapping[str, Any
       DataError: a tensor is missing or unknown, or has another shape or dtype.
     """
     named = {name: array for array in arrays for name in array.names}
-    copy, original = family.tied
+    *copies, original = family.tied or ("",)
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
     prefix = family.prefix if is_bare else ""
-    prefixed = {name if name in named or name == copy else prefix + name: tensor for name, tensor in tensors.items()}
-    twice = (copy,) if copy in prefixed and copy not in named and original in prefixed else ()
-    patterns = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in prefixed if name not in (*named, *twice)}
+    prefixed = {name if name in named or name in copies else prefix + name: tensor for name, tensor in tensors.items()}
+    twice = tuple(copy for copy in copies if copy in prefixed and copy not in named and original in prefixed)
+    patterns = {name: numberless(name) for name in prefixed if name not in (*named, *twice)}
     left_out = Counter(pattern for pattern in patterns.values() if pattern in family.computed)
     unknown = [name for name, pattern in patterns.items() if pattern not in family.computed]
     _check_names(named, prefixed, unknown, where)
-    _check_values(named, prefixed, where)
+    check_values(named, prefixed, where)
     return TensorMatch({name: prefixed[name] for name in named}, dict(left_out), twice, is_bare)
+
+
+def numberless(name: str) -> str:
+    """Returns a name with `*` for its numbers.
+
+    Example:
+      >>> numberless("h.0.ln_1.bias")
+      'h.*.ln_1.bias'
+    """
+    return ".".join(ALONG if part.isdecimal() else part for part in name.split("."))
 
 
 def _check_names(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknown: list[str], where: str) -> None:
@@ -170,7 +193,12 @@ def _check_names(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknow
     raise WeightsError(what, where="; ".join(listed), fix=fix)
 
 
-def _check_values(named: Mapping[str, Array], prefixed: Mapping[str, Any], where: str) -> None:
+def check_values(named: Mapping[str, Array], prefixed: Mapping[str, Any], where: str) -> None:
+    """Checks the shapes and dtypes of the tensors of a file.
+
+    Raises:
+      DataError: a tensor has another shape or dtype than its array.
+    """
     mismatched = [
         f"{name} is {prefixed[name].shape}, not {array.tensor_shape}"
         for name, array in named.items()

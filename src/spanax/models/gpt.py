@@ -131,7 +131,8 @@ class GPT(nnx.Module):
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns the mean next-token cross-entropy in float32; `batch` is as in `example_batch`."""
-    logits_BTV = model(batch["inputs"], batch.get("segments"), batch.get("positions"))
+    documents = [batch[name] for name in ("segments", "positions") if name in batch]
+    logits_BTV = model(batch["inputs"], *documents)
     return cross_entropy(logits_BTV, batch)
 
 

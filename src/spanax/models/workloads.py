@@ -1,22 +1,21 @@
 """Named workloads, and workloads loaded from a user's file or from a folder of imported weights."""
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
+from flax import nnx
 
 from spanax import Workload
 from spanax.adapters.lora import LoRA
 from spanax.errors import RangeError, SizeError, UnknownNameError, WorkloadError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported, saved_workload
+from spanax.models.user_file import module_of, no_class
 from spanax.trace.optimizers.named import sgd
 from spanax.train.record.folder import recorded
 
@@ -252,6 +251,30 @@ def load(
     return _resized(name, workload, ignored)
 
 
+def builder(name: str) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Returns what builds the module of `FILE.py:NAME`, a class or function of `rngs`, or a workload.
+
+    Raises:
+      SpanaxError: the file or name does not exist, or it takes more than `rngs`.
+    """
+    module, attribute = module_of(name, "class")
+    value = getattr(module, attribute, None)
+    if isinstance(value, Workload):
+        return value.build
+    if not callable(value):
+        raise no_class(module, attribute)
+    is_class = isinstance(value, type)  # the metaclass of nnx.Module hides its parameters
+    parameters = inspect.signature(inspect.getattr_static(value, "__init__") if is_class else value).parameters
+    if "rngs" not in parameters:
+        return load(name).build
+    required = [key for key, each in parameters.items() if each.default is each.empty and "VAR" not in each.kind.name]
+    others = [key for key in required if key not in ("self", "rngs")]
+    if others:
+        what = f"'{name}' takes {', '.join(others)} besides rngs."
+        raise WorkloadError(what, fix=f"a function: def build(rngs): return {name.rpartition(':')[2]}(..., rngs=rngs)")
+    return lambda rngs: value(rngs=rngs)
+
+
 _FIXED_SIZES = {
     "seq_len": ("sequence length", "--seq-len"),
     "num_layers": ("number of layers", "--layers"),
@@ -285,12 +308,10 @@ def _resized(name: str, workload: Workload, requested: dict[str, int]) -> Worklo
 
 
 def _from_file(name: str) -> Workload | Callable[..., Workload]:
-    path, colon, attribute = name.rpartition(":")
+    path, colon, _ = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise UnknownNameError(f"unknown workload '{name}'.", fix=nearest(name, ["file.py:name", *WORKLOADS]))
-    if not Path(path).is_file():
-        raise UnknownNameError(f"'{path}' does not exist.", where=f"workload '{name}'")
-    module = _imported(Path(path))
+    module, attribute = module_of(name, "workload")
     value = getattr(module, attribute, None)
     if isinstance(value, Workload) or callable(value):
         return value
@@ -299,14 +320,3 @@ def _from_file(name: str) -> Workload | Callable[..., Workload]:
         f"'{path}' has no workload '{attribute}'.",
         fix=nearest(attribute, known) if known else f"{attribute} = spanax.Workload(build=..., batch=..., loss=...)",
     )
-
-
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    # Like `python file.py`, so that the file can import modules from its folder.
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module

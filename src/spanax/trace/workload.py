@@ -162,13 +162,13 @@ class Workload:
         """
         if self.train_step is not None:
             raise WorkloadError("--lora needs a loss, and this workload has a train_step.", fix="spanax.lora in it")
-        build = _AdaptedBuild(self.build, adapters, quantize, dtype)
+        build = AdaptedBuild(self.build, adapters, quantize, dtype)
         return replace(self, build=build, wrt=nnx.LoRAParam, learning_rate=RATE * self.learning_rate)
 
     @property
     def adapters(self) -> LoRA | None:
         """The adapters that the workload trains, if any."""
-        return self.build.adapters if isinstance(self.build, _AdaptedBuild) else None
+        return self.build.adapters if isinstance(self.build, AdaptedBuild) else None
 
     def trace(
         self,
@@ -236,13 +236,13 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class _AdaptedBuild:
+class AdaptedBuild:
     """A `build` whose model has adapters."""
 
     build: Callable[..., nnx.Module]
     adapters: LoRA
-    quantize: str | None
-    dtype: Any
+    quantize: str | None = None
+    dtype: Any = None
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         model: nnx.Module = built_from(self.build, rngs)
