@@ -187,8 +187,8 @@ def kto(
 def kto_divergence(mismatched: Array, reference_mismatched: Array) -> Array:
     """Returns the estimated divergence of the model from its reference, at least 0.
 
-    Each example of `kto` is compared with it. Where a loss computes it, `microbatches` raise an error. Outside of the
-    function that is differentiated, it is that of the whole batch, and the loss has any number of them.
+    Each example of `kto` is compared with it. Within a loss, it combines the whole batch, and `microbatches` raise an
+    error. Computed before, outside of the function that is differentiated, it lets the loss run in microbatches.
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.1.
 
     Args:
