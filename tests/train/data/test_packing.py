@@ -11,7 +11,10 @@ import pytest
 from batched import B, leaf, plan_of
 from spanax.errors import SpanaxError
 from spanax.train.data.batches import Batches
+from spanax.train.data.destination import Destination
+from spanax.train.data.open_source import open_source
 from spanax.train.data.packing import packed
+from spanax.train.data.source import Options
 from spanax.train.data.text.chat_template import ChatTemplate
 
 T = 16
@@ -76,6 +79,15 @@ def test_rows_are_those_of_the_seed_and_the_position(read: Callable[..., Batches
     bare = ChatTemplate("{% for message in messages %}{{ message.content }}-{% endfor %}")
     with pytest.raises(SpanaxError, match="belongs to other data"):
         read(PACKED, seed=3, epochs=None, chat_template=bare, position=data.state())
+
+
+def test_a_process_reads_its_rows_of_the_batch(read: Callable[..., Batches], tmp_path: Path) -> None:
+    options = Options(seed=3, epochs=None, cache_dir=tmp_path / "cache")
+    whole, part = (
+        open_source(tmp_path / "a.jsonl", Destination(PACKED.batch, None, rows_B), options).read(7)
+        for rows_B in (np.arange(B), np.array([1, 2, 6]))
+    )
+    assert all(np.array_equal(part[path], whole[path][[1, 2, 6]]) for path in whole) and whole["weights"].any()
 
 
 def test_a_long_conversation_is_cut_at_its_end(read: Callable[..., Batches], tmp_path: Path) -> None:
