@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.adapters.lora import Dims, LoRA, lora, packed_paths
+from spanax.adapters.lora import Dims, LoRA, adapter_paths, lora, packed_paths
 from spanax.errors import SpanaxError
 from spanax.models import gpt, llama
+from spanax.plan.evaluate import model_flops
 
 LAYERS: dict[str, tuple[Callable[[nnx.Rngs], Any], tuple[int, ...]]] = {
     "linear": (lambda rngs: nnx.Linear(8, 6, rngs=rngs), (2, 3, 8)),
@@ -127,6 +129,19 @@ def test_the_same_numbers_as_one_device(quantize: str | None) -> None:
     names = LAYOUTS if quantize != "nf4" else ("fsdp+tensor",)
     for layout in names:
         np.testing.assert_allclose(losses(traced, layout), expected, rtol=2e-6, err_msg=layout)
+
+
+def test_a_step_returns_frozen_weights_as_they_are() -> None:
+    """In a scan over layers with a remat, as a weight that is written would be stacked anew; MFU counts no gradient."""
+    traced = program("nf4", size=replace(llama.SIZES["nano"], remat=True))
+    body = traced.step.graph.body
+    changed = {leaf.path for leaf, a, b in zip(traced.leaves, body.inputs, body.outputs, strict=False) if a != b}
+    assert {path for path in changed if "optimizer" not in path} == set(adapter_paths(adapted_model()))
+    assert model_flops(traced) < 2.1 * traced.step.active.flops
+
+
+def adapted_model() -> nnx.Module:
+    return lora(llama.Llama(llama.SIZES["nano"], nnx.Rngs(0)), 4, rngs=nnx.Rngs(0))
 
 
 def test_frozen_weights_have_no_optimizer_state_and_are_gathered_in_their_bytes() -> None:

@@ -3,6 +3,7 @@
 `evaluate` prices one plan. `LayoutCosts` prices one layout on many meshes and schedules at once, for the search.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -389,14 +390,22 @@ def main_dtype(terms: Terms) -> str:
 def model_flops(program: Program) -> float:
     """Returns the FLOPs of the matmuls of a step without recomputation, with unmasked attention scores.
 
-    Of experts, those that tokens are routed to count (`StepAnalysis.active`).
+    Of experts, those that tokens are routed to count (`StepAnalysis.active`). Frozen weights have no gradient.
 
     Source: the forward pass, and twice that in the backward pass: gradients of inputs and weights (PaLM, appendix B).
     """
     graph = program.step.graph
     groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
     attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
-    return 3.0 * (program.step.active.flops + attention)
+    return 3.0 * (program.step.active.flops + attention) - _frozen_share(program) * program.step.active.flops
+
+
+def _frozen_share(program: Program) -> float:
+    """Returns the share of the parameters that a step returns as they are."""
+    body = program.step.graph.body
+    triples = zip(program.leaves, body.inputs, body.outputs, strict=False)
+    params = [(math.prod(leaf.shape), before == after) for leaf, before, after in triples if leaf.kind == "param"]
+    return sum(size for size, is_frozen in params if is_frozen) / max(1, sum(size for size, _ in params))
 
 
 def _distinct_params(plan: Plan) -> list[str]:

@@ -161,7 +161,11 @@ class Stack(nnx.Module):
             block = nnx.merge(graph, *layer, copy=True)
             x, *ys = _passed_on(x, block(x, *args, **kwargs))
             inputs = {id(value) for value in jax.tree.leaves(layer[0])}
-            is_new = lambda _, leaf: not isinstance(leaf, nnx.Param) or id(leaf.get_value()) not in inputs  # noqa: E731
+
+            def is_new(_: Any, leaf: Any) -> bool:
+                parts = jax.tree.leaves(leaf.get_raw_value())
+                return not isinstance(leaf, nnx.Param) or any(id(part) not in inputs for part in parts)
+
             return x, (nnx.state(block, is_new), tuple(ys))
 
         policy = self._stack.remat

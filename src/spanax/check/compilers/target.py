@@ -33,9 +33,19 @@ A100 = Gpu("NVIDIA A100-SXM4", (8, 0), 108, 64, 19.5e12, 40 * MIB, 164 * KIB)
 H100 = Gpu("NVIDIA H100", (9, 0), 132, 128, 67e12, 50 * MIB, 228 * KIB)
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 128, 67e12, 50 * MIB, 228 * KIB)
 B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 75e12, 126 * MIB, 228 * KIB)
+L4 = Gpu("NVIDIA L4", (8, 9), 58, 128, 30.3e12, 48 * MIB, 100 * KIB)
+RTX4090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 82.6e12, 72 * MIB, 100 * KIB)
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
-    {"a100-80gb": A100, "a100-40gb": A100, "h100": H100, "h200": H200, "b200": B200}
+    {
+        "a100-80gb": A100,
+        "a100-40gb": A100,
+        "h100": H100,
+        "h200": H200,
+        "b200": B200,
+        "l4": L4,
+        "rtx4090": RTX4090,
+    }
 )
 """The chips of the catalog that have a description."""
 
