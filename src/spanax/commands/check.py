@@ -158,8 +158,7 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     if command.plan is not None:
         loaded = Plan.load(command.plan)
         check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
-    dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
-    program = request.trace(command.sizes.load(load), command.precision, dtype=dtype, recipe=command.recipe)
+    program = request.trace(command.sizes.load(load), command.precision, planned=loaded, recipe=command.recipe)
     chosen = loaded or plan(
         program,
         machine,
@@ -195,7 +194,7 @@ def _parity(command: CheckCommand, load: Load, program: "Program", plan: "Plan",
     trace = partial(
         command.request.trace,
         precision=command.precision,
-        dtype=plan.schedule.compute_dtype,
+        planned=plan,
         recipe=command.recipe,
     )
     return parity_of(load, trace, program, plan, steps=command.steps, devices=devices[: plan.mesh.size])

@@ -27,6 +27,7 @@ from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
+    check_rate,
     computed_in,
     default_chunks,
     default_dtype,
@@ -194,6 +195,7 @@ def _dtype(
       request: the requirements of the plan.
       policy: the remat policy; None for the fastest.
     """
+    check_rate(program, cluster)
     if request.schedule is not None and request.schedule.compute_dtype is not None:
         return request.schedule.compute_dtype, None
     dtype = default_dtype(program, cluster)
@@ -486,7 +488,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     offload = request.offload or ()
-    schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype, offload=offload)
+    schedule = replace(schedule or Schedule(), loss_chunks=count, offload=offload)
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)

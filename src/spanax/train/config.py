@@ -120,6 +120,7 @@ PLAN_SETTINGS = (
     "layout",
     "mesh",
     "dtype",
+    "quantize",
     "microbatches",
     "pipeline_schedule",
     "virtual_stages",

@@ -13,7 +13,7 @@ from spanax.units import count_of
 from spanax.usage import flag
 
 if TYPE_CHECKING:
-    from spanax.plan.plan import Schedule
+    from spanax.plan.plan import Plan, Schedule
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
 
@@ -106,17 +106,21 @@ class Precision:
     Attributes:
       dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
         accelerators, unless the model sets its own dtypes.
+      quantize: int8, fp8 or nvfp4, in which the matmuls of weights are computed, but for the last, which computes the
+        logits, and routers of experts; all others are in --dtype.
       optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
     """
 
     dtype: str | None = None
+    quantize: str | None = None
     optimizer_state: str = "float32"
 
     def check_dtype(self) -> None:
-        """Raises SpanaxError if the compute dtype is unknown."""
-        from spanax.trace.jaxpr.remat_policies import known_dtype
+        """Raises SpanaxError if the compute dtype or the quantization is unknown."""
+        from spanax.trace.jaxpr.remat_policies import known_dtype, known_quantization
 
         known_dtype(self.dtype)
+        known_quantization(self.quantize)
 
 
 @dataclass(frozen=True)
@@ -223,16 +227,21 @@ class LayoutRequest:
         workload: "Workload",
         precision: Precision,
         *,
-        dtype: str | None,
+        planned: "Plan | None" = None,
         learning_rate: float = 1e-3,
         num_steps: int = 100,
         recipe: Recipe = AS_DEFINED,
     ) -> "Program":
-        """Returns the training step of a workload, traced with the requested rematerialization and precision."""
+        """Returns the training step of a workload, traced with the requested rematerialization and precision.
+
+        A plan from a file, `planned`, determines the compute dtype and the quantization.
+        """
+        dtypes = precision if planned is None else planned.schedule
         return workload.trace(
             learning_rate=learning_rate,
             num_steps=num_steps,
-            compute_dtype=dtype,
+            compute_dtype=dtypes.dtype if isinstance(dtypes, Precision) else dtypes.compute_dtype,
+            quantize=dtypes.quantize,
             remat=self.remat,
             optimizer_state=precision.optimizer_state,
             accumulate=self.accumulate,

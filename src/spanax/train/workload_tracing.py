@@ -25,18 +25,19 @@ def trace_workload(
 ) -> tuple[Workload, TrainConfig, Program]:
     """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
 
-    A plan from a file, `planned`, determines the compute dtype.
+    A plan from a file, `planned`, determines the compute dtype and the quantization.
 
     Raises:
       SpanaxError: the workload has no data, or the step cannot be traced.
       DataError: the tokens need a larger vocabulary than the model has.
     """
     workload, config = _with_defaults(load, config)
-    dtype = config.dtype if planned is None else planned.schedule.compute_dtype
+    if planned is not None:
+        config = replace(config, quantize=planned.schedule.quantize)  # for the record of the run
     program = config.trace(
         workload,
         config,
-        dtype=dtype,
+        planned=planned,
         learning_rate=config.learning_rate or 0.0,
         num_steps=config.steps or 0,
         recipe=config,

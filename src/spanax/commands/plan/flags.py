@@ -151,8 +151,7 @@ def priced(
 def traced(command: PlanCommand, load: Load) -> "Program":
     """Returns the train step of the workload."""
     workload = command.sizes.load(load)
-    dtype = command.precision.dtype
-    return command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
+    return command.request.trace(workload, command.precision, recipe=command.recipe)
 
 
 def request_of(command: PlanCommand) -> "Request":
