@@ -29,6 +29,8 @@ import spanax
 from generated_tables import write_table
 from spanax.check.parity.parity import parity
 from spanax.models.workloads import load
+from spanax.plan.candidates.request import Request
+from spanax.plan.choose import searched
 from spanax.trace.program import Program
 from spanax.trace.rewrites.quantized_matmul import RECIPES
 from spanax.trace.workload import Workload
@@ -124,7 +126,7 @@ def step_rows() -> Iterator[str]:
 def _predicted(machine: str, recipe: str | None) -> str:
     program = load("llama3-8b", batch_size=32).trace(quantize=recipe)
     try:
-        found = spanax.search(program.variant(compute_dtype="bfloat16"), spanax.cluster(machine))
+        found = searched(program, spanax.cluster(machine), Request())
     except spanax.SpanaxError:
         return "no rate"
     return "nothing fits" if found.best is None else f"{found.best.step_seconds:.2f} s"

@@ -27,7 +27,6 @@ from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import (
     STAGE_MARGIN,
     array_dtype,
-    check_rate,
     computed_in,
     default_chunks,
     default_dtype,
@@ -195,7 +194,6 @@ def _dtype(
       request: the requirements of the plan.
       policy: the remat policy; None for the fastest.
     """
-    check_rate(program, cluster)
     if request.schedule is not None and request.schedule.compute_dtype is not None:
         return request.schedule.compute_dtype, None
     dtype = default_dtype(program, cluster)

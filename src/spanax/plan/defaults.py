@@ -169,7 +169,11 @@ def default_dtype(program: Program, cluster: Cluster) -> str | None:
     """Returns the compute dtype of a program on a cluster; None uses the dtypes of the model.
 
     A requested dtype, the dtypes that a model sets for its layers and a custom `train_step` take precedence.
+
+    Raises:
+      HardwareError: the chips multiply no operands as the program quantizes them.
     """
+    check_rate(program, cluster)
     is_float32 = set(contraction_dtypes(program)) <= {"float32", *_NARROW}
     if program.compute_dtype is not None or not program.has_evaluation or not is_float32:
         return program.compute_dtype

@@ -22,7 +22,6 @@ from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step,
 from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
-from spanax.trace.rewrites.matmul_dtype import MatmulDtypes
 from spanax.trace.rewrites.microbatches.accumulation import Microbatches, microbatches_of
 from spanax.trace.rewrites.padding import padded_graph, padded_step
 from spanax.trace.rewrites.pure_loss import numbers_of, with_extra
@@ -286,7 +285,7 @@ class Definition:
         return self._traced(state, chunked_loss(attending, variant.loss_chunks), examples)
 
     @_once
-    def _traced_loss(self, dtypes: MatmulDtypes, seed: int) -> TracedLoss:
+    def _traced_loss(self, dtypes: tuple[str | None, ...], seed: int) -> TracedLoss:
         return TracedLoss(update=self._update())
 
     @_once
