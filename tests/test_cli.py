@@ -27,13 +27,13 @@ from spanax.train.store import manifest
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 
-RECIPE = {"ema", "max_grad_norm", "optimizer", "schedule", "warmup_steps", "weight_decay"}
+RECIPE = {"ema", "lora", "max_grad_norm", "optimizer", "schedule", "warmup_steps", "weight_decay"}
 FLAGS = {
     "train": {
         "accept_changed_model", "accumulate", "attention", "chat_template", "config", "data", "devices", "dtype",
         "eval_batches", "eval_every", "field", "global_batch_size", "init", "init_partial", "json", "keep_last",
         "layout", "log_every", "loss_chunks", "learning_rate", "max_bad_steps", "mesh", "microbatches", "on_bad_step",
-        "optimizer_state",
+        "optimizer_state", "quantize",
         "output_dir", "pipeline_schedule", "plan", "profile", "remat", "resume", "save_every", "seed", "seq_len",
         "spike_factor", "steps", "steps_per_call", "tokenizer", "traceback", "track", "virtual_stages", "workload",
         "xla_flags",
@@ -53,7 +53,7 @@ FLAGS = {
         "fail_on", "global_batch_size", "inputs_only", "json", "layers", "layout", "level", "loss_chunks", "mesh",
         "microbatches", "on", "optimizer_state", "out", "parity", "pipeline_schedule", "plan", "profiled", "remat",
         "seq_len", "steps", "timeout", "traceback", "virtual_stages", "workload",
-        "offload", "pad", *RECIPE,
+        "offload", "pad", "quantize", *RECIPE,
     },
     "compare": {
         "all", "devices", "dtype", "embed", "global_batch_size", "json", "layers", "mesh", "on", "seq_len", "steps",
@@ -66,7 +66,7 @@ FLAGS = {
         "explain", "generate", "global_batch_size", "html", "json", "layers", "layout", "loss_chunks", "mesh",
         "microbatches", "no_pipeline", "on", "optimizer_state", "out", "out_cluster", "pipeline", "pipeline_schedule",
         "price", "remat", "save_seconds", "seq_len", "solve_for", "target_mfu", "tokens", "top", "traceback",
-        "virtual_stages", "why", "workload", "offload", "pad", *RECIPE,
+        "virtual_stages", "why", "workload", "offload", "pad", "quantize", *RECIPE,
     },
     "probe": {"devices", "out", "seconds"},
     "report": {"json", "out", "run"},
@@ -125,6 +125,11 @@ BAD: dict[str, tuple[int, str]] = {
     "no steps": (2, "train --steps 0"),
     "a negative rate": (2, "train --learning-rate -1"),
     "unknown dtype": (2, "train --dtype float23"),
+    "a quantization as dtype": (2, "train --dtype fp8"),
+    "unknown quantization": (2, "plan gpt-nano --on h100:8 --quantize int4"),
+    "a dtype of frozen weights": (2, "plan gpt-nano --on h100:8 --quantize nf4"),
+    "quantization without a rate": (2, "plan gpt-nano --on v5e:2x2 --quantize fp8"),
+    "quantization of nothing": (2, "plan resnet-nano --on h100:8 --quantize int8"),
     "unknown optimizer": (2, "train --optimizer adam"),
     "a schedule that is none": (2, "train --schedule cosin"),
     "an average of everything": (2, "train --ema 1"),

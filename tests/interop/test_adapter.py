@@ -1,19 +1,12 @@
 """Adapters in PEFT's format: what PEFT answers, the same bytes again, merged weights, and what is refused."""
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file, save_file
 
-from spanax import cli
-from spanax.errors import SpanaxError
-from spanax.interop import export_weights, import_weights
-from spanax.interop.adapter import CONFIG, FILE, import_adapter
-from spanax.interop.loaded_model import load_model
+from spanax.interop.adapter import CONFIG, FILE
 
 WEIGHTS = Path(__file__).parent / "weights"
 TOKENS = np.arange(8, dtype="int32")[None]
@@ -44,7 +37,9 @@ def sizes(name: str, layer: int, module: str) -> tuple[int, int]:
     from spanax.interop.safetensors import tensors
 
     prefix = "transformer.h" if name == "gpt2" else "model.layers"
-    stored = {key.removeprefix("transformer.").removeprefix("model."): each for key, each in tensors(WEIGHTS / name).items()}
+    stored = {
+        key.removeprefix("transformer.").removeprefix("model."): each for key, each in tensors(WEIGHTS / name).items()
+    }
     key = f"{prefix}.{layer}.{module}.weight".removeprefix("transformer.").removeprefix("model.")
     first, second = stored[key].shape
     return (first, second) if name == "gpt2" else (second, first)

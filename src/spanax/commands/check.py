@@ -142,7 +142,7 @@ def _machine(command: CheckCommand) -> "Cluster":
 
     require("check", command.workload, command.on, "v5e:4x4")
     command.request.check_layout()
-    command.precision.check_dtype()
+    command.precision.check_dtype(command.recipe.lora)
     check_numbers(command.recipe)
     return cluster(command.on)
 
@@ -151,15 +151,14 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     """Returns the program and the plan to check: that of --plan, or the best for the requested layout."""
     from spanax.plan.choose import plan
     from spanax.plan.plan import Plan
-    from spanax.train.config import PLAN_SETTINGS, check_alone
+    from spanax.train.config import check_alone, planned_settings
 
     request = command.request
     loaded = None
     if command.plan is not None:
         loaded = Plan.load(command.plan)
-        check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
-    dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
-    program = request.trace(command.sizes.load(load), command.precision, dtype=dtype, recipe=command.recipe)
+        check_alone({name: command.settings[name] for name in planned_settings(command.recipe.lora)})
+    program = request.trace(command.sizes.load(load), command.precision, planned=loaded, recipe=command.recipe)
     chosen = loaded or plan(
         program,
         machine,
@@ -195,7 +194,7 @@ def _parity(command: CheckCommand, load: Load, program: "Program", plan: "Plan",
     trace = partial(
         command.request.trace,
         precision=command.precision,
-        dtype=plan.schedule.compute_dtype,
+        planned=plan,
         recipe=command.recipe,
     )
     return parity_of(load, trace, program, plan, steps=command.steps, devices=devices[: plan.mesh.size])

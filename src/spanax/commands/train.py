@@ -9,7 +9,7 @@ from typing import Any
 from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
-from spanax.train.config import PLAN_SETTINGS, TrainConfig, check, with_settings
+from spanax.train.config import TrainConfig, check, planned_settings, with_settings
 from spanax.train.record.folder import read_config, recorded
 from spanax.usage import parse_flags
 
@@ -53,7 +53,7 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
     elif is_resized:
         dropped = ("mesh", "plan")
     if config.plan is not None:
-        dropped = (*dropped, *PLAN_SETTINGS)  # the new plan contains them
+        dropped = (*dropped, *planned_settings(settings.get("lora")))  # the new plan contains them
     if config.steps is not None:
         dropped = (*dropped, "num_epochs")
     elif config.num_epochs is not None or "num_epochs" in settings:

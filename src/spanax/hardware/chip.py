@@ -116,7 +116,7 @@ class Chip:
           >>> round(chip_named("h100").flops_per_second("bf16") / 1e12)
           794
         """
-        if dtype == "fp16" and dtype not in self.peak_flops and "fp32" in self.peak_flops:
+        if (dtype == "fp16" or self.shared) and dtype not in self.peak_flops and "fp32" in self.peak_flops:
             dtype = "fp32"  # XLA converts the operands
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops) or "no dtype, for its rates are not known"

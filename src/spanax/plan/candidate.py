@@ -290,6 +290,7 @@ def plan_of(search: Search, candidate: Candidate) -> Plan:
         schedule=Schedule(
             remat=None if candidate.remat == AS_WRITTEN else candidate.remat,
             compute_dtype=program.compute_dtype,
+            quantize=program.options.quantize,
             microbatches=candidate.microbatches,
             num_stages=candidate.num_stages,
             num_chunks=candidate.num_chunks,

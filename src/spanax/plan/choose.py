@@ -486,7 +486,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
     offload = request.offload or ()
-    schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype, offload=offload)
+    schedule = replace(schedule or Schedule(), loss_chunks=count, offload=offload)
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from spanax.errors import PlanMismatchError, VariantError, first_line
+from spanax.errors import HardwareError, PlanMismatchError, VariantError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.plan.reason import Code, Reason
 from spanax.trace.jaxpr.graph import CONTRACTIONS
@@ -73,6 +73,13 @@ ON_ACCELERATOR = Defaults("bfloat16", "auto", 0, pipeline=True, is_searched=True
 WITHOUT_BFLOAT16 = Defaults(None, "auto", 0, pipeline=True, is_searched=True)
 
 
+_RATES = ("int8", "fp8")
+"""Quantizations whose matmuls have a rate of their own."""
+
+_NARROW = frozenset({"int8", "float8_e4m3fn", "float8_e5m2"})
+"""Dtypes of quantized operands."""
+
+
 def defaults(cluster: Cluster) -> Defaults:
     """Returns the defaults of a cluster.
 
@@ -130,12 +137,44 @@ def options_in(program: Program, compute_dtype: str | None) -> Variant:
     return replace(program.options, compute_dtype=compute_dtype)
 
 
+def check_quantized_alike(program: Program, quantize: str | None) -> None:
+    """Raises PlanMismatchError unless a program was traced with the quantization of a plan."""
+    traced = program.options.quantize
+    if traced != quantize:
+        raise PlanMismatchError(
+            f"the plan computes matmuls of weights in {quantize or 'the compute dtype'}, and the program was traced "
+            f"with quantize={traced!r}.",
+            fix=f"quantize={quantize!r}, or plan the program again",
+        )
+
+
+def check_rate(program: Program, cluster: Cluster) -> None:
+    """Raises HardwareError if the chips of a cluster multiply no operands as a program quantizes them.
+
+    nvfp4 is emulated: its matmuls are in the compute dtype. So is all arithmetic of simulated devices.
+    """
+    quantize = program.options.quantize
+    rates = cluster.chip.peak_flops
+    if quantize not in _RATES or quantize in rates or not rates or cluster.chip.shared:
+        return
+    others = [f"--quantize {name}" for name in _RATES if name in rates]
+    raise HardwareError(
+        f"'{cluster.chip.name}' has no rate of {quantize}: quantized operands would be converted, and nothing gained.",
+        where=f"it computes in {', '.join(rates)}",
+        fix=" or ".join([*others, "omit --quantize"]),
+    )
+
+
 def default_dtype(program: Program, cluster: Cluster) -> str | None:
     """Returns the compute dtype of a program on a cluster; None uses the dtypes of the model.
 
     A requested dtype, the dtypes that a model sets for its layers and a custom `train_step` take precedence.
+
+    Raises:
+      HardwareError: the chips multiply no operands as the program quantizes them.
     """
-    is_float32 = set(contraction_dtypes(program)) <= {"float32"}
+    check_rate(program, cluster)
+    is_float32 = set(contraction_dtypes(program)) <= {"float32", *_NARROW}
     if program.compute_dtype is not None or not program.has_evaluation or not is_float32:
         return program.compute_dtype
     return defaults(cluster).compute_dtype
@@ -170,7 +209,7 @@ def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | 
 
 
 def contraction_dtypes(program: Program) -> tuple[str, ...]:
-    """Returns the floating dtypes of the operands of a step's matmuls and convolutions, sorted."""
+    """Returns the floating and quantized dtypes of the operands of a step's matmuls and convolutions, sorted."""
     graph = program.step.graph
     dtypes = {graph.avals[value].dtype for op in graph.ops() if op.name in CONTRACTIONS for value in op.inputs}
-    return tuple(sorted(str(dtype) for dtype in dtypes if dtype.kind not in "biu"))
+    return tuple(sorted(str(dtype) for dtype in dtypes if dtype.kind not in "biu" or str(dtype) in _NARROW))

@@ -7,7 +7,7 @@ from typing import Any
 
 from spanax.errors import IdleAxisError, PlanMismatchError, VariantError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.defaults import options_in
+from spanax.plan.defaults import check_quantized_alike, options_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
@@ -37,7 +37,8 @@ def placed(
     Raises:
       SpanaxError: the layout does not apply to this program on this mesh.
     """
-    schedule = replace(schedule or Schedule(), compute_dtype=program.compute_dtype)
+    dtypes = program.options.dtypes
+    schedule = replace(schedule or Schedule(), compute_dtype=dtypes.compute, quantize=dtypes.quantize)
     known_offload(schedule.offload)
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
@@ -139,6 +140,7 @@ def in_variant(program: Program, plan: Plan, **changes: Any) -> Program:
     """
     check_made_for(program, plan)
     schedule = plan.schedule
+    check_quantized_alike(program, schedule.quantize)
     return program.variant(options_in(program, schedule.compute_dtype), **_options(schedule), **changes)
 
 

@@ -88,6 +88,7 @@ class Schedule:
     Attributes:
       remat: the policy of activations saved for the backward pass, as in `spanax.trace`; None keeps that of the model.
       compute_dtype: the dtype of the computation; None uses that of the parameters.
+      quantize: the recipe by which matmuls of weights are quantized, as in `spanax.trace`; None for none.
       microbatches: the number of microbatches over which gradients are accumulated.
       num_stages: the number of stages into which layers are partitioned.
       num_chunks: the number of chunks of layers per stage.
@@ -105,6 +106,7 @@ class Schedule:
 
     remat: str | None = None
     compute_dtype: str | None = None
+    quantize: str | None = None
     microbatches: int = 1
     num_stages: int = 1
     num_chunks: int = 1
@@ -119,6 +121,7 @@ class Schedule:
             f"remat {self.remat or AS_WRITTEN}",
             f"{self.microbatches} microbatch" + "es" * (self.microbatches > 1),
         ]
+        parts += [f"matmuls in {self.quantize}"] if self.quantize else []
         parts += [f"{self.num_stages} stages {self.pipeline}"] if self.num_stages > 1 else []
         return ", ".join([*parts, *([f"{self.num_chunks} chunks"] if self.num_chunks > 1 else [])])
 
@@ -219,6 +222,8 @@ class Plan:
             del data["price"]["host_bytes"]
         if self.schedule.context == GATHERED:
             del data["schedule"]["context"]
+        if self.schedule.quantize is None:
+            del data["schedule"]["quantize"]
         if self.schedule.loss_chunks == 1:
             del data["schedule"]["loss_chunks"]
         if not self.schedule.padded:

@@ -16,6 +16,7 @@ from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
 from spanax.show.tables import table_text
 from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
+from spanax.trace.program import Program
 from spanax.units import bytes_text, quantity_text
 
 MFU_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full"
@@ -76,6 +77,8 @@ def search_json(summary: Summary, top: int) -> dict[str, Any]:
         "candidates": [candidate_json(search, candidate) for candidate in search.candidates[:top]],
         "rejected": {str(reason): count for reason, count in search.rejected.items()},
         "compute_dtype": program.compute_dtype,
+        "quantize": program.options.quantize,
+        "quantized": list(program.quantized),
         "loss_chunks": program.loss_chunks,
         "attention": [str(choice) for choice in search.attention] or list(setting.attention),
         "layouts_priced": search.layouts_priced,
@@ -112,6 +115,7 @@ def _best_json(summary: Summary) -> dict[str, Any]:
             "rule": best.rule,
             "why": [str(reason) for reason in _reasons(search)],
             "flop_convention": MFU_CONVENTION,
+            "flop_dtype": search.dtype,
             "counts_all_experts": search.counts_all_experts,
             "environment": search.cluster.memory_setting(search.best.upper_bytes),
         }
@@ -195,9 +199,18 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
         f"{bytes_text(candidate.state_bytes)} per device",
         f"  rule    {best.rule}",
+        *quantized_lines(next(iter(search.programs.values()))),
         *(f"  attention {choice}" for choice in search.attention),
         f"  MFU is of {peak} in {search.dtype}: {convention}" if mfu else "",
     ]
+
+
+def quantized_lines(program: Program) -> list[str]:
+    """Returns which matmuls are quantized, one line; none if none is."""
+    count = len(program.quantized)
+    name = program.options.quantize
+    matmuls = f"matmuls of {count} weight{'s' * (count > 1)}"
+    return [f"  {name:<7} {matmuls}: {', '.join(program.quantized)}"] if name else []
 
 
 def _options(search: Search, candidate: Candidate) -> list[str]:

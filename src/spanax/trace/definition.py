@@ -134,7 +134,7 @@ class Definition:
           SpanaxError: the definition does not support the variant.
         """
         options = self.clip_norm, self.accumulate, variant, attentions, self.batch_axes
-        traced = self._traced_loss(variant.compute_dtype, variant.seed)
+        traced = self._traced_loss(variant.dtypes, variant.seed)
         return chosen_step(self.loss, self.train_step, *options, traced)
 
     @_once
@@ -174,7 +174,7 @@ class Definition:
         if self.loss is None:
             return None
         step = self.traced(variant).step
-        plain = replace(variant, remat=None, microbatches=1, compute_dtype=None, padded=())
+        plain = replace(variant, remat=None, microbatches=1, compute_dtype=None, quantize=None, padded=())
         evaluation = self._evaluation(plain, step.axes.examples)
         if variant.padded:
             leaves = self.state(variant).variables.leaves
@@ -213,7 +213,7 @@ class Definition:
         """
         variant = replace(variant, remat=None, microbatches=1, loss_chunks=1)
         state = self.state(variant)
-        traced = self._traced_loss(variant.compute_dtype, variant.seed)
+        traced = self._traced_loss(variant.dtypes, variant.seed)
         step = fusing_step(self.loss, variant, traced)
         try:
             with plain_variables():
@@ -285,7 +285,7 @@ class Definition:
         return self._traced(state, chunked_loss(attending, variant.loss_chunks), examples)
 
     @_once
-    def _traced_loss(self, compute_dtype: str | None, seed: int) -> TracedLoss:
+    def _traced_loss(self, dtypes: tuple[str | None, ...], seed: int) -> TracedLoss:
         return TracedLoss(update=self._update())
 
     @_once
@@ -301,8 +301,8 @@ class Definition:
             with plain_variables():
                 return jax.eval_shape(run, state.variables.abstract(), self.batch)
 
-        options = self.accumulate, shapes, self.batch_axes, self._traced_loss(variant.compute_dtype, variant.seed)
-        return microbatches_of(self.loss, variant.compute_dtype, *options)
+        options = self.accumulate, shapes, self.batch_axes, self._traced_loss(variant.dtypes, variant.seed)
+        return microbatches_of(self.loss, variant.dtypes, *options)
 
     def _traced(self, state: State, function: Callable[..., Results], *options: Any) -> Traced:
         user = self._user(self.loss or self.train_step, state)

@@ -26,6 +26,7 @@ from spanax.trace.jaxpr.remat_policies import (
     known_accumulation,
     known_context,
     known_policy,
+    known_quantization,
 )
 from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.chunked_loss import chunked_loss
@@ -112,7 +113,7 @@ def fusing_step(loss: Callable[..., Any] | None, variant: Variant, traced: Trace
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         assert loss is not None
-        value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
+        value, params, rest = pure_loss(loss, variant.dtypes, model, optimizer)
         value = TracedOnce(value, traced.known[GATHERED])
         jaxpr_of(_fused(value, variant.context, traced), params, rest, batch)
         return {}
@@ -139,6 +140,7 @@ def chosen_step(
       SpanaxError: neither or both are passed, or an option that requires `loss`.
     """
     known_context(variant.context)
+    known_quantization(variant.quantize)
     if loss is not None and train_step is None:
         if variant.microbatches < 1:
             raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
@@ -153,6 +155,7 @@ def chosen_step(
     options = {
         "microbatches": variant.microbatches != 1,
         "compute_dtype": variant.compute_dtype is not None,
+        "quantize": variant.quantize is not None,
         "clip_norm": clip_norm,
         "remat": variant.remat is not None,
         "attention" if variant.context in KERNELS else "layout='ring'": variant.context != GATHERED,
@@ -186,7 +189,7 @@ def _step_around(
     """
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
-        value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
+        value, params, rest = pure_loss(loss, variant.dtypes, model, optimizer)
         value = TracedOnce(value, traced.known[GATHERED])
         count = variant.microbatches
         operands = params, rest, batch
@@ -343,7 +346,7 @@ def _gradient(
         return returned if has_aux else (returned, None)
 
     wrt = lambda path, value: path[0] == 0 and is_trained(path[1:], value)  # noqa: E731
-    value, params, rest = pure_function(call, losses.variant.compute_dtype, nodes, wrt)
+    value, params, rest = pure_function(call, losses.variant.dtypes, nodes, wrt)
     count = losses.variant.microbatches
     if count > 1 and not arrays:
         raise VariantError(

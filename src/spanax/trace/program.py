@@ -20,6 +20,7 @@ from spanax.trace.axes.axes import Axis, table
 from spanax.trace.axes.retrace import Shapes
 from spanax.trace.definition import ProgramDefinition, Results
 from spanax.trace.initial_state import Initial
+from spanax.trace.jaxpr.graph import PRODUCT, QUANTIZED
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.accumulation import Microbatches
@@ -97,6 +98,13 @@ class Program:
     def compute_dtype(self) -> str | None:
         """Returns the dtype in which the loss is computed; None unless requested."""
         return self.options.compute_dtype
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Returns the paths of the weights whose matmuls are quantized, in the order of the step."""
+        marks = self.step.graph.marks
+        kinds = (QUANTIZED, PRODUCT)
+        return tuple(mark.removeprefix(kind) for mark in marks for kind in kinds if mark.startswith(kind))
 
     @property
     def unpadded(self) -> "Program":

@@ -29,6 +29,7 @@ def trace(  # noqa: PLR0913
     train_step: Callable[[nnx.Module, nnx.Optimizer, Any], Any] | None = None,
     microbatches: int = 1,
     compute_dtype: Any = None,
+    quantize: str | None = None,
     clip_norm: float | None = None,
     remat: str | None = None,
     accumulate: str = EXACT,
@@ -46,6 +47,8 @@ def trace(  # noqa: PLR0913
       train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
       microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
       compute_dtype: dtype of floating parameters and batch in the loss (with `loss`); stored parameters keep theirs.
+      quantize: `int8`, `fp8` or `nvfp4`: the matmuls of weights take operands quantized by Qwix (with `loss`), forward
+        and, but for nvfp4, backward; see docs/quantize.md. Stored parameters keep their dtype.
       clip_norm: largest global gradient norm (with `loss`).
       accumulate: how microbatches are combined. `exact` computes the loss, metrics, gradients and noise of the batch,
         and raises if it cannot (batch norm, contrastive losses); `mean` averages those of the microbatches.
@@ -78,7 +81,7 @@ def trace(  # noqa: PLR0913
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
     dtype = None if compute_dtype is None else jax.numpy.dtype(compute_dtype).name
-    variant = Variant(remat=remat, microbatches=microbatches, compute_dtype=dtype)
+    variant = Variant(remat=remat, microbatches=microbatches, compute_dtype=dtype, quantize=quantize)
     chosen_step(loss, train_step, clip_norm, accumulate, variant)  # raises before anything is traced
     shapes, batch_leaves, batch_treedef = abstract_batch(batch)
     dims = None if batch_axes == AUTO else checked_axes(spread(batch_axes, shapes, "batch"), batch_leaves)

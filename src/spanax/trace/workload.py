@@ -176,13 +176,14 @@ class Workload:
         learning_rate: float | None = None,
         num_steps: int | None = None,
         compute_dtype: Any = None,
+        quantize: str | None = None,
         remat: str | None = None,
         optimizer_state: str | None = None,
         accumulate: str | None = None,
         recipe: Recipe = AS_DEFINED,
-        quantize: str | None = None,
     ) -> Program:
-        """Traces the train step into a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
+        """Traces the train step into a Program; `compute_dtype`, `quantize`, `remat`, `accumulate` as in
+        `spanax.trace`.
 
         The learning rate and the number of steps are by default those of the workload. `optimizer_state` is the dtype
         of the optimizer state, `float32` or `bfloat16`; None for its default. `recipe` replaces the optimizer or its
@@ -211,6 +212,7 @@ class Workload:
             train_step=self.train_step,
             microbatches=self.microbatches,
             compute_dtype=compute_dtype,
+            quantize=quantize,
             clip_norm=recipe.max_grad_norm,
             remat=remat,
             accumulate=accumulate or self.accumulate,

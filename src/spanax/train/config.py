@@ -122,6 +122,7 @@ PLAN_SETTINGS = (
     "layout",
     "mesh",
     "dtype",
+    "quantize",
     "microbatches",
     "pipeline_schedule",
     "virtual_stages",
@@ -132,6 +133,12 @@ PLAN_SETTINGS = (
     "offload",
 )
 """Settings that a plan file determines."""
+
+
+def planned_settings(lora: str | None) -> tuple[str, ...]:
+    """Returns the settings that a plan file determines; with adapters, the storage of frozen weights is not one."""
+    return tuple(name for name in PLAN_SETTINGS if lora is None or name != "quantize")
+
 
 MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
 """The maximal size of config.toml, without its checksum."""
@@ -172,7 +179,7 @@ def check(config: TrainConfig) -> TrainConfig:
     check_numbers(config)
     _check_texts(config)
     config.check_names()
-    config.check_dtype()
+    config.check_dtype(config.lora)
     config.check_layout()
     if config.optimizer_state not in STATE_DTYPES:
         message = f"unknown optimizer state '{config.optimizer_state}'."
@@ -195,7 +202,7 @@ def check(config: TrainConfig) -> TrainConfig:
         missing = "--sample-every" if config.sample_every is None else "--sample-prompts"
         raise MissingError(f"{missing} is missing.", fix="--sample-every 200 --sample-prompts prompts.txt")
     if config.plan is not None:
-        check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
+        check_alone({name: getattr(config, name) for name in planned_settings(config.lora)})
     return config
 
 

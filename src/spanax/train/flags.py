@@ -13,7 +13,7 @@ from spanax.units import count_of
 from spanax.usage import flag
 
 if TYPE_CHECKING:
-    from spanax.plan.plan import Schedule
+    from spanax.plan.plan import Plan, Schedule
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
 
@@ -106,19 +106,30 @@ class Precision:
     Attributes:
       dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
         accelerators, unless the model sets its own dtypes.
+      quantize: int8, fp8 or nvfp4, in which the matmuls of weights are computed, but for the last, which computes the
+        logits, and routers of experts; all others are in --dtype. With --lora, how the frozen weights are stored: nf4,
+        in 4 bits, or int8.
       optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
-      quantize: with --lora, how the frozen weights are stored: nf4, in 4 bits, or int8.
     """
 
     dtype: str | None = None
-    optimizer_state: str = "float32"
     quantize: str | None = None
+    optimizer_state: str = "float32"
 
-    def check_dtype(self) -> None:
-        """Raises SpanaxError if the compute dtype is unknown."""
-        from spanax.trace.jaxpr.remat_policies import known_dtype
+    def check_dtype(self, lora: str | None = None) -> None:
+        """Raises SpanaxError if the compute dtype or the quantization is unknown, or the adapters are invalid."""
+        from spanax.trace.jaxpr.remat_policies import known_dtype, known_quantization
 
         known_dtype(self.dtype)
+        if lora is None:
+            known_quantization(self.quantize)
+            return
+        from spanax.adapters.lora import LoRA
+        from spanax.adapters.packed import known_format
+
+        LoRA.parse(lora)
+        if self.quantize is not None:
+            known_format(self.quantize)
 
 
 @dataclass(frozen=True)
@@ -225,21 +236,26 @@ class LayoutRequest:
         workload: "Workload",
         precision: Precision,
         *,
-        dtype: str | None,
+        planned: "Plan | None" = None,
         learning_rate: float = 1e-3,
         num_steps: int = 100,
         recipe: Recipe = AS_DEFINED,
     ) -> "Program":
-        """Returns the training step of a workload, traced with the requested rematerialization and precision."""
+        """Returns the training step of a workload, traced with the requested rematerialization and precision.
+
+        A plan from a file, `planned`, determines the compute dtype and the quantization of matmuls; with adapters, that
+        of `precision` is the storage of frozen weights.
+        """
+        dtypes = precision if planned is None else planned.schedule
         return workload.trace(
             learning_rate=learning_rate,
             num_steps=num_steps,
-            compute_dtype=dtype,
+            compute_dtype=dtypes.dtype if isinstance(dtypes, Precision) else dtypes.compute_dtype,
+            quantize=dtypes.quantize if recipe.lora is None else precision.quantize,
             remat=self.remat,
             optimizer_state=precision.optimizer_state,
             accumulate=self.accumulate,
             recipe=recipe,
-            quantize=precision.quantize,
         )
 
 

@@ -150,7 +150,9 @@ def track(
 def summary(run: "Run") -> dict[str, Any]:
     """Returns the layout, the mesh and the sizes of a run, as JSON values."""
     plan = run.plan
-    return {
+    name = plan.schedule.quantize
+    quantized = {"quantize": name, "quantized": list(run.program.quantized)} if name else {}
+    return quantized | {
         "parameters": run.program.num_params,
         "layout": plan.layout.name,
         "mesh": dict(plan.mesh.axes),

@@ -30,22 +30,22 @@ def trace_workload(
 ) -> tuple[Workload, TrainConfig, Program]:
     """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
 
-    A plan from a file, `planned`, determines the compute dtype. Frozen weights are stored in the compute dtype, which
-    is by default that of the checkpoint on CPUs, and bfloat16 on other platforms.
+    A plan from a file, `planned`, determines the compute dtype and the quantization of matmuls. Frozen weights are
+    stored in the compute dtype, which is by default that of the checkpoint on CPUs, and bfloat16 on other platforms.
 
     Raises:
       SpanaxError: the workload has no data, or the step cannot be traced.
       DataError: the tokens need a larger vocabulary than the model has.
     """
     workload, config = _with_defaults(load, config)
-    dtype = config.dtype if planned is None else planned.schedule.compute_dtype
-    if config.lora is not None and dtype is None:
-        dtype = _stored_dtype(config) if platform == "cpu" else "bfloat16"
-        config = replace(config, dtype=dtype)
+    if planned is not None and config.lora is None:
+        config = replace(config, quantize=planned.schedule.quantize)  # for the record of the run
+    if config.lora is not None and planned is None and config.dtype is None:
+        config = replace(config, dtype=_stored_dtype(config) if platform == "cpu" else "bfloat16")
     program = config.trace(
         workload,
         config,
-        dtype=dtype,
+        planned=planned,
         learning_rate=config.learning_rate or 0.0,
         num_steps=config.steps or 0,
         recipe=config,

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, from_jaxpr
-from spanax.trace.rewrites.matmul_dtype import matmuls_in
+from spanax.trace.rewrites.matmul_dtype import MatmulDtypes, matmuls_in
 
 Function = Callable[..., Any]
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
+LOW = MatmulDtypes("bfloat16")
 
 
 def plain(weight: Any, x: Any) -> Any:
@@ -44,22 +45,22 @@ def dtypes(function: Function) -> set[str]:
 
 @pytest.mark.parametrize("function", [plain, scanned, branched, convolved, grouped, jax.checkpoint(scanned)])
 def test_matmuls_and_their_gradients_are_in_the_dtype(function: Function) -> None:
-    low = matmuls_in(function, "bfloat16")
+    low = matmuls_in(function, LOW)
     assert dtypes(function) == {"float32"} and dtypes(low) == {"bfloat16"}
     assert jax.eval_shape(low, X, X) == jax.eval_shape(function, X, X)
-    assert matmuls_in(function, "float32") is function
+    assert matmuls_in(function, MatmulDtypes("float32")) is function
 
 
 def test_a_triangular_solve_stays_in_the_dtype() -> None:
     low = jax.ShapeDtypeStruct((8, 8), "bfloat16")
-    assert jax.eval_shape(matmuls_in(jax.scipy.linalg.solve_triangular, "bfloat16"), low, low) == low
+    assert jax.eval_shape(matmuls_in(jax.scipy.linalg.solve_triangular, LOW), low, low) == low
 
 
 def test_a_requested_precision_and_other_operations_stay_in_float32() -> None:
-    assert dtypes(matmuls_in(lambda weight, x: jax.lax.dot(x, weight, precision="highest"), "bfloat16")) == {"float32"}
+    assert dtypes(matmuls_in(lambda weight, x: jax.lax.dot(x, weight, precision="highest"), LOW)) == {"float32"}
 
     def by_hand(weight: Any, x: Any) -> Any:
         return jax.nn.softmax(jnp.matmul(*(each.astype("bfloat16") for each in (x, weight))).astype("float32"))
 
-    low, expected = (jax.make_jaxpr(function)(X, X) for function in (matmuls_in(plain, "bfloat16"), by_hand))
+    low, expected = (jax.make_jaxpr(function)(X, X) for function in (matmuls_in(plain, LOW), by_hand))
     assert str(low).count("bf16") == str(expected).count("bf16")

@@ -76,11 +76,11 @@ def program_of(plan: Plan, load: Callable[..., Workload], workload: str) -> Prog
       load: returns a workload, given its name and sizes.
       workload: the name of the workload.
     """
-    dtype = plan.schedule.compute_dtype
+    schedule = plan.schedule
     program = None
     # With its default sizes, or else with the sizes of the plan's axes.
     for sizes in ({}, _sizes(plan)):
-        program = load(workload, **sizes).trace(compute_dtype=dtype)
+        program = load(workload, **sizes).trace(compute_dtype=schedule.compute_dtype, quantize=schedule.quantize)
         if program.fingerprint == plan.fingerprint:
             break
     assert program is not None

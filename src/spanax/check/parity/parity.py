@@ -170,6 +170,7 @@ def coarsest_dtype(program: Program) -> str:
     """Returns the floating dtype with the lowest precision among the values of a train step."""
     dtypes = {getattr(aval, "dtype", None) for aval in program.step.graph.avals}
     floats = [dtype for dtype in dtypes if dtype is not None and jax.dtypes.issubdtype(dtype, np.floating)]
+    floats = [dtype for dtype in floats if np.dtype(dtype).itemsize > 1]  # those of quantized operands are exact
     return str(max(floats, key=lambda dtype: float(jnp.finfo(dtype).eps), default=np.dtype("float32")))
 
 

@@ -105,7 +105,7 @@ def check(command: PlanCommand) -> None:
     """Raises SpanaxError if a flag is missing, out of its range, or contradicts another."""
     require("plan", command.workload, ",".join(clusters(command)), "a100-80gb:8")
     command.request.check_layout(command.why)
-    command.precision.check_dtype()
+    command.precision.check_dtype(command.recipe.lora)
     check_numbers(command.recipe)
     check_numbers(command.request)
     counts = {"top": "10", "tokens": "300e9", "examples": "1e6"}
@@ -151,8 +151,7 @@ def priced(
 def traced(command: PlanCommand, load: Load) -> "Program":
     """Returns the train step of the workload."""
     workload = command.sizes.load(load)
-    dtype = command.precision.dtype
-    return command.request.trace(workload, command.precision, dtype=dtype, recipe=command.recipe)
+    return command.request.trace(workload, command.precision, recipe=command.recipe)
 
 
 def request_of(command: PlanCommand) -> "Request":

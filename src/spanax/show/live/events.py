@@ -84,6 +84,11 @@ def line(event: Event, resume: str = RESUME) -> str:
                     if event.get("listens")
                     else []
                 ),
+                *(
+                    [f"{event['quantize']}: matmuls of {', '.join(event['quantized'])}"]
+                    if event.get("quantized")
+                    else []
+                ),
                 *(_data_line(share) for share in event.get("data", ())),
             ]
         )

@@ -101,7 +101,34 @@ def known_dtype(dtype: str | None) -> str | None:
       >>> known_dtype("bfloat16")
       'bfloat16'
     """
+    if dtype in QUANTIZATIONS:
+        what = f"{dtype} is no compute dtype: the operands of matmuls are quantized, other operations are not."
+        raise UnknownNameError(what, fix=f"--dtype bfloat16 --quantize {dtype}")
     return dtype if dtype is None else _known("dtype", dtype, DTYPES)
+
+
+QUANTIZATIONS = ("int8", "fp8", "nvfp4")
+"""Recipes by which matmuls of weights are quantized in training."""
+
+STORAGE = "nf4"
+"""What only stores: a dtype of frozen weights."""
+
+
+def known_quantization(name: str | None) -> str | None:
+    """Returns the requested recipe of quantized matmuls; None for none.
+
+    Raises:
+      SpanaxError: there is none of this name.
+
+    Example:
+      >>> known_quantization("int8")
+      'int8'
+    """
+    check_type("quantize", name, str, 'quantize="int8"')
+    if name == STORAGE:
+        what = "nf4 stores frozen weights, and all weights are trained: add --lora rank=16."
+        raise VariantError(what, fix="--quantize int8, or adapters with --lora rank=16")
+    return name if name is None else _known("quantization", name, QUANTIZATIONS)
 
 
 def known_chunks(requested: int | str) -> int:

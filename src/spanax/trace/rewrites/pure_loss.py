@@ -10,31 +10,30 @@ from flax import nnx
 
 from spanax.errors import LossError
 from spanax.trace.jaxpr.graph import REMAT, Body, Graph, from_jaxpr, scan_counts
-from spanax.trace.rewrites.matmul_dtype import matmuls_in
+from spanax.trace.rewrites.matmul_dtype import MatmulDtypes, matmuls_in
 from spanax.trace.variables import changed_variables
 
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def pure_loss(
-    loss: Callable[..., Any], compute_dtype: Any, model: nnx.Module, optimizer: nnx.Optimizer
+    loss: Callable[..., Any], dtypes: MatmulDtypes, model: nnx.Module, optimizer: nnx.Optimizer
 ) -> tuple[Callable[..., Any], Any, Any]:
     """Returns a loss as a pure function, and its first two arguments: trained parameters and other state.
 
     Its third argument is the batch; it returns `(loss, (metrics, other state, moved))`; see `_moved`.
     """
-    return pure_function(lambda model, batch: with_extra(loss(model, batch)), compute_dtype, model, optimizer.wrt)
+    return pure_function(lambda model, batch: with_extra(loss(model, batch)), dtypes, model, optimizer.wrt)
 
 
 def pure_function(
-    function: Callable[..., tuple[Any, Any]], compute_dtype: Any, node: Any, wrt: Any
+    function: Callable[..., tuple[Any, Any]], dtypes: MatmulDtypes, node: Any, wrt: Any
 ) -> tuple[Callable[..., Any], Any, Any]:
     """Returns a function of an NNX object and a batch as `pure_loss` does; it returns `(scalar, other results)`.
 
     Args:
       function: the function.
-      compute_dtype: the dtype to which floating parameters and batch, and the operands of matmuls, are cast; None for
-        their own dtypes.
+      dtypes: those to which floating parameters and batch, and the operands of matmuls, are cast.
       node: the object, or a pytree of objects.
       wrt: the NNX filter of the parameters.
     """
@@ -47,12 +46,24 @@ def pure_function(
         return *nnx.state(part, wrt, ...), returned
 
     def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[Any, Any, list[Any]]]:
-        args = _cast(params, compute_dtype), rest, _cast(batch, compute_dtype)
+        args = _cast(params, dtypes.compute), rest, _cast(batch, dtypes.compute)
         after, rest_after, (scalar, extra) = forward(*args)
         moved = _moved(forward, after, args, params)
         return scalar.astype(jnp.promote_types(scalar.dtype, jnp.float32)), (extra, _like(rest_after, rest), moved)
 
-    return matmuls_in(value, compute_dtype), params, rest
+    return matmuls_in(value, dtypes, _weights(params, rest)), params, rest
+
+
+def _weights(params: Any, rest: Any) -> list[str | None]:
+    """Returns the path of each trained or frozen parameter, and None for each other leaf of the state."""
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    paths = list[str | None]()
+    for state, is_trained in ((params, True), (rest, False)):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
+            is_weight = is_trained or isinstance(leaf, nnx.Param)
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            paths += [name if is_weight else None] * len(jax.tree.leaves(leaf))
+    return paths
 
 
 def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:

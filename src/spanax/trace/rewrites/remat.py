@@ -21,6 +21,8 @@ from spanax.trace.jaxpr.graph import (
     CONTRACTIONS,
     LAYER_PARTS,
     LOSS_CHUNKS,
+    PREFIX,
+    PRODUCT,
     Body,
     Graph,
     Op,
@@ -95,8 +97,12 @@ def _saveable(policy: str) -> Callable[..., Any]:
         # JAX 0.10 to 0.12 rounds what a remat saves with `reduce_precision`, which does not accept complex dtypes.
         if any(jax.dtypes.issubdtype(getattr(aval, "dtype", np.void), np.complexfloating) for aval in avals):
             return False
+        if primitive.name == "name" and params["name"].startswith(PREFIX + PRODUCT):
+            return dots_policy(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
         if primitive.name == "name":  # a chunked loss computes its gradients in the forward pass
             return params["name"] == LOSS_CHUNKS
+        if any(getattr(aval, "dtype", np.dtype("float32")).itemsize == 1 for aval in avals):
+            return False  # of a quantized matmul the marked result is saved
         if primitive.name in CONTRACTIONS and primitive.name != "dot_general":
             return dots_policy(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
         return dots_policy(primitive, *avals, **params)

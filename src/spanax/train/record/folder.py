@@ -156,10 +156,11 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
         if (key in before or key in OPTIONAL) and before.get(key) != config.get(key):
             name = flag(key)
             had = f"with {key} {before[key]}" if key in before else f"without {name}"
-            now = config.get(key) if key in before else f"{name} {config.get(key)}"
+            value = f"with {config.get(key)}" if key in before else f"with {name} {config.get(key)}"
+            now = f"without {name}" if config.get(key) is None else value
             fix = f"{name} {before[key]}" if key in before else f"no {name}"
             raise ConfigError(
-                f"the run was started {had}, and cannot be resumed with {now}.",
+                f"the run was started {had}, and cannot be resumed {now}.",
                 where=f"'{folder}'",
                 fix=f"{fix}, or another --output-dir",
             )

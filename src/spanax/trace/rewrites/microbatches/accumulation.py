@@ -17,6 +17,7 @@ from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.jaxpr.remat_policies import GATHERED, MEAN
 from spanax.trace.rewrites.chunked_loss import stack_chunks
+from spanax.trace.rewrites.matmul_dtype import MatmulDtypes
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.rules import Kind
 from spanax.trace.rewrites.pure_loss import check_unmoved, pure_loss
@@ -39,7 +40,7 @@ class Microbatches:
 
 def microbatches_of(
     loss: Callable[..., Any] | None,
-    compute_dtype: Any,
+    dtypes: MatmulDtypes,
     accumulate: str,
     trace: Callable[..., Any],
     batch_axes: ExampleDims | None,
@@ -49,7 +50,7 @@ def microbatches_of(
 
     Args:
       loss: the user's loss; None if the user wrote the train step.
-      compute_dtype: dtype to which floating parameters and batch are cast for the loss.
+      dtypes: those in which the loss computes its matmuls.
       accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
       trace: evaluates a train step abstractly.
       batch_axes: the dim with the examples of each array of the batch, if the user says it.
@@ -65,7 +66,7 @@ def microbatches_of(
     passes: list[int] = []
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
-        value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
+        value, params, rest = pure_loss(loss, dtypes, model, optimizer)
         value = TracedOnce(value, traced.known[GATHERED])
         operands = params, rest, batch
         dims = examples(value, operands, 1, batch_axes)
