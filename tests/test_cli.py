@@ -72,9 +72,11 @@ FLAGS = {
     "report": {"json", "out", "run"},
     "doctor": {"hosts", "json", "output_dir", "timeout"},
     "import": {
-        "dry_run", "dtype", "into", "json", "kind", "map", "output_dir", "source", "traceback",
+        "base", "dry_run", "dtype", "into", "json", "kind", "map", "output_dir", "source", "traceback",
     },  # fmt: skip
-    "export": {"checkpoint", "dtype", "file_size", "json", "kind", "output_dir", "traceback", "workload"},
+    "export": {
+        "checkpoint", "dtype", "file_size", "json", "kind", "merge", "output_dir", "traceback", "workload",
+    },
     "export-rules": {"global_batch_size", "json", "layout", "mesh", "seq_len", "traceback", "workload"},
 }  # fmt: skip
 
@@ -130,6 +132,11 @@ BAD: dict[str, tuple[int, str]] = {
     "a dtype of frozen weights": (2, "plan gpt-nano --on h100:8 --quantize nf4"),
     "quantization without a rate": (2, "plan gpt-nano --on v5e:2x2 --quantize fp8"),
     "quantization of nothing": (2, "plan resnet-nano --on h100:8 --quantize int8"),
+    "adapters of nothing": (2, "train --lora rank=8"),
+    "adapters of no rank": (2, "train --lora alpha=8"),
+    "adapters of half a rank": (2, "plan gpt-nano --on cpu:8 --lora rank=2.5"),
+    "adapters beside no layer": (2, "plan gpt-nano --on cpu:8 --lora rank=2,modules=q"),
+    "frozen weights in a format that is none": (2, "plan gpt-nano --on cpu:8 --lora rank=2 --quantize fp8"),
     "unknown optimizer": (2, "train --optimizer adam"),
     "a schedule that is none": (2, "train --schedule cosin"),
     "an average of everything": (2, "train --ema 1"),

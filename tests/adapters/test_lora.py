@@ -137,7 +137,7 @@ def test_a_step_returns_frozen_weights_as_they_are() -> None:
     body = traced.step.graph.body
     changed = {leaf.path for leaf, a, b in zip(traced.leaves, body.inputs, body.outputs, strict=False) if a != b}
     assert {path for path in changed if "optimizer" not in path} == set(adapter_paths(adapted_model()))
-    assert model_flops(traced) < 2.1 * traced.step.active.flops
+    assert model_flops(traced) < 2.3 * traced.step.active.flops
 
 
 def adapted_model() -> nnx.Module:

@@ -18,8 +18,11 @@ NF4 = (
 )  # fmt: skip
 """The values of NF4, in units of the largest of a group. Source: Dettmers et al., "QLoRA", 2023, appendix E."""
 
-BITS = {"nf4": 4, "int8": 8}
-"""The formats of packed weights, and the bits of their codes."""
+FORMATS = ("nf4", "int8")
+"""The formats of packed weights."""
+
+CODES_PER_WORD = 8
+"""The codes of NF4 in a word of 32 bits: libtpu unpacks words in less memory than bytes."""
 
 GROUP = 64
 """The number of elements with a common scale. Source: Dettmers et al., "QLoRA", 2023."""
@@ -34,8 +37,8 @@ PARTS = ("codes", "scale")
 
 def known_format(name: str) -> str:
     """Returns a format of packed weights; raises UnknownNameError if there is none with this name."""
-    if name not in BITS:
-        raise UnknownNameError(f"unknown format '{name}' of frozen weights.", fix=nearest(name, BITS))
+    if name not in FORMATS:
+        raise UnknownNameError(f"unknown format '{name}' of frozen weights.", fix=nearest(name, FORMATS))
     return name
 
 
@@ -46,10 +49,9 @@ class Packed:
     """An array in 4 or 8 bits, with a scale for each group of elements along one dim.
 
     Attributes:
-      codes: words of 32 bits with the codes of neighbors along the packed dim. libtpu copies a stack of 8-bit arrays to
-        another tiling before a loop over it.
+      codes: int8, or words of int32 with the codes of neighbors along the packed dim.
       scale: the largest magnitude of each group.
-      format: one of `BITS`.
+      format: one of `FORMATS`.
       dim: the packed dim, counted from the end: dims of stacked layers may be added and removed.
       dtype: the name of the dtype of the unpacked array, and of the scales.
 
@@ -76,28 +78,30 @@ class Packed:
         # Values are divided by the scale as it is stored.
         scale = jnp.abs(grouped).max(dim, keepdims=True).astype(dtype)
         units = grouped / jnp.where(scale == 0, 1, scale).astype(jnp.float32)
-        codes = _nf4(units) if format == "nf4" else jnp.clip(jnp.round(units * 127), -127, 127).astype(jnp.int32)
-        words = _split(_merged(codes, dim), dim, 32 // BITS[format])
-        words = jnp.sum((words & (1 << BITS[format]) - 1) << _shifts(format, dim), dim, dtype=jnp.int32)
-        return Packed(words, jnp.squeeze(scale, dim), format, dim, dtype)
+        scale = jnp.squeeze(scale, dim)
+        if format == "int8":
+            codes = jnp.clip(jnp.round(units * 127), -127, 127).astype(jnp.int8)
+            return Packed(_merged(codes, dim), scale, format, dim, dtype)
+        words = _split(_merged(_nf4(units), dim), dim, CODES_PER_WORD) << _shifts(dim)
+        return Packed(jnp.sum(words, dim, dtype=jnp.int32), scale, format, dim, dtype)
 
     def array(self) -> jax.Array:
         """Returns the unpacked array."""
-        bits = BITS[self.format]
-        # A sharded weight is gathered before it is repeated: what moves are words, and not values.
-        position = self.codes.ndim + self.dim + 1
-        words = jnp.repeat(jnp.expand_dims(self.codes, position), 32 // bits, axis=position)
-        # The bits of a code, moved to the top of a word and back, with its sign.
-        codes = _merged((words << (32 - bits - _shifts(self.format, self.dim))) >> (32 - bits), self.dim)
-        units = _nf4_values(codes, self.dtype) if self.format == "nf4" else codes.astype(self.dtype) / 127
-        size = codes.shape[self.dim] // self.scale.shape[self.dim]
+        if self.format == "int8":
+            units = self.codes.astype(self.dtype) / 127
+        else:
+            # A sharded weight is gathered before it is repeated: what moves are words, and not values.
+            position = self.codes.ndim + self.dim + 1
+            words = jnp.repeat(jnp.expand_dims(self.codes, position), CODES_PER_WORD, axis=position)
+            units = _nf4_values(_merged(words >> _shifts(self.dim), self.dim), self.dtype)
+        size = units.shape[self.dim] // self.scale.shape[self.dim]
         return _merged(_split(units, self.dim, size) * jnp.expand_dims(self.scale, self.dim), self.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the unpacked array."""
         shape = list(self.codes.shape)
-        shape[self.dim] *= 32 // BITS[self.format]
+        shape[self.dim] *= CODES_PER_WORD if self.format == "nf4" else 1
         return tuple(shape)
 
     @property
@@ -138,10 +142,9 @@ def group_size(shape: tuple[int, ...], dim: int) -> int:
     return math.gcd(shape[dim], GROUP)
 
 
-def _shifts(format: str, dim: int) -> jax.Array:
+def _shifts(dim: int) -> jax.Array:
     """Returns the first bit of each code in a word, along a dim."""
-    bits = BITS[format]
-    return jnp.arange(0, 32, bits, dtype=jnp.int32).reshape(-1, *(1,) * (-dim - 1))
+    return jnp.arange(0, 32, 4, dtype=jnp.int32).reshape(-1, *(1,) * (-dim - 1))
 
 
 def _split(values: jax.Array, dim: int, size: int) -> jax.Array:
