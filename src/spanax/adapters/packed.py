@@ -171,8 +171,11 @@ def _nf4(units: jax.Array) -> jax.Array:
 
 def _nf4_values(codes: jax.Array, dtype: str) -> jax.Array:
     """Returns the values of codes by their bits: a gather from a table is slow on TPUs, and splits no dims."""
-    values = [jnp.full((), value, dtype) for value in NF4]
-    for bit in range(4):
+    # Products with numbers, as a choice between numbers would need arrays of them.
+    first = (codes & 1).astype(jnp.float32)
+    pairs = zip(NF4[::2], NF4[1::2], strict=True)
+    values = [(low + first * (high - low)).astype(dtype) for low, high in pairs]
+    for bit in range(1, 4):
         is_set = (codes >> bit) & 1 == 1
         values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
     return values[0]
