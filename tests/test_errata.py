@@ -21,9 +21,6 @@ from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight
 from spanax.plan.search import search
 from spanax.trace.program import Program
 
-NODES = {64: "a100-80gb:8x8", 1024: "a100-80gb:128x8"}
-"""What GPT-3 is priced on, by how many devices a formula asks for."""
-
 
 @functools.cache
 def gpt3(batch_size: int) -> Program:
@@ -36,7 +33,7 @@ def gpt3_on(layout: str, mesh: str, remat: str = "full", stages: int = 1, microb
     shape = MeshShape.of(mesh)
     devices = shape.size * stages
     search_result = search(
-        gpt3(devices), cluster(NODES[devices]), layout=layout, mesh=shape, remat=(remat,), microbatches=microbatches,
+        gpt3(devices), cluster("a100-80gb:8x8"), layout=layout, mesh=shape, remat=(remat,), microbatches=microbatches,
         pipeline=stages > 1, top=1000,
     )  # fmt: skip
     item = next(entry for entry in (*search_result.candidates, *search_result.nearest) if entry.num_stages == stages)
