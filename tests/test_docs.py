@@ -16,7 +16,6 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.errors import SpanaxError
-from spanax.interop import import_weights
 from written import CELL, Block, blocks, commands, looks_like_python, pages, read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,10 +71,9 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
 
 
 PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
-LORA = "docs/tutorial-lora.md"
 LONG = (
     "docs/checkpoints.md", "docs/choosing.md", "docs/data.md", "docs/generate.md", "docs/losses.md",
-    "docs/monitoring.md", "docs/notebook.md", "docs/training.md", LORA,
+    "docs/monitoring.md", "docs/notebook.md", "docs/training.md", "docs/fine-tune.md",
 )  # fmt: skip
 TODAY = LONG[datetime.now(UTC).toordinal() % len(LONG)]
 """The page of the longer ones whose turn it is in `make test`; `make slow` runs the others."""
@@ -89,8 +87,6 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip(EXTRAS[page])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if page == LORA:  # its commands train these weights
-        import_weights(ROOT / "tests" / "interop" / "weights" / "gpt2", "gpt2", "weights/base")
     with contextlib.redirect_stdout(io.StringIO()):
         run_blocks(page, python(page))
 
