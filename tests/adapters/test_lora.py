@@ -119,15 +119,15 @@ def losses(traced: spanax.Program, layout: str) -> list[float]:
 LAYOUTS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor", "context", "ring", "pipeline", "3d")
 
 
-@pytest.mark.parametrize(
-    "quantize", [pytest.param(None, marks=pytest.mark.slow), "nf4", pytest.param("int8", marks=pytest.mark.slow)]
-)
-def test_the_same_numbers_as_one_device(quantize: str | None) -> None:
+SLOW = [pytest.param(quantize, LAYOUTS, marks=pytest.mark.slow) for quantize in (None, "nf4", "int8")]
+
+
+@pytest.mark.parametrize(("quantize", "layouts"), [("nf4", ("fsdp+tensor",)), *SLOW])
+def test_the_same_numbers_as_one_device(quantize: str | None, layouts: tuple[str, ...]) -> None:
     traced = program(quantize)
     expected = losses(traced, "one device")
     assert expected[-1] < expected[0] - 0.1
-    names = LAYOUTS if quantize != "nf4" else ("fsdp+tensor",)
-    for layout in names:
+    for layout in layouts:
         np.testing.assert_allclose(losses(traced, layout), expected, rtol=2e-6, err_msg=layout)
 
 
