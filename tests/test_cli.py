@@ -322,6 +322,7 @@ QUICK = (
 )  # fmt: skip
 
 PROSE = {
+    "frozen weights in a format that is none",
     "a workload without data", "a length that is none", "unknown axis", "mesh of nothing", "calls that skip spikes",
     "resume to an earlier step", "resume without settings", "resume with half of the settings", "missing data",
     "empty data", "data that is not text", "missing table", "missing shards", "a text that nobody named",

@@ -6,7 +6,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (a
 import functools
 import math
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spanax.adapters.packed import MIN_GROUP, Packed, group_size, is_packed, known_format, pack
-from spanax.errors import AdapterError, FormatError, RangeError, UnknownNameError, nearest
+from spanax.errors import AdapterError, FormatError, RangeError, UnknownNameError, check_type, nearest
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -27,6 +27,9 @@ KEYS = ("rank", "alpha", "modules")
 
 RATE = 10
 """The learning rate of adapters, relative to that of all parameters. Source: Thinking Machines, 2025."""
+
+MAX_RANK = 1 << 14
+"""More than the width of any model that adapters are for."""
 
 MAX_DIMS = 16
 """Enough dims for the input of any layer, to name those of its kernel."""
@@ -51,6 +54,12 @@ class LoRA:
     alpha: float
     modules: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or not 1 <= self.rank <= MAX_RANK:
+            raise RangeError(f"adapters have rank {self.rank}; expected an integer >= 1 and <= {MAX_RANK}.", fix="16")
+        if not 0 < self.alpha < math.inf:
+            raise RangeError(f"adapters have alpha {self.alpha:g}; expected a number > 0.", fix="32, or leave it out")
+
     @staticmethod
     def parse(text: str) -> "LoRA":
         """Returns the adapters of `--lora`; alpha is twice the rank by default.
@@ -63,15 +72,18 @@ class LoRA:
         for part in text.split(","):
             name, equals, value = part.partition("=")
             key = name.strip() if equals else key
+            if not key:
+                raise FormatError(f"--lora is '{text}', without a rank.", fix="--lora rank=16")
             if key not in KEYS:
-                raise UnknownNameError(f"--lora has no '{key or part}'.", fix=nearest(key or part, KEYS))
+                raise UnknownNameError(f"--lora has no '{key}'.", fix=nearest(key, KEYS))
             values.setdefault(key, []).append((value if equals else part).strip())
         numbers = {name: _number(name, values[name]) for name in ("rank", "alpha") if name in values}
         if "rank" not in numbers:
             raise FormatError(f"--lora is '{text}', without a rank.", fix="--lora rank=16")
         rank = numbers["rank"]
-        if rank != int(rank) or not 1 <= rank <= 1 << 14:
-            raise RangeError(f"--lora has a rank of {rank:g}; expected an integer >= 1 and <= 16384.", fix="rank=16")
+        if rank != int(rank) or rank > MAX_RANK:
+            what = f"--lora has a rank of {rank:g}; expected an integer >= 1 and <= {MAX_RANK}."
+            raise RangeError(what, fix="--lora rank=16")
         return LoRA(int(rank), numbers.get("alpha", 2 * rank), tuple(values.get("modules", ())))
 
     @property
@@ -101,7 +113,7 @@ def lora(
     *,
     rngs: nnx.Rngs,
     alpha: float | None = None,
-    modules: tuple[str, ...] | list[str] = (),
+    modules: str | Sequence[str] = (),
     quantize: str | None = None,
     dtype: Any = None,
 ) -> Model:
@@ -116,8 +128,8 @@ def lora(
       rank: the rank of the adapters.
       rngs: the random stream of the initial values.
       alpha: the product of the adapters is scaled by `alpha / rank`; twice the rank by default.
-      modules: patterns of paths (`blocks.*.q`) or names (`q`) of the layers, each an `nnx.Linear`, `nnx.LinearGeneral`
-        or `nnx.Einsum`; by default those that repeat in the model.
+      modules: patterns of paths (`*.attention.q`) or names (`q`) of the layers, each an `nnx.Linear`,
+        `nnx.LinearGeneral` or `nnx.Einsum`; by default those that repeat in the model, or all if none does.
       quantize: `nf4` or `int8`, to store the kernels of all repeated layers in 4 or 8 bits; the model unpacks them
         where it reads them.
       dtype: the dtype of the frozen parameters; as they are by default.
@@ -131,7 +143,13 @@ def lora(
       >>> adapted.layers[0].lora_a.shape, adapted.layers[0].lora_b.shape, adapted(jnp.ones((2, 64))).shape
       ((64, 4), (4, 32), (2, 8))
     """
-    spec = LoRA(rank, 2.0 * rank if alpha is None else float(alpha), tuple(modules))
+    check_type("rank", rank, int, "rank=16")
+    check_type("alpha", alpha, (int, float), "alpha=32")
+    check_type("rngs", rngs, nnx.Rngs, "rngs=nnx.Rngs(0)")
+    if quantize is not None:
+        known_format(quantize)
+    named = (modules,) if isinstance(modules, str) else tuple(modules)
+    spec = LoRA(rank, 2.0 * rank if alpha is None else float(alpha), named)
     return with_adapters(nnx.clone(model), spec, rngs, quantize=quantize, dtype=dtype)
 
 
@@ -144,7 +162,7 @@ def with_adapters(model: Model, spec: LoRA, rngs: nnx.Rngs, *, quantize: str | N
         kinds = ", ".join(f"nnx.{kind.__name__}" for kind in LINEAR)
         raise AdapterError("the model has no linear layer to adapt.", fix=f"layers of {kinds}")
     if any(map(is_adapted, layers.values())):
-        raise AdapterError("the model has adapters already.", fix="the model without them")
+        raise AdapterError("the model has adapters already.", fix="leave --lora out, or the model without them")
     frozen = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)]
     to_pack = [] if quantize is None else list(_packable(model, repeated.values()))
     if quantize is not None and not to_pack:
@@ -152,7 +170,7 @@ def with_adapters(model: Model, spec: LoRA, rngs: nnx.Rngs, *, quantize: str | N
     for layer in chosen.values():
         _adapt(layer, spec, rngs)
     for node, dim in to_pack:
-        pack(node, known_format(str(quantize)), dim, dtype)
+        pack(node, str(quantize), dim, dtype)
     for node in frozen if dtype is not None else ():
         if not is_packed(node) and jnp.issubdtype(node.dtype, jnp.floating):
             node.set_raw_value(node.get_value().astype(dtype))

@@ -38,7 +38,8 @@ PARTS = ("codes", "scale")
 def known_format(name: str) -> str:
     """Returns a format of packed weights; raises UnknownNameError if there is none with this name."""
     if name not in FORMATS:
-        raise UnknownNameError(f"unknown format '{name}' of frozen weights.", fix=nearest(name, FORMATS))
+        what = f"unknown format '{name}' of frozen weights."
+        raise UnknownNameError(what, where="with adapters, matmuls are not quantized", fix=nearest(name, FORMATS))
     return name
 
 

@@ -69,9 +69,12 @@ def import_answer(command: ImportCommand) -> Answer:
       WriteError: the checkpoint cannot be written.
     """
     use_host_memory()
-    from spanax.interop.adapter import import_adapter
+    from spanax.interop.adapter import import_adapter, is_adapter
     from spanax.interop.hf_import import import_weights, match_weights
 
+    if command.base is None and is_adapter(command.source):
+        fix = "--base weights/NAME, the imported weights that it is for"
+        raise MissingError(f"'{command.source}' is an adapter.", fix=fix)
     if command.dry_run:
         matched = match_weights(command.source, command.kind, into=command.into, mapping=command.map)
         return Answer(str(matched), matched.to_json())

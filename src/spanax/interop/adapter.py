@@ -33,7 +33,7 @@ from spanax.interop.configs import Family, family_of
 from spanax.interop.hf_import import imported_program, params_of, weights_plan
 from spanax.interop.mapping import ALONG, Array, arrays_of
 from spanax.interop.safetensors import Tensor, inside, tensors
-from spanax.models.imported import model_class, read_model
+from spanax.models.imported import is_imported, model_class, read_model
 from spanax.train.state import weights
 from spanax.units import count_text
 
@@ -319,6 +319,8 @@ def import_adapter(
     """
     source, base, out = local_path(source), local_path(base), local_path(out)
     rank, alpha = _read_config(source)
+    if not is_imported(base):
+        raise AdapterError(f"'{base}' has no imported weights.", fix="--base with a folder that spanax import wrote")
     model = read_model(base)
     if model.folder is None or model.adapters is not None:
         raise AdapterError(f"'{base}' has adapters already.", fix="the weights without them")
@@ -352,14 +354,20 @@ def import_adapter(
     adapters = LoRA(rank, alpha, modules)
     with writing(out):
         for file in IMPORTED:
-            if Folder.of(base).kind(file) is not None:
-                copy_out(base, file, out)
+            owners = [folder for folder in (source, base) if Folder.of(folder).kind(file) is not None]
+            for folder in owners[:1]:
+                copy_out(folder, file, out)
         adapted_model = replace(model, adapters=adapters, folder=out)
         write_model(out, adapted_model)
         plan = weights_plan(imported_program(adapted_model, out), {})
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": "adapter", "from": source.name}})
     num_params = sum(math.prod(part.shape) for name, part in parts.items() if name.rpartition(".")[2] in NAMES)
     return AdapterFiles(family.name, str(out), str(adapters), num_params)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Returns whether a folder has an adapter in the format of PEFT."""
+    return (folder / CONFIG).exists()
 
 
 def _read_config(folder: Path) -> tuple[int, float]:

@@ -120,7 +120,9 @@ def export_weights(
     arrays = arrays_of(family, params_of(build))
     definition = saved_definition(Path(checkpoint), workload)
     if definition.adapters is not None and not merge:
-        return export_adapter(saved, definition.adapters, family, arrays, out)
+        written = export_adapter(saved, definition.adapters, family, arrays, out)
+        _write_auxiliary(saved_tokenizer(Path(checkpoint)), saved_template(Path(checkpoint)), origin.folder, out)
+        return written
     if definition.adapters is None and merge:
         raise AdapterError(f"'{checkpoint}' has no adapters to merge.", fix="leave --merge out")
     source = merged(saved, definition)

@@ -401,11 +401,9 @@ def model_flops(program: Program) -> float:
 
 
 def _frozen_share(program: Program) -> float:
-    """Returns the share of the parameters that a step returns as they are."""
-    body = program.step.graph.body
-    triples = zip(program.leaves, body.inputs, body.outputs, strict=False)
-    params = [(math.prod(leaf.shape), before == after) for leaf, before, after in triples if leaf.kind == "param"]
-    return sum(size for size, is_frozen in params if is_frozen) / max(1, sum(size for size, _ in params))
+    """Returns the share of the parameters that a step does not update."""
+    sizes = {leaf.path: math.prod(leaf.shape) for leaf in program.leaves if leaf.kind == "param"}
+    return sum(sizes[path] for path in program.frozen) / max(1, sum(sizes.values()))
 
 
 def _distinct_params(plan: Plan) -> list[str]:

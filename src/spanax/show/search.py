@@ -19,6 +19,7 @@ from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
 from spanax.trace.program import Program
 from spanax.units import bytes_text, quantity_text
 
+FROZEN = ", 2 x of frozen weights"
 MFU_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full"
 
 ALL_EXPERTS = "; it counts unchosen experts: no top-k over the experts' weights shows which of them a token uses"
@@ -180,7 +181,8 @@ def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]
     memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
     moved = bytes_by_collective(best.collectives)
     mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %"
-    convention = MFU_CONVENTION + (ALL_EXPERTS if search.counts_all_experts else "")
+    frozen = FROZEN if next(iter(search.programs.values())).frozen else ""
+    convention = MFU_CONVENTION + frozen + (ALL_EXPERTS if search.counts_all_experts else "")
     peak = quantity_text(search.peak_flops, "operations per second", digits=3)
     needed = search.cluster.memory_setting(candidate.upper_bytes)
     return [

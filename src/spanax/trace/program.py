@@ -8,8 +8,9 @@ from functools import cached_property, reduce
 from typing import Any
 
 import jax
-import numpy as np
 
+from spanax.adapters.lora import packed_paths
+from spanax.adapters.packed import PARTS, Packed
 from spanax.batch_dims import num_examples
 from spanax.displays import display
 from spanax.errors import ObjectsError
@@ -67,9 +68,8 @@ class Program:
     _variants: dict[Variant, "Program"] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        count = sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param")
         axes = ", ".join(f"{axis.name} {'/'.join(map(str, axis.sizes))}" for axis in self.axes)
-        return f"Program({count_text(count)} parameters, axes: {axes})"
+        return f"Program({count_text(self.num_params)} parameters, axes: {axes})"
 
     def _repr_html_(self) -> str:
         return display(self)
@@ -231,10 +231,24 @@ class Program:
             keys |= {label_key(labels), label_key([label for label in labels if label not in self.step.layer_labels])}
         return frozenset(keys - {()})
 
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Returns the paths of the parameters that the step returns as they are, if it updates any other."""
+        body = self.step.graph.body
+        triples = zip(self.leaves, body.inputs, body.outputs, strict=False)
+        params = {leaf.path: before == after for leaf, before, after in triples if leaf.kind == "param"}
+        return frozenset(path for path, is_same in params.items() if is_same and not all(params.values()))
+
     @property
     def num_params(self) -> int:
-        """Returns the number of elements of all parameters."""
-        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves if leaf.kind == "param")
+        """Returns the number of elements of all parameters, of packed ones as they are unpacked."""
+        sizes = {leaf.path: math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param"}
+        total = sum(sizes.values())
+        if not any(path.endswith(f".{PARTS[0]}") for path in sizes):
+            return total
+        model, *_ = self.variables.merge(self.variables.abstract())
+        stored = sum(math.prod(packed.shape) - _num_stored(packed) for _, packed in packed_paths(model))
+        return total + stored
 
     def rename(self, names: Mapping[str, str]) -> "Program":
         """Returns the program with renamed axes.
@@ -336,6 +350,11 @@ class Program:
     def _without_remat(self) -> "Program":
         """Returns a copy with equal operations and shared analyses."""
         return replace(self, options=replace(self.options, remat="none"))
+
+
+def _num_stored(packed: Packed) -> int:
+    """Returns the number of elements in which a packed parameter is stored."""
+    return math.prod(packed.codes.shape) + math.prod(packed.scale.shape)
 
 
 def program_of(definition: ProgramDefinition, variant: Variant) -> Program:

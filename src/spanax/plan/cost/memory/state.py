@@ -26,8 +26,8 @@ STATE_GROUPS = {"param": "parameters", "optimizer": "optimizer", "other": "other
 class State:
     """Leaves of the state and the batch: kind, global bytes, the axes that shard them, whether stacked by layer.
 
-    Equal, equally sharded leaves are merged and counted. Each parameter also has its gradient, sharded as it is when
-    accumulated.
+    Equal, equally sharded leaves are merged and counted. Each parameter that the step updates also has its gradient,
+    sharded as it is when accumulated.
     """
 
     kind: tuple[str, ...]
@@ -87,17 +87,17 @@ def state_of(resolver: Resolver, offload: Sequence[str] = (), left_out: Containe
     program = resolver.program
     bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
     classes = program.step.axes.classes
-    alike = defaultdict[object, list[tuple[Leaf, Labels]]](list)
+    alike = defaultdict[tuple[object, bool], list[tuple[Leaf, Labels]]](list)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = classes[value]
         if not any(label in left_out for label in labels):
-            alike[resolver.placed_by(leaf, labels)].append((leaf, labels))
+            alike[resolver.placed_by(leaf, labels), leaf.path in program.frozen].append((leaf, labels))
     rows = defaultdict[tuple[str, Tiled], int](int)
     counts = defaultdict[tuple[str, Tiled], int](int)
-    for leaves in alike.values():
+    for (_, is_frozen), leaves in alike.items():
         leaf, labels = leaves[0]
         specs = {OFFLOADED if is_offloaded(leaf, offload) else leaf.kind: resolver.placed(leaf, labels)[0]}
-        if leaf.kind == "param":
+        if leaf.kind == "param" and not is_frozen:
             specs["gradient"] = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
         for kind, spec in specs.items():
             tiled = _argument(leaf, labels, as_masks(spec, bits), program.step.layer_labels, kind == "batch")
