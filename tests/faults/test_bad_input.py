@@ -42,7 +42,7 @@ BAD: dict[str, tuple[int, str]] = {
     "train --mesh data=-8": (2, "'data' has size -8"),
     "train --remat dotz": (2, "did you mean 'dots'"),
     "train --layout fsdp+data": (2, "fsdp+data"),
-    "train --dtype int8": (2, "unknown dtype 'int8'"),
+    "train --dtype int8": (2, "--dtype bfloat16 --quantize int8"),
     "train --tokenizer bpe:3": (2, "bpe:3"),
     "train --tokenizer nowhere.json": (65, "nowhere.json"),
     "train --tokenizer list.json --data text.txt": (65, "list.json"),

@@ -16,6 +16,7 @@ import pytest
 from boards import events, shown
 from spanax.errors import SpanaxError, WriteError
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.plan import Schedule
 from spanax.train.config import TrainConfig, check
 from spanax.train.record.tensorboard import TensorBoard
 from spanax.train.record.trackers import RunInfo, Trackers, check_trackers
@@ -56,7 +57,11 @@ def about(folder: Path, **values: Any) -> RunInfo:
 
 def run_of(num_steps: int = 0) -> Any:
     plan = SimpleNamespace(
-        layout=SimpleNamespace(name="fsdp"), mesh=MeshShape.of("fsdp=8"), why="it fits", state_bytes=lambda: 80
+        layout=SimpleNamespace(name="fsdp"),
+        mesh=MeshShape.of("fsdp=8"),
+        why="it fits",
+        state_bytes=lambda: 80,
+        schedule=Schedule(),
     )
     return SimpleNamespace(plan=plan, num_steps=num_steps, program=SimpleNamespace(num_params=20))
 
