@@ -126,7 +126,7 @@ class Merged:
 
     def _read(self, path: str, target: Any) -> np.ndarray:
         if path in self.packed:
-            codes, scale = (self._array(f"{path}.{part}") for part in PARTS)
+            codes, scale = (self.source.part(f"{path}.{part}").make() for part in PARTS)
             values = np.asarray(replace(self.packed[path], codes=codes, scale=scale).array())
         else:
             values = self.source.read({path: target})[path]
@@ -134,15 +134,12 @@ class Merged:
         names = [f"{layer}.{adapter}" for adapter in NAMES]
         if name != "kernel" or names[0] not in self.source.saved:
             return values
-        a, b = (self._array(name) for name in names)
+        a, b = (self.source.part(name).make() for name in names)
         num_stacked = a.ndim + b.ndim - 2 - values.ndim
         a_SIR = a.reshape(math.prod(a.shape[:num_stacked]), -1, a.shape[-1]).astype("float32")
         b_SRO = b.reshape(len(a_SIR), a.shape[-1], -1).astype("float32")
         update = (self.scale * a_SIR @ b_SRO).reshape(values.shape)
         return (values.astype("float32") + update).astype(values.dtype)
-
-    def _array(self, path: str) -> np.ndarray:
-        return _part(self.source, path).make()
 
 
 def merged(source: weights.Source, definition: Workload) -> Merged | weights.Source:
@@ -217,21 +214,8 @@ class _Layers:
 
     def _read(self, path: str) -> np.ndarray:
         if path not in self._cache:
-            self._cache[path] = _part(self.source, path).make()
+            self._cache[path] = self.source.part(path).make()
         return self._cache[path]
-
-
-def _part(source: weights.Source, path: str) -> weights.Part:
-    """Returns an array of a checkpoint, which is read when it is made."""
-    dtype, _, sizes = source.saved[path].rstrip("]").partition("[")
-    shape = tuple(int(size) for size in sizes.split(",") if size)
-    return weights.Part(shape, np.dtype(dtype), partial(_read, source, path, shape, dtype))
-
-
-def _read(source: weights.Source, path: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    # A view of a scalar as target takes no memory.
-    values: np.ndarray = source.read({path: np.broadcast_to(np.zeros((), dtype), shape)})[path]
-    return values
 
 
 def _base_digest(read: _Layers, arrays: list[Array]) -> str:
@@ -330,7 +314,7 @@ def import_adapter(
     stored = {_full_name(name, family): tensor for name, tensor in tensors(inside(path, source)).items()}
     checkpoint = weights.Source.of(base)
     _check_base(path, _base_digest(_Layers(checkpoint), arrays))
-    parts = {name: _part(checkpoint, name) for name in checkpoint.saved}
+    parts = {name: checkpoint.part(name) for name in checkpoint.saved}
     adapted = dict.fromkeys((array.stacked for array in arrays), 0)
     for array in arrays:
         stem = array.names[0].removesuffix(".weight")

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from spanax import Workload
 from spanax.entries.folder import Folder
 from spanax.entries.local_path import local_path
 from spanax.entries.names import IMPORTED, OF_TOKENIZER, TOKENIZER, TOKENIZER_CONFIG
@@ -26,7 +27,7 @@ from spanax.interop.hf_import import check_dtype, params_of
 from spanax.interop.mapping import Array, arrays_of
 from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index
 from spanax.models.imported import MODELS, SavedModel, is_imported, model_class, read_model, saved_workload
-from spanax.models.workloads import load, saved_definition
+from spanax.models.workloads import saved_definition
 from spanax.train.data.text.chat_template import TEMPLATE
 from spanax.train.data.text.tokenizer import tokenizer_config
 from spanax.train.record.folder import saved_template, saved_tokenizer
@@ -113,12 +114,12 @@ def export_weights(
     members(kind)  # raises before files are read
     check_dtype(dtype)
     saved = weights.Source.of(checkpoint)
-    origin = _origin(Path(checkpoint), kind, workload)
+    definition = saved_definition(Path(checkpoint), workload)
+    origin = _origin(Path(checkpoint), kind, saved_workload(Path(checkpoint), workload), definition)
     config = _with_saved_sizes(origin.config, saved.saved)
     family = family_of(kind, config)
     build = partial(model_class(family.model, origin.into).build, config)
     arrays = arrays_of(family, params_of(build))
-    definition = saved_definition(Path(checkpoint), workload)
     if definition.adapters is not None and not merge:
         written = export_adapter(saved, definition.adapters, family, arrays, out)
         _write_auxiliary(saved_tokenizer(Path(checkpoint)), saved_template(Path(checkpoint)), origin.folder, out)
@@ -154,20 +155,19 @@ def export_weights(
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
 
 
-def _origin(checkpoint: Path, kind: str, workload: str | None) -> SavedModel:
-    """Returns the origin of a checkpoint from its folder, its run or a workload.
+def _origin(checkpoint: Path, kind: str, name: str, definition: Workload) -> SavedModel:
+    """Returns the origin of a checkpoint from its workload, and the name of this.
 
     Raises:
-      SpanaxError: the model is not recorded, or is of another kind.
+      SpanaxError: the model is of another kind.
     """
     model = members(kind)[0].model
-    name = saved_workload(checkpoint, workload)
     if is_imported(Path(name)):
         saved = read_model(Path(name))
         if saved.kind != model:
             raise WorkloadError(f"'{checkpoint}' was imported as {saved.kind}, not {kind}.", fix=f"--as {saved.kind}")
         return saved
-    built = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
+    built = nnx.eval_shape(lambda: definition.build(nnx.Rngs(0)))
     config = getattr(built, "config", None)
     candidates = [other for other, types in MODELS.items() if isinstance(built, types[0]) and type(config) is types[1]]
     if model not in candidates:
@@ -181,14 +181,10 @@ def _with_saved_sizes(config: Any, saved: Mapping[str, str]) -> Any:
     """Sets the vocabulary size and sequence length of a config to those saved, which a run may have changed."""
     sizes = {}
     if hasattr(config, "vocab_size") and "embed" in saved:
-        sizes["vocab_size"] = _shape(saved["embed"])[0]
+        sizes["vocab_size"] = weights.dtype_shape(saved["embed"])[1][0]
         if "positions" in saved:
-            sizes["seq_len"] = _shape(saved["positions"])[0]
+            sizes["seq_len"] = weights.dtype_shape(saved["positions"])[1][0]
     return replace(config, **sizes)
-
-
-def _shape(summary: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in summary.partition("[")[2].rstrip("]").split(",") if size)
 
 
 def _stored(source: weights.Source | Merged, arrays: list[Array]) -> dict[str, list[Array]]:
@@ -206,7 +202,7 @@ def _stored(source: weights.Source | Merged, arrays: list[Array]) -> dict[str, l
         if path not in source.saved and array.stacked in source.saved:
             path, shape = array.stacked, (num_layers[array.stacked], *shape)
         saved = source.saved.get(path, "nothing")
-        if saved == "nothing" or _shape(saved) != shape:
+        if saved == "nothing" or weights.dtype_shape(saved)[1] != shape:
             diff[f"{path}: expected {list(shape)}, saved {saved}"] = None
         stored.setdefault(path, []).append(array)
     for path in sorted(source.saved.keys() - stored.keys()):
@@ -233,7 +229,7 @@ def _listed(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the tensors to write by name."""
     return {
-        output: jax.ShapeDtypeStruct(array.tensor_shape, dtype or source.saved[path].partition("[")[0])
+        output: jax.ShapeDtypeStruct(array.tensor_shape, dtype or weights.dtype_shape(source.saved[path])[0])
         for path, arrays in stored.items()
         for array in arrays
         for name in array.names
@@ -275,11 +271,11 @@ def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
 def _tensors(source: weights.Source | Merged, path: str, arrays: list[Array]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of an array of the checkpoint, which is read once."""
     # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
-    dtype = source.saved[path].partition("[")[0]
+    dtype, shape = weights.dtype_shape(source.saved[path])
     if path in source.averages:
         dtype = jax.numpy.promote_types(dtype, "float32").name
     read = source.averages.get(path, path)
-    values = source.read({read: np.broadcast_to(np.zeros((), dtype), _shape(source.saved[path]))})[read]
+    values = source.read({read: np.broadcast_to(np.zeros((), dtype), shape)})[read]
     for array in arrays:
         part = values if array.path == path else values[array.layer]
         for name, view in array.views(part):

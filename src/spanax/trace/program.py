@@ -239,6 +239,11 @@ class Program:
         params = {leaf.path: before == after for leaf, before, after in triples if leaf.kind == "param"}
         return frozenset(path for path, is_same in params.items() if is_same and not all(params.values()))
 
+    @cached_property
+    def abstract_model(self) -> Any:
+        """Returns the model, or the first object, with shapes as the values of its Variables."""
+        return self.variables.merge(self.variables.abstract())[0]
+
     @property
     def num_params(self) -> int:
         """Returns the number of elements of all parameters, of packed ones as they are unpacked."""
@@ -246,8 +251,7 @@ class Program:
         total = sum(sizes.values())
         if not any(path.endswith(f".{PARTS[0]}") for path in sizes):
             return total
-        model, *_ = self.variables.merge(self.variables.abstract())
-        stored = sum(math.prod(packed.shape) - _num_stored(packed) for _, packed in packed_paths(model))
+        stored = sum(math.prod(packed.shape) - _num_stored(packed) for _, packed in packed_paths(self.abstract_model))
         return total + stored
 
     def rename(self, names: Mapping[str, str]) -> "Program":

@@ -6,6 +6,7 @@ them, so that the host never stores more than a few of them.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import Counter
@@ -147,12 +148,11 @@ def load(
     source = Source.of(directory)
     weights: dict[int, jax.Array] = {}
     known = {_unnumbered(path) for path in source.saved}
-    model, *_ = program.variables.merge(program.variables.abstract())
-    for path in adapter_paths(model):
+    for path in adapter_paths(program.abstract_model):
         if _unnumbered(path) not in known:  # a checkpoint of the base model
             del targets[path]
     to_pack = {}
-    for path, packed in packed_paths(model):
+    for path, packed in packed_paths(program.abstract_model):
         if _unnumbered(path) in known:  # the checkpoint has it unpacked
             codes, _ = (targets.pop(f"{path}.{part}") for part in PARTS)
             targets[path] = jax.ShapeDtypeStruct(packed.shape, packed.dtype, sharding=codes.sharding)
@@ -276,6 +276,18 @@ class Source:
             for part in _smallest(Regrouped.of(saved.get(key, {}), structs), structs)
         ]
 
+    def part(self, path: str) -> Part:
+        """Returns an array on the host, which is read when it is made."""
+        dtype, shape = dtype_shape(self.saved[path])
+        return Part(shape, dtype, functools.partial(self._array, path, dtype, shape))
+
+    def _array(self, path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        import numpy as np
+
+        # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
+        values: np.ndarray = self.read({path: np.broadcast_to(np.zeros((), dtype), shape)})[path]
+        return values
+
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads arrays in their saved dtypes, a few at a time; as NumPy arrays for NumPy targets.
 
@@ -290,6 +302,17 @@ class Source:
         except Exception as error:  # the files are untrusted, and Orbax may raise anything for them
             raise view.unreadable(self.step, self.folder, error) from error
         return loaded
+
+
+def dtype_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape of a text such as `float32[4,8]`.
+
+    Example:
+      >>> dtype_shape("float32[4,8]"), dtype_shape("float32[]")
+      (('float32', (4, 8)), ('float32', ()))
+    """
+    dtype, _, sizes = text.rstrip("]").partition("[")
+    return dtype, tuple(int(size) for size in sizes.split(",") if size)
 
 
 def _smallest(regrouped: Regrouped, structs: Mapping[str, Any]) -> list[Regrouped]:
