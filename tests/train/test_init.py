@@ -14,6 +14,7 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError
+from spanax.show.live.events import line
 from spanax.train.config import TrainConfig
 from spanax.train.state import weights
 from spanax.train.trainer import train
@@ -286,3 +287,8 @@ def test_the_trainer_loads_initial_weights_once(tmp_path: Path) -> None:
         run("fourth", init_partial=True)
     recorded = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[0])
     assert recorded["init"] == str(tmp_path / "first")
+    adapted = run("adapted", init=str(tmp_path / "first"), lora="rank=2", quantize="int8")
+    assert adapted["trained_parameters"] == 2 * (16 + 4) and "108 parameters from" in line(adapted)
+    assert ", 40 trained, layout data on" in line(adapted)
+    with pytest.raises(spanax.SpanaxError, match="fix: --lora with --quantize, as its run had"):
+        run("fifth", init=str(tmp_path / "adapted"))

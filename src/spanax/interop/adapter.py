@@ -67,15 +67,19 @@ class AdapterFiles:
       out: the folder.
       adapters: rank, scale and layers.
       num_params: the number of parameters of the adapters.
+      is_averaged: whether they are the averages of the adapters, of `spanax train --ema`.
     """
 
     kind: str
     out: str
     adapters: str
     num_params: int
+    is_averaged: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}: adapters {self.adapters}, {count_text(self.num_params)} parameters, into {self.out}"
+        averaged = "averaged " if self.is_averaged else ""
+        count = count_text(self.num_params)
+        return f"{self.kind}: {averaged}adapters {self.adapters}, {count} parameters, into {self.out}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,6 @@ class Merged:
         """The folder of the checkpoint."""
         return self.source.folder
 
-    @property
-    def averages(self) -> Mapping[str, str]:
-        """Empty: averages of adapters are not merged."""
-        return {}
-
     @cached_property
     def saved(self) -> Mapping[str, str]:
         """The dtype and shape of each weight, without adapters and unpacked."""
@@ -120,16 +119,17 @@ class Merged:
             saved[path] = f"{packed.dtype}[{','.join(map(str, packed.shape))}]"
         return saved
 
-    def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads weights as NumPy arrays, each with its adapter."""
-        return {path: self._read(path, target) for path, target in targets.items()}
+    def part(self, path: str) -> weights.Part:
+        """Returns a weight with its adapter on the host, which is read when it is made."""
+        dtype, shape = weights.dtype_shape(self.saved[path])
+        return weights.Part(shape, dtype, partial(self._array, path))
 
-    def _read(self, path: str, target: Any) -> np.ndarray:
+    def _array(self, path: str) -> np.ndarray:
         if path in self.packed:
             codes, scale = (self.source.part(f"{path}.{part}").make() for part in PARTS)
             values = np.asarray(replace(self.packed[path], codes=codes, scale=scale).array())
         else:
-            values = self.source.read({path: target})[path]
+            values = self.source.part(path).make()
         layer, _, name = path.rpartition(".")
         names = [f"{layer}.{adapter}" for adapter in NAMES]
         if name != "kernel" or names[0] not in self.source.saved:
@@ -193,7 +193,7 @@ def export_adapter(
         save_file(arrays_in_order, out / FILE, {"format": "pt", BASE: _base_digest(read, arrays)})
         (out / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     num_params = sum(values.size for values in written.values())
-    return AdapterFiles(family.name, str(out), str(adapters), num_params)
+    return AdapterFiles(family.name, str(out), str(adapters), num_params, bool(source.averages))
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def export_weights(
         _write_config(described, dtypes[-1], origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
-    return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(source.averages))
+    return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes, bool(saved.averages))
 
 
 def _origin(checkpoint: Path, kind: str, name: str, definition: Workload) -> SavedModel:
@@ -270,12 +270,7 @@ def _num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
 
 def _tensors(source: weights.Source | Merged, path: str, arrays: list[Array]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of an array of the checkpoint, which is read once."""
-    # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
-    dtype, shape = weights.dtype_shape(source.saved[path])
-    if path in source.averages:
-        dtype = jax.numpy.promote_types(dtype, "float32").name
-    read = source.averages.get(path, path)
-    values = source.read({read: np.broadcast_to(np.zeros((), dtype), shape)})[read]
+    values = source.part(path).make()
     for array in arrays:
         part = values if array.path == path else values[array.layer]
         for name, view in array.views(part):

@@ -402,8 +402,8 @@ def model_flops(program: Program) -> float:
 
 def _frozen_share(program: Program) -> float:
     """Returns the share of the parameters that a step does not update."""
-    sizes = {leaf.path: math.prod(leaf.shape) for leaf in program.leaves if leaf.kind == "param"}
-    return sum(sizes[path] for path in program.frozen) / max(1, sum(sizes.values()))
+    total = sum(math.prod(leaf.shape) for leaf in program.leaves if leaf.kind == "param")
+    return 1 - program.num_trained / max(1, total)
 
 
 def _distinct_params(plan: Plan) -> list[str]:

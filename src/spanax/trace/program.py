@@ -198,7 +198,7 @@ class Program:
         """Returns, for every class, the weights with it as (path, classes); of weights with equal classes the first."""
         first: dict[Labels, str] = {}
         for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
-            if leaf.kind == "param" or value in self.step.axes.frozen:
+            if leaf.kind == "param" or value in self.step.axes.other_weights:
                 first.setdefault(self.step.axes.classes[value], leaf.path)
         weights: dict[int, list[tuple[str, Labels]]] = {}
         for labels, path in first.items():
@@ -238,6 +238,12 @@ class Program:
         triples = zip(self.leaves, body.inputs, body.outputs, strict=False)
         params = {leaf.path: before == after for leaf, before, after in triples if leaf.kind == "param"}
         return frozenset(path for path, is_same in params.items() if is_same and not all(params.values()))
+
+    @property
+    def num_trained(self) -> int:
+        """Returns the number of elements of the parameters that are not `frozen`."""
+        leaves = (leaf for leaf in self.leaves if leaf.kind == "param" and leaf.path not in self.frozen)
+        return sum(math.prod(leaf.shape) for leaf in leaves)
 
     @cached_property
     def abstract_model(self) -> Any:

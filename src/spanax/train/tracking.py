@@ -152,7 +152,10 @@ def summary(run: "Run") -> dict[str, Any]:
     plan = run.plan
     name = plan.schedule.quantize
     quantized = {"quantize": name, "quantized": list(run.program.quantized)} if name else {}
-    return quantized | {
+    trained = {"trained_parameters": run.program.num_trained} if run.program.frozen else {}
+    return {
+        **quantized,
+        **trained,
         "parameters": run.program.num_params,
         "layout": plan.layout.name,
         "mesh": dict(plan.mesh.axes),

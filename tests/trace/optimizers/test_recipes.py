@@ -1,5 +1,6 @@
 """Recipes: an optimizer by name, its schedule, weight decay, clipping and averaging."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import spanax
 from sampling import sampled
 from spanax.errors import ConfigError, SpanaxError
+from spanax.interop.adapter import FILE
 from spanax.interop.hf_export import export_weights
 from spanax.interop.safetensors import tensors
 from spanax.models.workloads import load
@@ -20,6 +23,7 @@ from spanax.trace.optimizers.named import scheduled
 from spanax.trace.optimizers.recipe import OPTIMIZERS, Recipe
 from spanax.train.config import TrainConfig
 from spanax.train.record.folder import recorded
+from spanax.train.state.weights import Source, dtype_shape
 from spanax.train.trainer import train
 
 pytestmark = pytest.mark.usefixtures("devices")  # they compare values
@@ -156,16 +160,30 @@ def test_epochs_are_steps_over_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_has_the_average(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, "rank=2,modules=out"])
+def test_an_export_has_the_average(lora: str | None, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"global_batch_size": 8, "seq_len": 16, "learning_rate": 0.1, "layout": "fsdp"}
-    config = TrainConfig(workload="gpt-nano", steps=3, ema=0.9, output_dir=str(tmp_path / "run"), **sizes)
-    train(partial(load, "gpt-nano"), config, jax.devices(), lambda event: None)
+    plain = TrainConfig(workload="gpt-nano", steps=3, ema=0.9, output_dir=str(tmp_path / "run"), **sizes)
+    base = replace(plain, output_dir=str(tmp_path / "base"))
+    adapted = replace(plain, lora=lora, init=base.output_dir)
+    for config in (plain,) if lora is None else (base, adapted):
+        train(partial(load, "gpt-nano"), config, jax.devices(), lambda event: None)
     result = export_weights(tmp_path / "run", "gpt2", tmp_path / "out")
-    assert result.is_averaged and "averaged parameters" in str(result)
-    program = load("gpt-nano", batch_size=8, seq_len=16).trace(learning_rate=0.1, num_steps=3, recipe=config)
-    plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
-    run = spanax.restore(program, plan, tmp_path / "run" / "checkpoints", devices=jax.devices()[:1])
-    (path,) = [leaf.path for leaf in program.leaves if leaf.path.endswith("averaged_params.embed")]
-    exported = tensors(tmp_path / "out")["transformer.wte.weight"].read()
-    np.testing.assert_array_equal(exported, run.arrays()[path])
-    assert not np.array_equal(exported, run.params()["embed"])
+    assert result.is_averaged and "averaged" in str(result)
+    saved = Source.of(tmp_path / "run")
+    name = "embed" if lora is None else "blocks.attention.out.lora_b"
+    average, last = saved.averages[name], saved.saved[name]
+    shape = dtype_shape(last)[1]
+    values = saved.read({path: np.broadcast_to(np.zeros((), "float32"), shape) for path in (average, name)})
+    assert not np.array_equal(values[average], values[name])
+    if lora is None:
+        np.testing.assert_array_equal(tensors(tmp_path / "out")["transformer.wte.weight"].read(), values[average])
+        return
+    written = load_file(tmp_path / "out" / FILE)["base_model.model.transformer.h.1.attn.c_proj.lora_B.weight"]
+    np.testing.assert_array_equal(written, values[average][1].T)
+    merged = export_weights(tmp_path / "run", "gpt2", tmp_path / "merged", merge=True)
+    assert merged.is_averaged
+    a, b, kernel = (saved.part(f"blocks.attention.out.{part}").make()[1] for part in ("lora_a", "lora_b", "kernel"))
+    update = np.tensordot(a, values[average][1], 1) * 2.0  # alpha is twice the rank
+    exported = tensors(tmp_path / "merged")["transformer.h.1.attn.c_proj.weight"].read()
+    np.testing.assert_allclose(exported, (kernel + update).reshape(exported.shape), atol=1e-6)

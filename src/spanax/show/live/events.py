@@ -74,11 +74,12 @@ def line(event: Event, resume: str = RESUME) -> str:
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
         source = f" from {event['init']}" if "init" in event else ""
+        trained = f", {count_text(event['trained_parameters'])} trained" if "trained_parameters" in event else ""
         return "\n".join(
             [
-                f"{event['workload']}: {count_text(event['parameters'])} parameters{source}, layout {event['layout']} "
-                f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state per device, "
-                f"into {event['out']}",
+                f"{event['workload']}: {count_text(event['parameters'])} parameters{source}{trained}, "
+                f"layout {event['layout']} on {mesh} ({event['why']}), "
+                f"{bytes_text(event['state_bytes_per_device'])} of state per device, into {event['out']}",
                 *(
                     [f"listening without authentication on {', '.join(event['listens'])}"]
                     if event.get("listens")

@@ -39,7 +39,7 @@ class Axes:
 
     `uses` are the names by which layouts match the classes that an annotation names differently.
     `unknown` counts primitives without a rule and `opaque` those that cannot be inspected; both leave their dims
-    replicated. `frozen` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
+    replicated. `other_weights` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
     convolution FLOPs that can be sharded along the batch. `examples` is the dim with the examples of each array of the
     batch.
     """
@@ -50,7 +50,7 @@ class Axes:
     ways: Mapping[int, int]
     origins: Sequence[int]
     replicated: frozenset[tuple[int, int]]
-    frozen: frozenset[int]
+    other_weights: frozenset[int]
     unknown: Mapping[str, int]
     opaque: Mapping[str, int]
     coverage: float
@@ -113,9 +113,9 @@ def discover(
     dims.join_turns(with_examples)
     dims.join_pieces()
     dims.join_padded()
-    is_frozen = frozen(graph, leaves)
+    is_weight = other_weights(graph, leaves)
     pairs = zip(graph.body.inputs, leaves, strict=False)
-    leaves = [replace(leaf, kind="param") if value in is_frozen else leaf for value, leaf in pairs]
+    leaves = [replace(leaf, kind="param") if value in is_weight else leaf for value, leaf in pairs]
     origin_of_kind = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
     inputs = (*leaves, *batch)
     # A step count is optimizer state too, but the values that it scales are not.
@@ -133,7 +133,7 @@ def discover(
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
         origins=value_origins,
         replicated=frozenset(dims.replicated),
-        frozen=is_frozen,
+        other_weights=is_weight,
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),
@@ -232,7 +232,7 @@ def warn_of_unknown(axes: Axes) -> None:
         )
 
 
-def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
+def other_weights(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
     """Returns the inputs in other state that are weights: 2D or larger, and factors of products with activations.
 
     Example:
@@ -241,7 +241,7 @@ def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
       >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (16, 4), (16, 8))]
       >>> graph = from_jaxpr(jax.make_jaxpr(lambda base, mask, x: x @ (2 * base) + mask)(*shapes))
       >>> base, mask = (Leaf(name, (8, 4), np.dtype("float32"), "other") for name in ("base", "mask"))
-      >>> frozen(graph, [base, mask]) == {graph.body.inputs[0]}
+      >>> other_weights(graph, [base, mask]) == {graph.body.inputs[0]}
       True
     """
     pairs = list(zip(graph.body.inputs, leaves, strict=False))

@@ -163,6 +163,8 @@ def load(
     loaded = Loaded.of(str(directory), source.saved, reads, paths, source.step)
     if not partial and not loaded.is_complete:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
+        if any(path.endswith(CODES) and path.removesuffix(CODES) in targets for path in source.saved):
+            fix = "--lora with --quantize, as its run had: it stores packed weights"
         raise difference(loaded, fix)
     if partial and not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
@@ -277,15 +279,19 @@ class Source:
         ]
 
     def part(self, path: str) -> Part:
-        """Returns an array on the host, which is read when it is made."""
+        """Returns an array on the host, its average if there is one; it is read when it is made."""
         dtype, shape = dtype_shape(self.saved[path])
         return Part(shape, dtype, functools.partial(self._array, path, dtype, shape))
 
     def _array(self, path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        import jax.numpy as jnp
         import numpy as np
 
+        if path in self.averages:
+            dtype = jnp.promote_types(dtype, "float32").name
+        read = self.averages.get(path, path)
         # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
-        values: np.ndarray = self.read({path: np.broadcast_to(np.zeros((), dtype), shape)})[path]
+        values: np.ndarray = self.read({read: np.broadcast_to(np.zeros((), dtype), shape)})[read]
         return values
 
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:

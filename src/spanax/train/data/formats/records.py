@@ -130,7 +130,7 @@ def _parser(kind: str, first: bytes) -> Parser:
 
 def _bad(path: Path, index: int, reason: object) -> DataError:
     where = " ".join(str(reason).split())[:120]
-    return FileError(f"row {index:,} of '{path}' cannot be read.", where=where, fix="write the file again")
+    return FileError(f"row {index:,} of '{path}' cannot be read.", where=where, fix="correct the row, or remove it")
 
 
 def _json_row(record: bytes) -> dict[str, Any]:
