@@ -67,8 +67,9 @@ def facts(lowered: Any) -> dict[str, float]:
 
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
     module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    bodies = [module.entry]
-    bodies += [module.computations[at] for one in module.instructions() if one.opcode == "while" for at in one.called]
+    instructions = (one for each in module.computations.values() for one in each.instructions.values())
+    called = [at for one in instructions if one.opcode == "while" for at in one.called]
+    bodies = [module.entry, *(module.computations[at] for at in called)]
     kernels = [(body, one) for body in bodies for one in body.instructions.values() if one.opcode not in ALREADY_THERE]
     moved = [one.shape.num_bytes + sum(body.instructions[at].shape.num_bytes for at in one.operands)
              for body, one in kernels]  # fmt: skip

@@ -122,7 +122,8 @@ def measure(on: str, num_layers: int, flags: tuple[str, ...], of: str = "weights
     asked = for_platform((*plan.xla_flags, *flags), target.platform)
     data = compile_for(target, lower(program, plan, target.platform), plan.mesh, flags=asked).module
     module = read_module(data)
-    loops = {called for one in module.instructions() if one.opcode == "while" for called in one.called}
+    instructions = (one for each in module.computations.values() for one in each.instructions.values())
+    loops = {called for one in instructions if one.opcode == "while" for called in one.called}
     found = []
     for computation, order in in_schedule(module, data):
         if computation.id in loops and not WINDOWED.search(computation.name):

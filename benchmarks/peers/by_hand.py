@@ -41,8 +41,8 @@ def block(x_BTD: Any, layer: dict[str, Any], is_flash: bool = False) -> Any:
     import jax.numpy as jnp
 
     h_BTD = norm(x_BTD, layer["norm1_scale"], layer["norm1_bias"])
-    qkv_3BTHK = jnp.einsum("BTD,DCHK->CBTHK", h_BTD, layer["qkv"]) + layer["qkv_bias"][:, None, None]
-    mixed_BTHK = attend(*qkv_3BTHK, is_flash)
+    q_BTHK, k_BTHK, v_BTHK = jnp.einsum("BTD,DCHK->CBTHK", h_BTD, layer["qkv"]) + layer["qkv_bias"][:, None, None]
+    mixed_BTHK = attend(q_BTHK, k_BTHK, v_BTHK, is_flash)
     x_BTD = x_BTD + jnp.einsum("BTHK,HKD->BTD", mixed_BTHK, layer["out"]) + layer["out_bias"]
     h_BTD = norm(x_BTD, layer["norm2_scale"], layer["norm2_bias"])
     h_BTF = jax.nn.gelu(h_BTD @ layer["up"] + layer["up_bias"], approximate=True)
