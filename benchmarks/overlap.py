@@ -10,6 +10,7 @@ Usage:
 
 import argparse
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,7 +20,6 @@ import spanax  # noqa: E402
 from spanax.check.compilers.compile import compile_for  # noqa: E402
 from spanax.check.compilers.lowered_step import lower  # noqa: E402
 from spanax.check.compilers.target import target_of  # noqa: E402
-from spanax.check.hlo.collectives import WINDOWED  # noqa: E402
 from spanax.check.hlo.messages import parse_hlo  # noqa: E402
 from spanax.check.hlo.module import Computation, Instruction, Module, read_module  # noqa: E402
 from spanax.hardware.flags import for_platform  # noqa: E402
@@ -34,8 +34,13 @@ HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
 MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
 SUMS = ("reduce-scatter", "all-reduce", "all-reduce-start")
 
-LOOPS = {"rs": "products scattered in loops of permutes", "ag": "products gathered in loops of permutes"}
-"""What `WINDOWED` loops are."""
+LOOP = re.compile(r"windowed_dot_general_body_(rs|ag)|(decomposed_all_gather)_body")
+LOOPS = {
+    "rs": "products scattered in loops of permutes",
+    "ag": "products gathered in loops of permutes",
+    "decomposed_all_gather": "weights gathered in loops of permutes",
+}
+"""XLA's names of loops of permutes around a matmul, and what they are."""
 
 LAYOUTS = {"weights": "fsdp", "activations": "tensor+seq"}
 
@@ -47,6 +52,10 @@ SPARSE_CORES = (
     "xla_sc_disable_megacore_partitioning=True",
 )
 """Source: MaxText, benchmarks/xla_flags_library.py @05d3525, ENABLE_SPARSECORE_OFFLOADING_FOR_1D_ALL_GATHER."""
+
+PERMUTES = ("xla_tpu_all_gather_collective_matmul_mode=post_spmd",)
+
+OPTIONS = {"none": (), "gathers by the SparseCores": SPARSE_CORES, "gathers as permutes": PERMUTES}
 
 
 def in_schedule(module: Module, data: bytes) -> Iterator[tuple[Computation, list[Instruction]]]:
@@ -75,8 +84,8 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
     by_id = {one.id: one for one in order}
     for one in order:
         for body in one.called if one.opcode == "while" else ():
-            if windowed := WINDOWED.search(module.computations[body].name):
-                found[LOOPS[windowed[1]]] += 1
+            if windowed := LOOP.search(module.computations[body].name):
+                found[LOOPS[windowed[1] or windowed[2]]] += 1
         gather = contains(module, one, GATHERS)
         starts = one.opcode.endswith("-start") or one.name.startswith("async-collective-start")
         ends = one.opcode.endswith("-done") or one.name.startswith("async-collective-done")
@@ -126,7 +135,7 @@ def measure(on: str, num_layers: int, flags: tuple[str, ...], of: str = "weights
     loops = {called for one in instructions if one.opcode == "while" for called in one.called}
     found = []
     for computation, order in in_schedule(module, data):
-        if computation.id in loops and not WINDOWED.search(computation.name):
+        if computation.id in loops and not LOOP.search(computation.name):
             counted = tally(module, order)
             if counted["matmuls"]:
                 found.append(counted)
@@ -143,9 +152,11 @@ def main() -> None:
     kinds = (*fates, *(f"sums {fate}" for fate in fates), *LOOPS.values())
     print("| chips | options | loop | " + " | ".join(kinds) + " |\n" + "|---" * (3 + len(kinds)) + "|")
     for on in args.on:
-        for name, flags in (("none", ()), ("gathers by the SparseCores", SPARSE_CORES)):
-            if flags and not on.startswith(("v5p", "v6e")):
-                continue  # it has no SparseCores
+        for name, flags in OPTIONS.items():
+            if flags is SPARSE_CORES and not on.startswith(("v5p", "v6e")):
+                continue  # it has none
+            if flags and not on.startswith("v"):
+                continue
             for loop, counted in enumerate(measure(on, args.layers, flags, args.of), 1):
                 counts = " | ".join(str(counted[kind]) for kind in kinds)
                 print(f"| {on} | {name} | {loop} | {counts} |", flush=True)

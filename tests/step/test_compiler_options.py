@@ -13,13 +13,14 @@ import spanax
 import zoo
 from sampling import sampled
 from spanax.errors import DataError, SpanaxError
-from spanax.hardware.flags import FLAGS, OPTIONS, checked, default_flags, flags_of, for_platform
+from spanax.hardware.flags import BOOL, FLAGS, INT, MODE, OPTIONS, checked, default_flags, flags_of, for_platform
 from spanax.plan.plan import Plan
 from spanax.step.placement import check_accepted
 from spanax.train.run import Run
 
 MIXED_FLAGS = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")
 LEVEL = "xla_gpu_autotune_level=1"
+GATHERS = "xla_tpu_all_gather_collective_matmul_mode"
 
 
 def planned(on: str = "cpu:8") -> tuple[spanax.Program, Plan]:
@@ -73,6 +74,7 @@ def test_this_jaxlib_knows_the_options_for_gpus(item, devices: list[jax.Device])
         ("xla_gpu_triton_gemm_any=true", ("xla_gpu_triton_gemm_any=True",)),
         ("default,--XLA_cpu_use_onednn=FALSE", (LEVEL, "xla_cpu_use_onednn=False")),
         ("default,xla_gpu_autotune_level=-1", ("xla_gpu_autotune_level=-1",)),
+        (f"{GATHERS}=post_spmd", (f"{GATHERS}=post_spmd",)),
     ],
 )
 def test_requested_xla_flags_are_resolved(output: str, result: tuple[str, ...]) -> None:
@@ -85,6 +87,7 @@ def test_requested_xla_flags_are_resolved(output: str, result: tuple[str, ...]) 
         *("xla_dump_to=/tmp/x", "xla_dump_to=7", "xla_dump_to=true", "--XLA_DUMP_TO=1", "xla_b=1", "b=1", ""),
         *(f"xla_gpu_autotune_level{value}" for value in ("", "=", "=1;2", "=True", "=1.5", "=٧")),
         *("none,xla_gpu_autotune_level=1", "xla_gpu_triton_gemm_any=1", "xla_gpu_triton_gemm_any=True True"),
+        f"{GATHERS}=post",
     ],
 )
 def test_an_invalid_option_raises(output: str) -> None:
@@ -98,7 +101,7 @@ def test_the_listed_options_write_no_file(devices: list[jax.Device], tmp_path: P
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "int32"))
     known = {}
     for name, kind in OPTIONS.items():
-        value = "False" if kind is bool else "1"
+        value = {BOOL: "False", INT: "1", MODE: "auto"}[kind]
         with suppress(jax.errors.JaxRuntimeError):
             lowered.compile(compiler_options={name: value})
             known[name] = value

@@ -56,18 +56,28 @@ xla_tpu_host_transfer_overlap_limit xla_tpu_relayout_group_size_threshold_for_re
 xla_tpu_scheduler_percent_shared_memory_limit xla_tpu_scoped_vmem_limit_kib
 """
 
-OPTIONS: dict[str, type] = dict.fromkeys(BOOLS.split(), bool) | dict.fromkeys(INTS.split(), int)
-"""Name of an option -> type of its value.
+MODES = "xla_tpu_all_gather_collective_matmul_mode xla_tpu_reduce_scatter_collective_matmul_mode"
+
+BOOL = "true or false"
+INT = "an integer"
+MODE = "none, auto, post_spmd_conservative or post_spmd"
+
+VALUES = {
+    BOOL: re.compile("true|false", re.IGNORECASE),
+    INT: re.compile("-?[0-9]{1,18}"),
+    MODE: re.compile("none|auto|post_spmd_conservative|post_spmd"),
+}
+"""The pattern of each kind of values."""
+
+OPTIONS = dict.fromkeys(BOOLS.split(), BOOL) | dict.fromkeys(INTS.split(), INT) | dict.fromkeys(MODES.split(), MODE)
+"""Name of an option -> kind of its values.
 
 Sources: for CPUs and GPUs, the compiler of jaxlib 0.10.2 or 0.12.0 accepts the option with this type; for TPUs,
-MaxText, benchmarks/xla_flags_library.py @05d3525.
+MaxText, benchmarks/xla_flags_library.py @05d3525, and for modes the compiler of libtpu 0.0.52.
 """
 
 NONE = "none"
 DEFAULT = "default"
-
-VALUES = {bool: re.compile("true|false", re.IGNORECASE), int: re.compile("-?[0-9]{1,18}")}
-"""Type of an option -> pattern of its values."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +210,9 @@ def checked(flag: str) -> str:
     if not VALUES[kind].fullmatch(value):
         raise FormatError(
             f"cannot set the option '{name}' for XLA to '{value[:100]}'.",
-            fix=f"{name}={'true or false' if kind is bool else 'an integer'}",
+            fix=f"{name}={kind}",
         )
-    return f"{name.lower()}={value.capitalize()}"
+    return f"{name.lower()}={value.capitalize() if kind == BOOL else value}"
 
 
 def for_platform(flags: tuple[str, ...], platform: str) -> dict[str, str]:
