@@ -21,7 +21,7 @@ from spanax.plan.spmd.sharded_program import joined_step
 from spanax.trace.program import Program
 
 EVERYTHING = 1_000_000
-SAMPLED = 8
+SAMPLED = 10
 
 
 def padded(name: str) -> Program:

@@ -262,23 +262,18 @@ def reductions(
 ) -> list[Reshard]:
     """Returns the reductions of partial sums, by reduce-scatter where the result is sharded so, and its reshards.
 
-    The compiler reduces over one dim after another, the last first. A contraction's sum over some axes that is then
-    sharded over others is `is_eager`: it is scattered before the rest is reduced.
+    The compiler reduces over one dim after another, the last first. A contraction's sum is `is_eager`: if axes shard the
+    result, it is scattered over them before the rest is reduced, at once.
     """
+    scattered = union(partials) & union(requested)
+    if is_eager and scattered:
+        partials = [union(partials) & ~scattered, *(partial & scattered for partial in partials)]
     shifts = []
     done = list(result)
-    for partial in reversed(partials):
-        scattered = partial & union(requested)
-        reduced = partial & ~scattered
-        if scattered and (is_eager or not reduced):
-            shifts.append(Reshard("reduce-scatter", value, scattered, union(done), False))
-        elif scattered:
-            reduced = partial
-        after = [mask | (target & scattered) for mask, target in zip(done, requested, strict=True)]
-        if reduced:
-            common = union(after if reduced != partial else done)
-            shifts.append(Reshard("all-reduce", value, reduced, common, False))
-        done = after
+    for partial in filter(None, reversed(partials)):
+        kind = "all-reduce" if partial & ~scattered else "reduce-scatter"
+        shifts.append(Reshard(kind, value, partial, union(done), False))
+        done = [mask | (target & partial & scattered) for mask, target in zip(done, requested, strict=True)]
     return shifts + transition(value, tuple(done), requested, is_operand=False)
 
 
