@@ -262,8 +262,8 @@ def reductions(
 ) -> list[Reshard]:
     """Returns the reductions of partial sums, by reduce-scatter where the result is sharded so, and its reshards.
 
-    The compiler reduces over one dim after another, the last first. A contraction's sum is `is_eager`: if axes shard the
-    result, it is scattered over them before the rest is reduced, at once.
+    The compiler reduces over one dim after another, the last first. A contraction's sum is `is_eager`: where axes shard
+    the result, it is scattered over them before the rest is reduced, at once.
     """
     scattered = union(partials) & union(requested)
     if is_eager and scattered:
