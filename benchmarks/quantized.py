@@ -172,15 +172,15 @@ def _predicted(machine: str, recipe: str | None) -> str:
 
 def compiled_rows(cells: Sequence[tuple[str, str, str | None]], recipe: Recipe = AS_DEFINED) -> Iterator[str]:
     """Yields the table of what the plan says of a step, and the compilers of the chips."""
-    yield "| | devices | state | peak memory: plan, compiler | all-gathers: plan, compiler |"
-    yield "|---|---|---|---|---|"
+    yield "| step | state | peak memory: plan, compiler | all-gathers: plan, compiler |"
+    yield "|---|---|---|---|"
     for model, on, quantize in cells:
         report = checked(model, spanax.cluster(on), quantize, recipe)
         sides = (report.predicted, report.compiled)
         state, peak = ([getattr(side, f"{name}_bytes") for side in sides] for name in ("state", "peak"))
         gathered = [sum(kinds.get("all-gather", 0) for kinds in side.collectives.values()) for side in sides]
-        peaks = f"{_several(peak)}, {100 * report.errors['peak_bytes']:+z.0f} %"
-        yield f"| {model}, {quantize or 'bfloat16'} | {on} | {_several(state)} | {peaks} | {_several(gathered)} |"
+        step = f"{model}, {quantize or 'bfloat16'}, {on}"
+        yield f"| {step} | {_several(state)} | {_several(peak)} | {_several(gathered)} |"
 
 
 def checked(model: str, machine: spanax.Cluster, quantize: str | None, recipe: Recipe) -> spanax.Report:
