@@ -17,6 +17,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,12 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import softmax_cross_entropy_with_integer_labels as softmax_cross_entropy
 
 from expert_rules import DENSE, EXPERTS, PRESETS, SEQUENCES, Constrain, Preset, Rules, path_text, several, spec_for
-from spanax.models import gpt, images, vit
+from spanax.adapters.lora import LoRA
+from spanax.check.compilers.lowered_step import abstract_mesh
+from spanax.hardware.mesh import MeshShape
+from spanax.models import gpt, images, llama, vit
+from spanax.trace.workload import AdaptedBuild
 from zoo import ZOO, Case, batches, floats, ints
 
 OPTIMIZER = optax.adamw(3e-4)
@@ -55,7 +60,7 @@ def guide_spec(name: str, shape: tuple[int, ...], rules: Rules, preset: Preset) 
     """
     names = [tuple(one for one in several(name) if one != "stored") for name in spec_for(name, rules)]
     names += [()] * (len(shape) - len(names))
-    if not name.endswith(("scale", "bias")):
+    if not name.endswith(("scale", "bias", "mean", "var")):
         local = [size // math.prod(map(preset.ways, each)) for size, each in zip(shape, names, strict=True)]
         largest = max(range(len(shape)), key=lambda i: (local[i] % preset.ways("stored") == 0, local[i]))
         names[largest] += ("stored",)
@@ -184,6 +189,7 @@ CNN_RULES: Rules = [
     (r"pointwise/bias", ("stored",)),
     (r"head/kernel", ("stored", "split")),
     (r"head/bias", (("split", "stored"),)),
+    (r".*_norm/(mean|var)", ()),
 ]
 
 
@@ -259,6 +265,79 @@ def moe_loss(params: Tree, rest: Tree, batch: dict[str, jax.Array], pin: Constra
     return softmax_cross_entropy(logits_BTV, batch["y"]).mean(), rest
 
 
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+LORA = LoRA(16, 32.0)
+LORA_CONFIG = dataclasses.replace(llama.SIZES["8b"], num_layers=4, seq_len=512, remat=True)
+LORA_RULES: Rules = [
+    (r"embed", ("split", "stored")),
+    (r"head/kernel", ("stored", "split")),
+    (r"norm/scale", ("stored",)),
+    (r"blocks/\w+_norm/scale", (None, "stored")),
+    (r"blocks/\w+/(q|k|v|gate|up)/kernel", (None, "stored", "split")),
+    (r"blocks/\w+/(q|k|v|gate|up)/lora_a", (None, "stored")),
+    (r"blocks/\w+/(q|k|v|gate|up)/lora_b", (None, "stored", "split")),
+    (r"blocks/attention/out/kernel", (None, "split", None, "stored")),
+    (r"blocks/attention/out/lora_a", (None, "split", "stored")),
+    (r"blocks/mlp/down/kernel", (None, "split", "stored")),
+    (r"blocks/mlp/down/lora_a", (None, ("split", "stored"))),
+    (r"blocks/\w+/(out|down)/lora_b", (None, None, "stored")),
+]
+
+
+def rms_norm(x: jax.Array, params: Tree) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + 1e-5) * params["scale"]).astype(x.dtype)
+
+
+def adapted(x: jax.Array, layer: Tree, pin: Constrain, *names: Any, dims: int = 1) -> jax.Array:
+    """A linear layer that contracts the last dims, with its adapter; `names` are those of the result."""
+    low_BTR = pin(jnp.tensordot(x, layer["lora_a"], dims), "batch", "queries")
+    update = jnp.tensordot(low_BTR, layer["lora_b"], 1) * LORA.scale
+    return pin(jnp.tensordot(x, layer["kernel"], dims) + update, "batch", *names)
+
+
+def llama_block(x_BTD: jax.Array, params: Tree, pin: Constrain) -> jax.Array:
+    layers, heads = params["attention"], ("batch", "queries", "split")
+    h_BTD = pin(rms_norm(x_BTD, params["attention_norm"]), "batch", "seq")
+    q_BTHK, k_BTHK, v_BTHK = (adapted(h_BTD, layers[name], pin, "queries", "split") for name in "qkv")
+    q_BTHK, k_BTHK = (
+        pin(llama.rotate(x, LORA_CONFIG.rope_theta), "batch", "queries", "split") for x in (q_BTHK, k_BTHK)
+    )
+    h_BTHK = pin(jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True), *heads)
+    x_BTD = pin(x_BTD + adapted(h_BTHK, layers["out"], pin, "seq", dims=2), "batch", "seq")
+    h_BTD = pin(rms_norm(x_BTD, params["mlp_norm"]), "batch", "seq")
+    gate_BTF, up_BTF = (adapted(h_BTD, params["mlp"][name], pin, "queries", "split") for name in ("gate", "up"))
+    h_BTF = pin(jax.nn.silu(gate_BTF) * up_BTF, "batch", "queries", "split")
+    return pin(x_BTD + adapted(h_BTF, params["mlp"]["down"], pin, "seq"), "batch", "seq")
+
+
+def lora_loss(adapters: Tree, frozen: Tree, batch: dict[str, jax.Array], pin: Constrain) -> tuple[jax.Array, Tree]:
+    adapters = jax.tree.map(lambda leaf: leaf.astype(frozen["embed"].dtype), adapters)
+    layers = nnx.traversals.flatten_mapping(adapters["blocks"]) | nnx.traversals.flatten_mapping(frozen["blocks"])
+    params = pin.gathered({name: leaf for name, leaf in frozen.items() if name != "blocks"}, LORA_RULES)
+
+    def body(x_BTD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        return llama_block(x_BTD, pin.gathered(layer, LORA_RULES, stacked="blocks/"), pin), None
+
+    x_BTD = pin(pin.look_up(frozen["embed"], batch["inputs"]), "batch", "seq")
+    stack = nnx.traversals.unflatten_mapping(layers)
+    x_BTD, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), x_BTD, stack)
+    logits_BTV = pin(rms_norm(x_BTD, params["norm"]) @ params["head"]["kernel"], "batch", "queries", "split")
+    return softmax_cross_entropy(logits_BTV.astype(jnp.float32), batch["targets"]).mean(), frozen
+
+
+def lora_model_loss(model: llama.Llama, batch: dict[str, jax.Array]) -> jax.Array:
+    """The model's own loss, computed in the dtype of the frozen parameters."""
+    graph, state = nnx.split(model)
+    return llama.loss(nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(model.embed.dtype), state)), batch)
+
+
+def lora_case(config: llama.LlamaConfig, dtype: str) -> Case:
+    text = batches(inputs=ints(config.vocab_size, config.seq_len), targets=ints(config.vocab_size, config.seq_len))
+    return Case(AdaptedBuild(partial(llama.Llama, config), LORA, dtype=dtype), lora_model_loss, text, wrt=nnx.LoRAParam)
+
+
 GPT_TEXT = batches(inputs=ints(8192, 256), targets=ints(8192, 256))
 LABELLED = batches(images=floats(32, 32, 3), labels=ints(1000))
 GPT = Case(lambda rngs: gpt.GPT(GPT_CONFIG, rngs), gpt.loss, GPT_TEXT)
@@ -267,6 +346,7 @@ WORKLOADS = {
     "gpt": Workload(GPT, 32, GPT_RULES, gpt_loss, SEQUENCES),
     "vit": Workload(VIT, 64, VIT_RULES, vit_loss),  # 65 tokens: no preset can split them
     "moe": Workload(ZOO["moe"], 64, MOE_RULES, moe_loss, EXPERTS),
+    "lora": Workload(lora_case(LORA_CONFIG, "bfloat16"), 16, LORA_RULES, lora_loss),
     "mlp": Workload(ZOO["mlp"], 1024, MLP_RULES, mlp_loss, ("fsdp", "fsdp+tensor")),
     "cnn": Workload(ZOO["cnn"], 128, CNN_RULES, cnn_loss, ("fsdp", "fsdp+tensor")),
 }
@@ -275,15 +355,19 @@ WORKLOADS = {
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def make_mesh(sizes: dict[str, int]) -> Mesh:
+def make_mesh(sizes: dict[str, int], platform: str = "cpu") -> Mesh | AbstractMesh:
+    """A mesh of this process's devices, or one without devices for another platform's compiler."""
+    if platform != "cpu":
+        return abstract_mesh(MeshShape.of(sizes), platform)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
 
 
-def lower_step(workload: Workload, preset: Preset, constrain: bool) -> jax.stages.Lowered:
+def lower_step(workload: Workload, preset: Preset, platform: str, constrain: bool) -> jax.stages.Lowered:
     """One donated AdamW step, all of its state pinned to the table; from shapes only."""
-    mesh, rules = make_mesh(preset.sizes), workload.rules
+    mesh, rules = make_mesh(preset.sizes, platform), workload.rules
     pin = Constrain(mesh if constrain else None, preset)
-    _, params, rest = nnx.split(nnx.eval_shape(lambda: workload.case.build(nnx.Rngs(0))), nnx.Param, ...)
+    model = nnx.eval_shape(lambda: workload.case.build(nnx.Rngs(0)))
+    _, params, rest = nnx.split(model, workload.case.wrt, ...)
     params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def store(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -297,7 +381,7 @@ def lower_step(workload: Workload, preset: Preset, constrain: bool) -> jax.stage
         OPTIMIZER, lambda _, sharding: sharding, moments, stored, transform_non_params=lambda _: whole
     )
     state = (params, moments, rest)
-    shardings = (stored, moments_stored, jax.tree.map(lambda _: whole, rest))
+    shardings = (stored, moments_stored, jax.tree.map_with_path(store, rest))
     batch = jax.eval_shape(lambda: workload.case.batch(workload.batch_size))
     given = {
         name: NamedSharding(mesh, preset.spec("batch", *(["queries"] if leaf.ndim == 2 else [])))
@@ -313,13 +397,13 @@ def lower_step(workload: Workload, preset: Preset, constrain: bool) -> jax.stage
         return (optax.apply_updates(params, updates), moments, rest), loss
 
     jitted = jax.jit(step, donate_argnums=0, in_shardings=(shardings, given), out_shardings=(shardings, whole))
-    return jitted.lower(state, batch)
+    return jitted.trace(state, batch).lower(lowering_platforms=(platform,))
 
 
-# How to build a step: a name, and a function of a workload and a preset.
-STEPS: dict[str, Callable[[Workload, Preset], jax.stages.Lowered]] = {
-    "inputs-only": lambda workload, preset: lower_step(workload, preset, constrain=False),
-    "expert": lambda workload, preset: lower_step(workload, preset, constrain=True),
+# How to build a step: a name, and a function of a workload, a preset and a platform.
+STEPS: dict[str, Callable[[Workload, Preset, str], jax.stages.Lowered]] = {
+    "inputs-only": partial(lower_step, constrain=False),
+    "expert": partial(lower_step, constrain=True),
 }
 
 
@@ -329,9 +413,12 @@ STEPS: dict[str, Callable[[Workload, Preset], jax.stages.Lowered]] = {
 def check(name: str) -> None:
     """The loss written by hand is the model's own, on one device and under every preset."""
     workload = WORKLOADS[name]
+    if name == "lora":  # 8B shapes are for compilers, and bfloat16 would hide what differs
+        config = dataclasses.replace(llama.SIZES["nano"], num_kv_heads=8, seq_len=32, remat=True)
+        workload = dataclasses.replace(workload, case=lora_case(config, "float32"))
     batch = workload.case.batch(16)
     model, random = nnx.jit(lambda: workload.case.build(nnx.Rngs(0)))(), np.random.default_rng(0)
-    _, params, rest = nnx.split(model, nnx.Param, ...)
+    _, params, rest = nnx.split(model, workload.case.wrt, ...)
     # What is born as zero, such as ViT's head, would hide what comes before it.
     params = jax.tree.map(lambda leaf: leaf + 0.02 * random.normal(size=leaf.shape).astype(leaf.dtype), params)
     nnx.update(model, params)

@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Tree = Any
@@ -98,7 +98,7 @@ def spec_for(name: str, rules: Rules) -> Names:
 class Constrain:
     """Pins values to a mesh as a preset says; without one, does nothing."""
 
-    def __init__(self, mesh: Mesh | None, rules: Preset):
+    def __init__(self, mesh: Mesh | AbstractMesh | None, rules: Preset):
         self.mesh, self.rules = mesh, rules
 
     def __call__(self, x: jax.Array, *names: Any) -> jax.Array:

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import jax  # noqa: E402
+from flax import nnx  # noqa: E402
 
 import expert  # noqa: E402
 from hlo_bytes import by_axis  # noqa: E402
@@ -140,7 +141,8 @@ def layouts() -> Iterator[tuple[str, str]]:
 def program(model: str) -> spanax.Program:
     case, batch_size = MODELS[model]
     batch = jax.eval_shape(lambda: case.batch(batch_size))
-    return spanax.trace(build=case.build, optimizer=expert.OPTIMIZER, batch=batch, loss=case.loss)
+    optimizer = functools.partial(nnx.Optimizer, tx=expert.OPTIMIZER, wrt=case.wrt)
+    return spanax.trace(build=case.build, optimizer=optimizer, batch=batch, loss=case.loss)
 
 
 def as_on_cpu(moved: Moved, mesh: spanax.MeshShape) -> Moved:

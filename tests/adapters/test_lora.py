@@ -107,30 +107,6 @@ def program(quantize: str | None, model: Any = llama.Llama, size: Any = llama.SI
     return workload.adapted(LoRA(4, 8.0), quantize=quantize).trace()
 
 
-def losses(traced: spanax.Program, layout: str) -> list[float]:
-    devices = 1 if layout == "one device" else 8
-    name = None if devices == 1 else layout
-    run = spanax.start(traced, spanax.plan(traced, spanax.cluster(f"cpu:{devices}"), layout=name))
-    tokens = np.random.default_rng(0).integers(0, 256, (8, 17), "int32")
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return [float(run.step(batch)["loss"]) for _ in range(3)]
-
-
-LAYOUTS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor", "context", "ring", "pipeline", "3d")
-
-
-SLOW = [pytest.param(quantize, LAYOUTS, marks=pytest.mark.slow) for quantize in (None, "nf4", "int8")]
-
-
-@pytest.mark.parametrize(("quantize", "layouts"), [("nf4", ("fsdp+tensor",)), *SLOW])
-def test_the_same_numbers_as_one_device(quantize: str | None, layouts: tuple[str, ...]) -> None:
-    traced = program(quantize)
-    expected = losses(traced, "one device")
-    assert expected[-1] < expected[0] - 0.1
-    for layout in layouts:
-        np.testing.assert_allclose(losses(traced, layout), expected, rtol=2e-6, err_msg=layout)
-
-
 def test_a_step_returns_frozen_weights_as_they_are() -> None:
     """In a scan over layers with a remat, as a weight that is written would be stacked anew; MFU counts no gradient."""
     traced = program("nf4", size=replace(llama.SIZES["nano"], remat=True))

@@ -13,19 +13,31 @@ from sampling import sampled
 from spanax.errors import ConfigError, HardwareError, PlanMismatchError
 from spanax.models.workloads import load
 from spanax.plan.advice.summary import summarize
+from spanax.plan.presets import PRESETS
 from spanax.show.live.events import line
 from spanax.show.search import search_json, search_text
-from spanax.trace.rewrites.quantized_matmul import RECIPES
 from spanax.train.config import TrainConfig
 from spanax.train.trainer import train
 
-CELLS = [(layout, recipe) for layout in quantized.MESHES for recipe in RECIPES]
+CELLS = [
+    (table, layout, quantize)
+    for table, (formats, _) in quantized.PARITY.items()
+    for layout in quantized.MESHES
+    for quantize in formats
+]
 
 
-@pytest.mark.parametrize(("layout", "recipe"), sampled(CELLS, [("tensor", "int8")]))
-def test_a_quantized_step_equals_one_device(devices: Any, layout: str, recipe: str) -> None:
-    name = "moe-nano" if layout == "expert" else "gpt-nano"
-    assert quantized.difference(name, layout, recipe, seq_len=16, num_layers=2) < 1e-6
+@pytest.mark.parametrize(
+    ("table", "layout", "quantize"),
+    sampled(CELLS, [("parity", "tensor", "int8"), ("adapters", "fsdp+tensor", "nf4")]),
+)
+def test_a_quantized_step_equals_one_device(devices: Any, table: str, layout: str, quantize: str | None) -> None:
+    _, recipe = quantized.PARITY[table]
+    assert quantized.difference(layout, quantize, recipe) < 1e-6
+
+
+def test_every_preset_has_a_row() -> None:
+    assert quantized.MESHES.keys() >= PRESETS.keys()
 
 
 def test_the_rates_of_quantized_matmuls_are_priced() -> None:
