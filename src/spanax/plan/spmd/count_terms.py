@@ -12,12 +12,14 @@ from spanax.plan.sharding.partition import Masks, Reshard, reductions, transitio
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
+from spanax.plan.spmd.own_kernels import kernel_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, ancestors_of_loss, phase_of_values, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.kernels.operation import OWN_KERNEL
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -198,6 +200,8 @@ class _TermCounter:
             of_q = op.inputs[0]
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
             rows += matmul_rows(graph, group, use, sharded.resolver.mesh, *properties)
+        if op.name == OWN_KERNEL:
+            rows += kernel_rows(sharded, group)
         if op.name in CONTRACTIONS and division.partition:
             is_expanded = self._compiler.expands_ragged and sums_rows(op)
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition

@@ -129,18 +129,33 @@ def scattered_sum(
     before = [tuple(axis for axis in by if axis not in summed) for by in names]
 
     def local_sum(terms: Any) -> Any:
-        result = terms[0]
-        remaining = set(summed)
-        for dim, by in enumerate(names):
-            if axes := tuple(axis for axis in by if axis in summed):
-                result = _scattered(result, dim, axes, math.prod(mesh.shape[axis] for axis in axes))
-                remaining -= set(axes)
-        return jax.lax.psum(result, tuple(axis for axis in summed if axis in remaining)) if remaining else result
+        return _summed(terms[0], summed, names, mesh)
 
     in_spec = PartitionSpec(tuple(summed), *before)
     out_spec = PartitionSpec(*names)
     mesh_argument: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
     return jax.shard_map(local_sum, in_specs=in_spec, out_specs=out_spec, check_vma=False, **mesh_argument)(array)
+
+
+def summed_here(array: Any, summed: Sequence[str], spec: Sequence[Any], mesh: Mesh) -> Any:
+    """Returns the sum of the terms of devices, inside of a `shard_map`, sharded like `spec`.
+
+    Of fewer than 32 bits, it is computed in float32: XLA for CPUs aborts at other sums over manual axes.
+    """
+    names = [(by,) if isinstance(by, str) else tuple(by or ()) for by in spec]
+    is_narrow = array.dtype.itemsize < 4 and jnp.issubdtype(array.dtype, jnp.floating)
+    terms = array.astype(jnp.float32) if is_narrow else array
+    return _summed(terms, summed, names, mesh).astype(array.dtype)
+
+
+def _summed(array: Any, summed: Sequence[str], names: Sequence[Sequence[str]], mesh: Mesh) -> Any:
+    """Returns the sum over devices, scattered over those of the axes that are in `names` of its dims."""
+    remaining = set(summed)
+    for dim, by in enumerate(names):
+        if axes := tuple(axis for axis in by if axis in summed):
+            array = _scattered(array, dim, axes, math.prod(mesh.shape[axis] for axis in axes))
+            remaining -= set(axes)
+    return jax.lax.psum(array, tuple(axis for axis in summed if axis in remaining)) if remaining else array
 
 
 def _scattered(array: Any, dim: int, axes: tuple[str, ...], count: int) -> Any:

@@ -31,6 +31,7 @@ from spanax.step.replay.partial_sums import (
     merged_leading,
     scattered_sum,
     scatters,
+    summed_here,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
@@ -239,7 +240,10 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
 
     def part(*parts: Any) -> tuple[Any, ...]:
         outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
-        return jax.lax.psum(outs, use.summed) if use.summed else outs
+        if not use.summed:
+            return outs
+        sums = zip(outs, use.summed, specs[1], strict=True)
+        return tuple(summed_here(out, axes, spec, mesh) if axes else out for out, axes, spec in sums)
 
     function = part if use.attention is None else per_device_attention(op, use.attention, mesh, manual)
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
