@@ -4,13 +4,16 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
+import own_kernels
 import spanax
 from own_kernels import Model
+from spanax.errors import KernelError
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 33))
 
@@ -63,3 +66,86 @@ def test_bare_kernels_gather_activations() -> None:
     jitted = spanax.jit(step, mesh="fsdp=4,model=2")
     jitted.prepare(*make("bare"), TOKENS)
     assert gathers_of_activations(jitted.check(level=2))
+
+
+X, W = np.ones((16, 8), np.float32), np.ones(8, np.float32)
+norm, plain = own_kernels.norm(True), own_kernels.plain_norm
+
+
+def wrong_gradient(x: Any, w: Any) -> Any:
+    """RMSNorm whose gradient of the weight is twice that of its reference."""
+    forward = lambda x, w: (norm(x, w), (x, w))  # noqa: E731
+    function = own_kernels.with_gradient(
+        forward,
+        lambda saved, grad: [scale * g for scale, g in zip((1, 2), jax.vjp(plain, *saved)[1](grad), strict=True)],
+    )
+    return function(x, w)
+
+
+BAD: dict[str, tuple[Any, Any, Any, str]] = {
+    "no function": (norm, "plain", (X, W), "`reference` is 'plain', of type str"),
+    "fewer arguments": (norm, lambda x: x, (X, W), "is called with 2 arguments: too many positional arguments"),
+    "another shape": (norm, lambda x, w: plain(x, w)[:8], (X, W), r"its reference float32\[8, 8\]"),
+    "another dtype": (norm, lambda x, w: plain(x, w).astype(int), (X, W), r"its reference int32\[16, 8\]"),
+    "another structure": (norm, lambda x, w: (plain(x, w),), (X, W), "of the same structure"),
+    "other numbers": (norm, lambda x, w: 1.01 * plain(x, w), (X, W), "differs from its reference by 0.0.* in result 0"),
+    "another gradient": (wrong_gradient, plain, (X, W), "in the gradient of `w`, whose largest value is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_reference_that_differs_is_refused(case: str) -> None:
+    kernel, reference, args, message = BAD[case]
+    with pytest.raises(spanax.SpanaxError, match=message):
+        spanax.partition_like(kernel, reference)(*args)
+
+
+def test_a_reference_that_differs_on_shards_is_refused() -> None:
+    """Of 8 devices each has 2 rows, and the kernel computes blocks of 8."""
+    jitted = spanax.jit(lambda model, x: model(x), mesh="data=8")
+
+    class Norm(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.ones(8))
+
+        def __call__(self, x: Any) -> Any:
+            return spanax.partition_like(norm, plain)(x, self.weight[...])
+
+    with pytest.raises(KernelError, match=r"differs from its reference by \S+ in result 0"):
+        jitted(Norm(), X)
+
+
+def test_a_kernel_cannot_read_traced_arrays_around_it() -> None:
+    with pytest.raises(KernelError, match="pass it as an argument"):
+        jax.jit(lambda x, w: spanax.partition_like(lambda x: norm(x, w), lambda x: plain(x, w))(x))(X, W)
+
+
+def test_integers_may_need_an_example() -> None:
+    kernel = lambda x, i: x[i]  # noqa: E731
+    reference = lambda x, i: jnp.where((i < 2)[:, None], x[i], 0.0)  # noqa: E731
+    like = functools.partial(spanax.partition_like, kernel, reference)
+    index = np.asarray([0, 1, 1])
+    assert like()(X, index).shape == (3, 8)
+    with pytest.raises(KernelError, match="differs"):
+        like(example=(X, np.asarray([2, 3])))(X, index)
+
+
+def test_a_kernel_without_a_gradient_has_that_of_its_reference() -> None:
+    def bare(x: Any) -> Any:
+        def kernel(x_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = jnp.sin(x_ref[...])
+
+        return own_kernels.call(kernel, True, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    sine = spanax.partition_like(bare, jnp.sin)
+    np.testing.assert_allclose(jax.vmap(jax.grad(lambda x: sine(x).sum()))(X), np.cos(X), rtol=1e-6)
+
+
+def test_a_mapped_kernel_equals_its_reference() -> None:
+    both = [
+        jax.vmap(jax.grad(lambda x, w, f=f: (f(x, w) ** 3).sum(), (0, 1)), (0, None))
+        for f in (spanax.partition_like(norm, plain), plain)
+    ]
+    x = np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32)
+    for array, known in zip(*(jax.jit(f)(x, W) for f in both), strict=True):
+        np.testing.assert_allclose(array, known, rtol=1e-5, atol=1e-5)

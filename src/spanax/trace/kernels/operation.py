@@ -197,8 +197,8 @@ def apply(forward: Forward, operands: Arrays) -> Any:
         count = len(known.results)
         return outs[:count], (args, [outs[index] for index in known.outs], outs[count:])
 
-    def gradient(saved: Any, of_outs: Arrays) -> tuple[Any, ...]:
-        args, outs, extras = saved
+    def gradient(residuals: Any, of_outs: Arrays) -> tuple[Any, ...]:
+        args, outs, extras = residuals
         grads = [grad for grad, result in zip(of_outs, known.results, strict=True) if is_float(result)]
         if known.backward is None:
             _, _, pull = saved(forward.reference, args)
