@@ -37,7 +37,7 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
 
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
-    """A kernel that no compiler can partition (Pallas, Mosaic, FFI) runs on operands that the plan shards."""
+    """A kernel (Pallas, Mosaic, FFI) needs whole operands that the plan shards, and no `spanax.partition_like` helps."""
     step = subject.program.step
     mesh = subject.plan.mesh
     constraints = Constraints(resolver_of(subject.program, subject.plan), step)

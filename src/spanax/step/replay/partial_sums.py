@@ -165,7 +165,9 @@ def _scattered(array: Any, dim: int, axes: tuple[str, ...], count: int) -> Any:
     """
     shape = array.shape
     parts = jnp.moveaxis(array.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), dim, 0)
-    return jax.lax.psum_scatter(parts, axes, scatter_dimension=0, tiled=False)
+    # Parts of more than two dims, it all-reduces: libtpu 0.0.52 for v5e:2x4, stacked weights of tests/own_kernels.py.
+    flat = parts.reshape(count, -1, parts.shape[-1]) if parts.ndim > 3 else parts
+    return jax.lax.psum_scatter(flat, axes, scatter_dimension=0, tiled=False).reshape(parts.shape[1:])
 
 
 def leading_after_stacked(array: Any, axes: Sequence[str]) -> Any:

@@ -79,7 +79,8 @@ def described(forward: Forward, operands: tuple[Any, ...]) -> Described:
     texts = ["; ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(each)) for each in trees]
     if tree != jax.tree.structure(trees[1]) or texts[0] != texts[1]:
         raise KernelError(
-            f"the kernel `{kernel.name}` returns {texts[0] or 'nothing'}, its reference {texts[1] or 'nothing'}.",
+            f"the kernel `{kernel.name}` returns {texts[0] or 'nothing'}, its reference {texts[1] or 'nothing'}"
+            f"{' in another structure' * (texts[0] == texts[1])}.",
             where=_listed(operands),
             fix="a reference with results of the same structure, shapes and dtypes",
         )
