@@ -236,11 +236,13 @@ PAIRS = {
 
 @functools.cache
 def kernels(kind: str) -> dict[str, Any]:
-    """The functions by name: `plain` references, `bare` kernels, or both in `spanax.partition_like`."""
+    """By name, `plain` references; `bare` or `compiled` kernels; with references, `own` or `tpu` ones."""
     if kind == "plain":
         return {name: plain for name, (_, plain) in PAIRS.items()}
-    own = {name: make(kind != "tpu") for name, (make, _) in PAIRS.items()}
-    return own if kind == "bare" else {name: spanax.partition_like(own[name], PAIRS[name][1]) for name in own}
+    own = {name: make(kind in ("bare", "own")) for name, (make, _) in PAIRS.items()}
+    if kind in ("bare", "compiled"):
+        return own
+    return {name: spanax.partition_like(own[name], plain) for name, (_, plain) in PAIRS.items()}
 
 
 class Block(nnx.Module):
@@ -266,7 +268,7 @@ class Block(nnx.Module):
         mixed = run["attention"](*(each.swapaxes(1, 2) for each in (q, k, v))).swapaxes(1, 2)
         x = x + self.out(mixed.reshape(x.shape))
         hidden = rows(x, self.norms[1])
-        experts = jnp.arange(hidden.shape[0] // ROWS) % 2
+        experts = jnp.broadcast_to(jnp.arange(length // ROWS) % 2, (batch, length // ROWS)).reshape(-1)
         hidden = nnx.gelu(run["grouped"](hidden, self.up[...], experts))
         return x + run["grouped"](hidden, self.down[...], experts).reshape(x.shape)
 

@@ -13,6 +13,7 @@ from flax import nnx
 import own_kernels
 import spanax
 from own_kernels import Model
+from spanax.check.compilers.target import install_command
 from spanax.errors import KernelError
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 33))
@@ -59,6 +60,47 @@ def test_five_kernels_on_shards_equal_one_device_and_gather_no_activation(mesh: 
     for axis, bytes_by_kind in report.compiled.collectives.items():
         assert sum(bytes_by_kind.values()) == sum(report.predicted.collectives[axis].values())
     assert not gathers_of_activations(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout, mesh", [("data", "data=8"), ("fsdp+tensor", "fsdp=4,model=2"), ("3d", "pipe=2,data=2,model=2")]
+)
+def test_sums_over_microbatches_are_reduced_once(layout: str, mesh: str) -> None:
+    built = {
+        kind: spanax.trace(
+            build=lambda rngs, kind=kind: spanax.stack(Model(64, 64, 4, 2, rngs, kind)),
+            loss=lambda model, tokens: model(tokens), optimizer=optax.sgd(0.1), batch=TOKENS,
+        )
+        for kind in ("plain", "own")
+    }  # fmt: skip
+    program = built["own"].variant(microbatches=2)
+    plan = spanax.plan(program, "cpu:8", layout=layout, mesh=mesh)
+    run = spanax.start(program, plan, seed=0)
+    single = spanax.start(built["plain"], spanax.plan(built["plain"], "cpu:1"), seed=0)
+    for _ in range(2):
+        np.testing.assert_allclose(run.step(TOKENS)["loss"], single.step(TOKENS)["loss"], rtol=1e-6)
+    report = spanax.check(program, plan, spanax.cluster("cpu:8"), level=2)
+    if layout == "data":
+        gradients = sum(leaf.local_bytes for leaf in plan.leaves if leaf.kind == "param")
+        assert report.compiled.collectives["data"]["all-reduce"] < 1.01 * gradients
+    for axis, bytes_by_kind in report.compiled.collectives.items() if layout != "3d" else ():
+        assert sum(bytes_by_kind.values()) == sum(report.predicted.collectives[axis].values())
+
+
+@pytest.mark.skipif(bool(install_command("tpu")), reason="libtpu is not installed")
+@pytest.mark.parametrize("mesh", ["fsdp=8", pytest.param("fsdp=4,model=2", marks=pytest.mark.slow)])
+def test_kernels_compile_for_tpus_with_the_planned_sums(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")  # libtpu exits at a flag of the tests that it does not know
+    model = Model(512, 512, 4, 1, nnx.Rngs(0), "tpu")
+    jitted = spanax.jit(step, mesh=mesh)
+    jitted.prepare(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), np.zeros((16, 129), int))
+    report = jitted.check("v5e:2x4", level=3)
+    predicted, compiled = (
+        figures.collectives["fsdp"]["reduce-scatter"] for figures in (report.predicted, report.compiled)
+    )
+    assert compiled == pytest.approx(predicted, rel=1e-3)  # without vectors, which it all-reduces
+    assert report.compiled.peak_bytes == pytest.approx(report.predicted.peak_bytes, rel=0.1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.training_signal import Flaw
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
-from spanax.trace.kernels.operation import OWN_KERNEL
+from spanax.trace.jaxpr.graph import OWN_KERNEL
 
 MANY_LAYERS = 8
 """Unrolled equal layers are reported from this number; compilation may then take minutes."""
@@ -37,7 +37,7 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
 
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
-    """A kernel (Pallas, Mosaic, FFI) needs whole operands that the plan shards, and no `spanax.partition_like` helps."""
+    """A kernel (Pallas, Mosaic, FFI) needs whole operands that the plan shards, for lack of `spanax.partition_like`."""
     step = subject.program.step
     mesh = subject.plan.mesh
     constraints = Constraints(resolver_of(subject.program, subject.plan), step)

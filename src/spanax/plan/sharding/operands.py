@@ -17,8 +17,7 @@ from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writ
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-from spanax.trace.kernels.operation import OWN_KERNEL
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 
 REDUCING = frozenset({"conv_general_dilated"})
 """Operations whose partial results are reduced before they are sharded."""

@@ -18,8 +18,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, ancestors_of_loss, phase_of_values, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-from spanax.trace.kernels.operation import OWN_KERNEL
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -275,12 +274,13 @@ class _TermCounter:
         late = self._late
         sharded = self.sharded
         for group in self.traced.op_groups if late.sums else ():
-            for op, runs in group.ops:
-                mask = sharded.mask(late.of(op.outputs[0])) if op in late.sums else 0
-                partitioned = sharded.division(op).partition if mask else None
-                runs = self._of(op.outputs[0], runs)
+            for op, count in group.ops if group.op.outputs else ():
+                partitioned = sharded.division(op).partition if op in late.sums else None
+                alike = dict(zip(self.traced.alike[op].outputs, op.outputs, strict=True))
                 for shift in partitioned.shifts if partitioned else ():
-                    if shift.kind == "all-reduce":
+                    mask = sharded.mask(late.of(alike.get(shift.value, -1)))
+                    if shift.kind == "all-reduce" and mask:
+                        runs = self._of(alike[shift.value], count)
                         self._move(-runs, group.phase, group.in_layers, shift)
                         remaining = replace(shift, over=shift.over & ~mask)
                         remaining = scattered(remaining, union(sharded.masks(shift.value)))

@@ -23,8 +23,7 @@ from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.graph import RAGGED, Op
-from spanax.trace.kernels.operation import OWN_KERNEL
+from spanax.trace.jaxpr.graph import OWN_KERNEL, RAGGED, Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 

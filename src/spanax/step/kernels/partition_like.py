@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from spanax.compat import has_backend
 from spanax.errors import ArgumentError, KernelError
 from spanax.step.kernels.comparison import compare_once
 from spanax.trace.kernels.operation import apply, kernel_p
-from spanax.trace.kernels.runs import Example, Flat, Forward, inner, shapes_of
+from spanax.trace.kernels.runs import Example, Flat, Forward, as_arrays, inner, shapes_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,7 +50,7 @@ def partition_like(kernel: Callable[P, R], reference: Callable[P, R], *, example
     for name, function in (("kernel", kernel), ("reference", reference)):
         if not callable(function):
             raise ArgumentError.of(name, function, "a function of arrays")
-    compared = None if example is None else Example(tuple(map(jnp.asarray, jax.tree.leaves(example))))
+    compared = None if example is None else Example(tuple(as_arrays(jax.tree.leaves(example))))
 
     @functools.wraps(kernel)
     def call(*args: Any) -> Any:
@@ -59,7 +58,7 @@ def partition_like(kernel: Callable[P, R], reference: Callable[P, R], *, example
             _check_arity(function, args)
         leaves, tree = jax.tree.flatten(args)
         forward = Forward(Flat(kernel, tree), Flat(reference, tree), example=compared)
-        return apply(forward, [jnp.asarray(leaf) for leaf in leaves])
+        return apply(forward, as_arrays(leaves))
 
     return cast(Callable[P, R], call)
 

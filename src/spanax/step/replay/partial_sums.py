@@ -137,11 +137,16 @@ def scattered_sum(
     return jax.shard_map(local_sum, in_specs=in_spec, out_specs=out_spec, check_vma=False, **mesh_argument)(array)
 
 
-def summed_here(array: Any, summed: Sequence[str], spec: Sequence[Any], mesh: Mesh) -> Any:
+def summed_here(mesh: Mesh, array: Any, summed: Sequence[str], pending: Sequence[str], spec: Sequence[Any]) -> Any:
     """Returns the sum of the terms of devices, inside of a `shard_map`, sharded like `spec`.
 
-    Of fewer than 32 bits, it is computed in float32: XLA for CPUs aborts at other sums over manual axes.
+    Terms over axes that are `pending` are added later, and have a leading dim for each. A sum of fewer than 32 bits is
+    computed in float32: XLA for CPUs aborts at other sums over manual axes.
     """
+    summed = [axis for axis in summed if axis not in pending]
+    array = jnp.expand_dims(array, range(len(pending)))
+    if not summed:
+        return array
     names = [(by,) if isinstance(by, str) else tuple(by or ()) for by in spec]
     is_narrow = array.dtype.itemsize < 4 and jnp.issubdtype(array.dtype, jnp.floating)
     terms = array.astype(jnp.float32) if is_narrow else array

@@ -18,7 +18,7 @@ from spanax.errors import KernelError, first_line
 from spanax.trace.jaxpr.dim_maps.registry import TABLE, Row
 from spanax.trace.jaxpr.dim_maps.relations import Equation, Family, Relation
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
-from spanax.trace.jaxpr.graph import CALLS, Body, Graph, Op, from_jaxpr
+from spanax.trace.jaxpr.graph import CALLS, OWN_KERNEL, Body, Graph, Op, from_jaxpr
 from spanax.trace.kernels.reference import KernelDims, Labels, Product, Reference, doubled
 from spanax.trace.kernels.runs import (
     Arrays,
@@ -34,9 +34,6 @@ from spanax.trace.kernels.runs import (
     saved,
     shapes_of,
 )
-
-OWN_KERNEL = "spanax_kernel"
-"""Name of the operation."""
 
 STATED = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Calls that state a gradient."""

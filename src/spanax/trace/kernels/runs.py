@@ -13,6 +13,11 @@ from jax.extend import core
 Arrays = Sequence[Any]
 
 
+def as_arrays(leaves: Sequence[Any]) -> list[Any]:
+    """Returns arrays for the numbers among arrays; those of NumPy, which are on no device."""
+    return [leaf if hasattr(leaf, "dtype") else np.asarray(leaf, jnp.result_type(leaf)) for leaf in leaves]
+
+
 @dataclass(frozen=True)
 class Flat:
     """A function of arrays in a structure, `tree`, as a function of its leaves."""
@@ -22,7 +27,7 @@ class Flat:
 
     def __call__(self, *leaves: Any) -> list[Any]:
         """Returns the leaves of the result."""
-        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves)))]
+        return as_arrays(jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves))))
 
     @property
     def name(self) -> str:
