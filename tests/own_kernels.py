@@ -198,6 +198,7 @@ def grouped(interpret: bool) -> Any:
 
 
 def plain_rotary(x: Array, cos: Array, sin: Array) -> Array:
+    cos, sin = map(jax.lax.stop_gradient, (cos, sin))
     first, second = jnp.split(x, 2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
@@ -218,11 +219,9 @@ def rotary(interpret: bool) -> Any:
         )(x, cos, sin)  # fmt: skip
 
     def backward(saved: Any, grad: Array) -> Any:
-        x, cos, sin = saved
-        of_angles = jax.vjp(lambda *angles: plain_rotary(x, *angles), cos, sin)[1](grad)
-        return (turned(grad, cos, -sin), *of_angles)
+        return turned(grad, saved[0], -saved[1]), *map(jnp.zeros_like, saved)
 
-    return with_gradient(lambda *args: (turned(*args), args), backward)
+    return with_gradient(lambda x, *angles: (turned(x, *map(jax.lax.stop_gradient, angles)), angles), backward)
 
 
 PAIRS = {

@@ -50,13 +50,15 @@ class Described:
     Attributes:
       forward: the parameters of the operation.
       backward: those of the operation of its gradient; None: that of the reference.
-      outs: the results that the gradient reads.
+      reads: the arguments that the gradient reads.
+      outs: the results that it reads.
       results: the shapes of the results.
       tree: the structure of the results.
     """
 
     forward: dict[str, Any]
     backward: dict[str, Any] | None
+    reads: tuple[int, ...]
     outs: tuple[int, ...]
     results: tuple[Any, ...]
     tree: Any
@@ -92,7 +94,8 @@ def described(forward: Forward, operands: tuple[Any, ...]) -> Described:
     known = Reference(graph)
     dims = known.dims(trace)
     results = tuple(jax.tree.leaves(trees[0]))
-    plain = Described({"run": forward, "classes": dims, "products": known.products()}, None, (), results, tree)
+    of_forward = {"run": forward, "classes": dims, "products": known.products()}
+    plain = Described(of_forward, None, tuple(range(len(operands))), (), results, tree)
     return plain if _lacks_gradient(kernel, operands) else _with_gradient(plain, operands)
 
 
@@ -112,9 +115,11 @@ def _with_gradient(plain: Described, operands: tuple[Any, ...]) -> Described:
     of_grads = [index for index, result in enumerate(plain.results) if is_float(result)]
     forward = replace(dims, results=(*dims.results, *labels), sums=(*dims.sums, *[()] * len(labels)))
     grads = tuple(dims.operands[index] for index in floats)
+    others = (*(dims.results[index] for index in outs), *labels, *(dims.results[index] for index in of_grads))
+    reads = _read(dims, residuals, others) if saves else tuple(range(len(operands)))
     backward = replace(
         dims,
-        operands=(*dims.operands, *(dims.results[i] for i in outs), *labels, *(dims.results[i] for i in of_grads)),
+        operands=(*(dims.operands[index] for index in reads), *others),
         results=grads,
         sums=tuple(tuple(label for label, _ in dims.ways if label not in labels) for labels in grads),
     )
@@ -123,15 +128,33 @@ def _with_gradient(plain: Described, operands: tuple[Any, ...]) -> Described:
         _, _, pull = saved(run.reference, values[: len(operands)])
         return list(pull(cotangents(plain.results, values[len(operands) :])))
 
+    whole = (*(operands[i] for i in reads), *(plain.results[i] for i in outs), *(plain.results[i] for i in of_grads))
+    shapes = [each.shape for each in whole]
+    shapes[len(reads) + len(outs) : len(reads) + len(outs)] = residuals.shapes if saves else ()
     closed = jax.make_jaxpr(gradient)(*operands, *(plain.results[index] for index in of_grads))
     known = Reference(from_jaxpr(closed), (*dims.operands, *(dims.results[index] for index in of_grads)))
     of_gradient = {
-        "run": Backward(run.kernel, len(operands), saves),
+        "run": Backward(run.kernel, reads, saves, operands, dims.operands, _sized(backward.operands, shapes)),
         "classes": backward,
         "products": known.products(),
     }
     of_forward = plain.forward | {"run": replace(run, saves=saves), "classes": forward}
-    return replace(plain, forward=of_forward, backward=of_gradient, outs=outs)
+    return replace(plain, forward=of_forward, backward=of_gradient, reads=reads, outs=outs)
+
+
+def _read(dims: KernelDims, residuals: Residuals, others: Sequence[Labels]) -> tuple[int, ...]:
+    """Returns the arguments that a gradient reads: its residuals, and those that tell the size of a shard."""
+    reads = {index for kind, index in residuals.sources if kind == "argument"}
+    known = {label for labels in (*others, *(dims.operands[index] for index in reads)) for label in labels}
+    for index, labels in enumerate(dims.operands):
+        if not {*labels} & {label for label, _ in dims.ways} <= known:
+            reads.add(index)
+            known.update(labels)
+    return tuple(sorted(reads))
+
+
+def _sized(labels: Sequence[Labels], shapes: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int | None, int], ...], ...]:
+    return tuple(tuple(zip(*pair, strict=True)) for pair in zip(labels, shapes, strict=True))
 
 
 def _labels_of_extras(
@@ -147,6 +170,9 @@ def _labels_of_extras(
         try:
             shapes = residuals_of(kernel, tuple(doubled(dims, operands, label))).shapes
         except Exception:  # of the user's function
+            lost.add(label)
+            continue
+        if len(shapes) != len(residuals.shapes):
             lost.add(label)
             continue
         for index, (old, new) in enumerate(zip(residuals.shapes, shapes, strict=True)):
@@ -184,7 +210,8 @@ def _listed(arrays: Arrays) -> str:
 
 def apply(forward: Forward, operands: Arrays) -> Any:
     """Returns the results of a kernel, as an operation whose gradient is one operation."""
-    known = described(forward, shapes_of(operands))
+    shapes = shapes_of(operands)
+    known = described(forward, shapes)
 
     @jax.custom_vjp
     def call(*args: Any) -> list[Any]:
@@ -193,7 +220,7 @@ def apply(forward: Forward, operands: Arrays) -> Any:
     def with_residuals(*args: Any) -> tuple[list[Any], Any]:
         outs = kernel_p.bind(*args, **known.forward)
         count = len(known.results)
-        return outs[:count], (args, [outs[index] for index in known.outs], outs[count:])
+        return outs[:count], ([args[index] for index in known.reads], [outs[i] for i in known.outs], outs[count:])
 
     def gradient(residuals: Any, of_outs: Arrays) -> tuple[Any, ...]:
         args, outs, extras = residuals
@@ -203,7 +230,7 @@ def apply(forward: Forward, operands: Arrays) -> Any:
             of_floats = iter(pull(cotangents(known.results, grads)))
         else:
             of_floats = iter(kernel_p.bind(*args, *outs, *extras, *grads, **known.backward))
-        return tuple(next(of_floats) if is_float(arg) else None for arg in args)
+        return tuple(next(of_floats) if is_float(shape) else None for shape in shapes)
 
     call.defvjp(with_residuals, gradient)
     return jax.tree.unflatten(known.tree, call(*operands))

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -32,7 +33,10 @@ class Flat:
     @property
     def name(self) -> str:
         """The name of the function."""
-        return str(getattr(self.function, "__name__", type(self.function).__name__))
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return str(getattr(function, "__name__", type(function).__name__))
 
     def __repr__(self) -> str:
         return self.name
@@ -73,29 +77,55 @@ class Forward:
 class Backward:
     """The gradient of a kernel; without `saves`, its results are computed again.
 
-    Its operands are those of the kernel, the results that it reads, the residuals, and the gradients of the results
-    that are floats.
+    Its operands are the arguments of the kernel that it reads, the results that it reads, the residuals, and the
+    gradients of the results that are floats.
+
+    Attributes:
+      kernel: the kernel.
+      reads: the arguments that it reads.
+      saves: whether the results are not computed again.
+      shapes: the shapes of all arguments, where they are whole.
+      labels: the classes of their dims.
+      known: of each of its operands, the classes of its dims and their sizes.
     """
 
     kernel: Flat
-    num: int
+    reads: tuple[int, ...]
     saves: bool
+    shapes: tuple[Any, ...]
+    labels: tuple[tuple[int | None, ...], ...]
+    known: tuple[tuple[tuple[int | None, int], ...], ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
-        """Returns the gradients of the operands that are floats."""
-        args = operands[: self.num]
+        """Returns the gradients of the arguments that are floats."""
+        num = len(self.reads)
         if not self.saves:
-            results, _, pull = saved(self.kernel, args)
-            return list(pull(cotangents(shapes_of(results), operands[self.num :])))
-        residuals = residuals_of(self.kernel, shapes_of(args))
-        of_outs = len(residuals.outs)
-        of_extras = len(residuals.extras)
-        outs = operands[self.num : self.num + of_outs]
-        extras = operands[self.num + of_outs : self.num + of_outs + of_extras]
-        known = {"argument": args, "result": dict(zip(residuals.outs, outs, strict=True)), "extra": extras}
-        leaves = [known[kind][index] for kind, index in residuals.sources]  # type: ignore[index]
-        pull = jax.tree.unflatten(residuals.tree, leaves)
-        return list(pull(cotangents(residuals.results, operands[self.num + of_outs + of_extras :])))
+            results, _, pull = saved(self.kernel, operands[:num])
+            return list(pull(cotangents(shapes_of(results), operands[num:])))
+        residuals = residuals_of(self.kernel, self._local(operands))
+        of_outs = num + len(residuals.outs)
+        of_extras = of_outs + len(residuals.extras)
+        known: dict[str, Any] = {
+            "argument": dict(zip(self.reads, operands, strict=False)),
+            "result": dict(zip(residuals.outs, operands[num:of_outs], strict=True)),
+            "extra": operands[of_outs:of_extras],
+        }
+        pull = jax.tree.unflatten(residuals.tree, [known[kind][index] for kind, index in residuals.sources])
+        return list(pull(cotangents(residuals.results, operands[of_extras:])))
+
+    def _local(self, operands: Arrays) -> tuple[Any, ...]:
+        """Returns the shapes of all arguments of a shard, by those of its operands."""
+        shares = {
+            label: Fraction(size, whole)
+            for operand, dims in zip(operands, self.known, strict=True)
+            for size, (label, whole) in zip(jnp.shape(operand), dims, strict=True)
+        }
+        return tuple(
+            jax.ShapeDtypeStruct(
+                [int(size * shares.get(label, 1)) for label, size in zip(labels, each.shape, strict=True)], each.dtype
+            )
+            for each, labels in zip(self.shapes, self.labels, strict=True)
+        )
 
     def __repr__(self) -> str:
         return f"gradient of {self.kernel!r}"
