@@ -158,3 +158,47 @@ def test_a_mapped_kernel_equals_its_reference() -> None:
     x = np.random.default_rng(0).normal(size=(3, 16, 8)).astype(np.float32)
     for array, known in zip(*(jax.jit(f)(x, W) for f in both), strict=True):
         np.testing.assert_allclose(array, known, rtol=1e-5, atol=1e-5)
+
+
+def product(x: Any, w: Any) -> Any:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def product_kernel(x_ref: Any, w_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = jnp.dot(x_ref[...].astype(jnp.float32), w_ref[...].astype(jnp.float32)).astype(out_ref.dtype)
+
+
+def own_product(x: Any, w: Any) -> Any:
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return own_kernels.call(product_kernel, True, out_shape=shape)(x, w)
+
+
+class Layers(nnx.Module):
+    """Two matmuls, column- and row-parallel under `tensor`."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype: str) -> None:
+        self.up, self.down = (
+            nnx.Param(jax.random.normal(rngs.params(), shape, dtype)) for shape in ((16, 128), (128, 16))
+        )
+
+    def __call__(self, x: Any) -> Any:
+        like = spanax.partition_like(
+            own_kernels.with_gradient(
+                lambda x, w: (own_product(x, w), (x, w)),
+                lambda saved, grad: (own_product(grad, saved[1].T), own_product(saved[0].T, grad)),
+            ),
+            product,
+        )
+        return (like(jax.nn.relu(like(x, self.up[...])), self.down[...]).astype(jnp.float32) ** 2).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", ["data=8", "fsdp=4,model=2", "model=8"])
+def test_bytes_and_flops_equal_those_of_the_compiled_program(mesh: str, dtype: str) -> None:
+    model = Layers(nnx.Rngs(0), dtype)
+    jitted = spanax.jit(step, mesh=mesh)
+    jitted.prepare(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), np.ones((64, 16), dtype))
+    report = jitted.check(level=2)
+    assert report.compiled.collectives == report.predicted.collectives
+    assert report.compiled.flops == report.predicted.flops

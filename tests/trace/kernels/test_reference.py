@@ -77,7 +77,10 @@ def test_dims_are_sharded_where_the_reference_computes_rows_or_sums(case: str) -
 
 
 def test_products_have_the_classes_of_their_dims() -> None:
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((8, 4), float), ((4, 6), float), ((8,), int))]
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((8, 4), "float32"), ((4, 6), "float32"), ((8,), "int32"))
+    ]
     graph = from_jaxpr(jax.make_jaxpr(own_kernels.plain_loss)(*shapes))
     (product,) = Reference(graph, [(0, 1), (1, 2), (0,)]).products()
     assert product.flops == 2 * 8 * 4 * 6

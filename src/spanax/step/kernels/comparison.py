@@ -19,6 +19,9 @@ TOLERANCES = {1: 0.1, 2: 3e-2, 4: 1e-3, 8: 1e-5}
 """The largest difference of equal results, relative to the largest of them, by the bytes of their dtype: that of sums
 in another order."""
 
+ROUNDED = 2e-2
+"""That of float32 where matmuls round their operands: on TPUs and GPUs."""
+
 MOST_BYTES = 1 << 30
 """A reference whose values take more bytes is not computed for a comparison."""
 
@@ -39,8 +42,7 @@ def compare_once(run: Forward, shapes: tuple[Any, ...]) -> None:
 
     def compare() -> None:
         try:
-            with jax.default_matmul_precision("highest"):
-                _compare(run, shapes)
+            _compare(run, shapes)
         except BaseException as error:
             errors.append(error)
 
@@ -76,7 +78,10 @@ def _compare(run: Forward, shapes: tuple[Any, ...]) -> None:
     names = [*(f"result {index}" for index in range(len(known.results))), *_gradient_names(run.kernel, operands)]
     for name, actual, expected in zip(names, kernel, reference, strict=False):
         difference, largest = _difference(np.asarray(actual), np.asarray(expected))
-        if not difference <= TOLERANCES[min(actual.dtype.itemsize, 8)] * largest:
+        tolerance = TOLERANCES[min(actual.dtype.itemsize, 8)]
+        if jax.default_backend() != "cpu" and actual.dtype.itemsize == 4:
+            tolerance = ROUNDED
+        if not difference <= tolerance * largest:
             raise KernelError(
                 f"the kernel `{run.kernel.name}` differs from its reference by {difference:.3g} in {name}, whose "
                 f"largest value is {largest:.3g}.",
@@ -128,4 +133,6 @@ def _random(rng: np.random.Generator, shape: Any) -> Any:
         return rng.normal(size=shape.shape).astype(shape.dtype)
     if shape.dtype == jnp.bool_ or jnp.issubdtype(shape.dtype, jnp.integer):
         return rng.integers(0, 2, shape.shape).astype(shape.dtype)
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), shape.shape)
     return np.zeros(shape.shape, shape.dtype)

@@ -19,7 +19,7 @@ from spanax.trace.jaxpr.dim_maps.registry import TABLE, Row
 from spanax.trace.jaxpr.dim_maps.relations import Equation, Family, Relation
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import CALLS, OWN_KERNEL, Body, Graph, Op, from_jaxpr
-from spanax.trace.kernels.reference import KernelDims, Labels, Product, Reference, doubled
+from spanax.trace.kernels.reference import KernelDims, Labels, Reference, doubled
 from spanax.trace.kernels.runs import (
     Arrays,
     Backward,
@@ -284,7 +284,8 @@ def _batched(operands: Arrays, axes: Sequence[Any], *, run: Any, classes: Any, p
     new_dims = classes and classes.batched(is_mapped, size)
     label = new_dims and new_dims.ways[-1][0]
     rows = tuple(
-        Product(size * each.flops, each.dtype, (*each.sizes[:3], ((size, label), *each.sizes[3]))) for each in products
+        replace(each, flops=size * each.flops, sizes=(*each.sizes[:3], ((size, label), *each.sizes[3])))
+        for each in products
     )
     outs = kernel_p.bind(*moved, run=Mapped(run, is_mapped, size), classes=new_dims, products=rows)
     return outs, [0] * len(outs)
@@ -302,7 +303,12 @@ def _without_unread(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
     if len(kept) < len(used):
         dims = eqn.params["classes"]
         dims = dims and replace(dims, results=_at(dims.results, kept), sums=_at(dims.sums, kept))
-        params = eqn.params | {"run": Some(eqn.params["run"], kept), "classes": dims}
+        products = tuple(
+            replace(each, results=tuple(kept.index(index) for index in each.results if index in kept))
+            for each in eqn.params["products"]
+            if {*each.results} & {*kept}
+        )
+        params = eqn.params | {"run": Some(eqn.params["run"], kept), "classes": dims, "products": products}
         eqn = eqn.replace(outvars=list(_at(eqn.outvars, kept)), params=params)
     return [True] * len(eqn.invars), eqn
 

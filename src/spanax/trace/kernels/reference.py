@@ -88,11 +88,13 @@ class Product:
       flops: its FLOPs.
       dtype: the dtype of its first operand.
       sizes: the sizes of its dims, each with its class: m, n, k and separate products.
+      results: the results that need it.
     """
 
     flops: int
     dtype: str
     sizes: tuple[tuple[tuple[int, int | None], ...], ...]
+    results: tuple[int, ...] = ()
 
 
 class Reference:
@@ -139,16 +141,15 @@ class Reference:
 
     def products(self) -> tuple[Product, ...]:
         """Returns its matmuls and convolutions; those of a loop are repeated."""
-        return tuple(self._products(self.graph.body, 1))
+        body = self.graph.body
+        needed = [{*self.graph.slice([value])} for value in body.outputs]
+        return tuple(
+            self._product(each, runs, tuple(index for index, ops in enumerate(needed) if op in ops))
+            for op in body.ops
+            for each, runs in _contractions(op, 1)
+        )
 
-    def _products(self, body: Body, runs: int) -> Iterator[Product]:
-        for op in body.ops:
-            if op.name in CONTRACTIONS:
-                yield self._product(op, runs)
-            for inner in op.bodies:
-                yield from self._products(inner, runs * trips(op))
-
-    def _product(self, op: Op, runs: int) -> Product:
+    def _product(self, op: Op, runs: int, results: tuple[int, ...]) -> Product:
         summed, passed = op.dim_map.contraction
         groups: list[list[tuple[int, int | None]]] = [[], [], [], [(runs, None)] if runs > 1 else []]
         for lhs, rhs, out in passed:
@@ -156,7 +157,7 @@ class Reference:
             groups[group].append(self._sized(op.outputs[0], out))
         groups[2] = [self._sized(op.inputs[0], lhs) for lhs, _ in summed]
         dtype = str(self.graph.avals[op.inputs[0]].dtype)
-        return Product(runs * contraction_flops(self.graph, op), dtype, tuple(map(tuple, groups)))
+        return Product(runs * contraction_flops(self.graph, op), dtype, tuple(map(tuple, groups)), results)
 
     def _sized(self, value: int, dim: int) -> tuple[int, int | None]:
         root = self._dims.classes(value)[dim]
@@ -296,6 +297,15 @@ class _Rows:
         for outer, inner in wires.outputs:  # all branches, or none
             if outer in partial and inner not in partial and inner not in self.zeros:
                 raise _NotByRows(f"{what} uses a sum over them in one of its branches")
+
+
+def _contractions(op: Op, runs: int) -> Iterator[tuple[Op, int]]:
+    """Yields the matmuls and convolutions that an operation is or runs, with their numbers of runs."""
+    if op.name in CONTRACTIONS:
+        yield op, runs
+    for body in op.bodies:
+        for inner in body.ops:
+            yield from _contractions(inner, runs * trips(op))
 
 
 def _resized(trace: Callable[[Sequence[Any]], Graph], graph: Graph, avals: Sequence[Any]) -> str:
