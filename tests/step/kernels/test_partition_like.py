@@ -19,8 +19,8 @@ from spanax.errors import KernelError
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 33))
 
 
-def make(kind: str, layers: int = 1) -> tuple[Model, nnx.Optimizer]:
-    model = Model(64, 64, 4, layers, nnx.Rngs(0), kind)
+def make(kind: str) -> tuple[Model, nnx.Optimizer]:
+    model = Model(64, 64, 4, 1, nnx.Rngs(0), kind)
     return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
 
@@ -31,8 +31,8 @@ def step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array
 
 
 @functools.cache
-def on_one_device(kind: str) -> tuple[list[float], list[np.ndarray]]:
-    return trained(nnx.jit(step), *make(kind))
+def on_one_device() -> tuple[list[float], list[np.ndarray]]:
+    return trained(nnx.jit(step), *make("plain"))
 
 
 def trained(jitted: Any, model: Model, optimizer: nnx.Optimizer) -> tuple[list[float], list[np.ndarray]]:
@@ -52,10 +52,10 @@ def gathers_of_activations(report: Any) -> list[str]:
 def test_five_kernels_on_shards_equal_one_device_and_gather_no_activation(mesh: str) -> None:
     jitted = spanax.jit(step, mesh=mesh)
     losses, params = trained(jitted, *make("own"))
-    for known_losses, known_params in map(on_one_device, ("plain", "bare")):
-        np.testing.assert_allclose(losses, known_losses, rtol=1e-6)
-        for array, known in zip(params, known_params, strict=True):
-            np.testing.assert_allclose(array, known, rtol=1e-5, atol=1e-6)
+    known_losses, known_params = on_one_device()
+    np.testing.assert_allclose(losses, known_losses, rtol=1e-6)
+    for array, known in zip(params, known_params, strict=True):
+        np.testing.assert_allclose(array, known, rtol=1e-6, atol=3e-7)
     report = jitted.check(level=2)
     for axis, bytes_by_kind in report.compiled.collectives.items():
         assert sum(bytes_by_kind.values()) == sum(report.predicted.collectives[axis].values())

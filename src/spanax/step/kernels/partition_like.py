@@ -25,6 +25,8 @@ def partition_like(kernel: Callable[P, R], reference: Callable[P, R], *, example
     reference computes row by row, or sums, are sharded; operands are gathered along the others. Its gradient is that of
     its `jax.custom_vjp`, or else of the reference.
 
+    Call it once, outside of a model: layers with equal functions are compared once, and compiled alike.
+
     Before it first runs on shapes, the kernel is compared with its reference, on random operands: normal floats, and
     integers of 0 and 1.
 

@@ -190,7 +190,7 @@ class _Rows:
         except _NotByRows as error:
             return str(error)
         for index, value in enumerate(body.outputs):
-            if not self._of(value) and value not in partial:
+            if value in self.graph.constants or (not self._of(value) and value not in partial):
                 return f"result {index} does not depend on them"
         return [value in partial for value in body.outputs]
 
@@ -213,10 +213,10 @@ class _Rows:
             for value in (*op.inputs, *op.outputs):
                 self._check(value, what)
             involved = [value for value in op.inputs if self._of(value) or value in partial]
+            if any(value in self.graph.constants and self._of(value) for value in op.inputs):
+                raise _NotByRows(f"{what} reads a constant along them")
             if op.bodies:
                 self._call(op, what, partial, is_involved=bool(involved))
-            elif any(value in self.graph.constants and self._of(value) for value in op.inputs):
-                raise _NotByRows(f"{what} reads a constant along them")
             elif any(self._of(value) for value in op.inputs):
                 self._along(op, what, partial)
             elif involved:
