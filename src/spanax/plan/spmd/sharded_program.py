@@ -97,7 +97,8 @@ class ShardedProgram:
         result.constraints = self.constraints
         result.numbers = self.numbers
         result._masks = self._masks
-        result._divisions = {op: division for op, division in self._divisions.items() if op.name not in RING}
+        resized = RING | {OWN_KERNEL}
+        result._divisions = {op: division for op, division in self._divisions.items() if op.name not in resized}
         return result
 
     def masks(self, value: int) -> Masks:
