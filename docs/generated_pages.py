@@ -43,7 +43,16 @@ RUNS_ANYWHERE = r"spanax (axes|plan|models|doctor|export-rules|(train|check|comp
 NEEDS_FILES = r"\.(json|toml|py)\b|my_|runs/a|weights/|--hosts"
 
 API: dict[str, tuple[str, ...]] = {
-    "Sharded functions": ("jit", "init", "reshard", "shardings", "value_and_grad", "stack", "Stack"),
+    "Sharded functions": (
+        "jit",
+        "init",
+        "reshard",
+        "shardings",
+        "value_and_grad",
+        "partition_like",
+        "stack",
+        "Stack",
+    ),
     "Tracing": ("trace", "Program", "Leaf", "Workload", "rule"),
     "Planning": ("cluster", "Cluster", "local", "plan", "Plan", "Placement", "MeshShape", "Layout", "search", "Search"),
     "Checking": ("check", "Report"),

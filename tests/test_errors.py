@@ -122,6 +122,21 @@ def linear(**options: Any) -> Program:
     )  # fmt: skip
 
 
+def like(reference: Any, kernel: Any = lambda x, scale: x * scale) -> Any:
+    """A kernel with a reference, on one row."""
+    return spanax.partition_like(kernel, reference)(np.ones((1, 4), "float32"), np.ones(4, "float32"))
+
+
+@jax.custom_vjp
+def tripled(x: Any, scale: Any) -> Any:
+    """A product whose gradient of the scale is three times as large."""
+    return x * scale
+
+
+tripled.defvjp(
+    lambda x, scale: (x * scale, (x, scale)), lambda saved, grad: (grad * saved[1], 3 * (grad * saved[0]).sum(0))
+)
+
 TABLE = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "80 GiB", "memory_rate": "1 TB/s"}
 
 # What goes wrong -> the call that meets it. Add a line for every error a user can reach.
@@ -199,6 +214,14 @@ ERRORS: dict[str, Callable[[], Any]] = {
         small_gpt().variant(remat="full:1"), cluster("cpu:2"), mesh="pipe=2", layout="pipeline"
     ),
     "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
+    "kernel: no reference": lambda: like("plain"),
+    "kernel: a reference of fewer arguments": lambda: like(lambda x: x),
+    "kernel: a reference of another shape": lambda: like(lambda x, scale: (x * scale)[0]),
+    "kernel: a reference of another dtype": lambda: like(lambda x, scale: (x * scale).astype(int)),
+    "kernel: a reference of another structure": lambda: like(lambda x, scale: [x * scale]),
+    "kernel: another function": lambda: like(lambda x, scale: x + scale),
+    "kernel: another gradient": lambda: like(lambda x, scale: x * scale, tripled),
+    "kernel: an array around it": lambda: jax.jit(lambda y: like(lambda x, scale: x * y, lambda x, scale: x * y))(1.0),
     "pad: examples": lambda: spanax.plan(linear(), "cpu:3", layout="tensor", mesh="model=3", pad="batch"),
     "pad: an axis that no mesh axis shards": lambda: spanax.plan(linear(), "cpu:8", layout="data", pad="features"),
     "digits: no scikit-learn": without_scikit_learn,

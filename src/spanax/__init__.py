@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spanax.stack.block_lists import stack as stack
     from spanax.stack.stack import Stack as Stack
     from spanax.step.guard import Guard as Guard
+    from spanax.step.kernels.partition_like import partition_like as partition_like
     from spanax.trace.jaxpr.dim_maps.rule import rule as rule
     from spanax.trace.loss import value_and_grad as value_and_grad
     from spanax.trace.optimizers.wrapped import logged as logged
@@ -85,6 +86,7 @@ _NAMES = {
     "train.state.restore": "restore",
     "train.state.start": "start",
     "step.guard": "Guard",
+    "step.kernels.partition_like": "partition_like",
     "train.tracking": "track",
     "train.user_heartbeat": "heartbeat",
     "stack.block_lists": "stack",

@@ -248,6 +248,10 @@ class AdapterError(SpanaxError, code="SPX413"):
     """Adapters do not fit the model, or weights cannot be packed."""
 
 
+class KernelError(SpanaxError, code="SPX414"):
+    """A kernel of the user's own differs from its reference, or cannot run on shards."""
+
+
 class DataError(SpanaxError, code="SPX501"):
     """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 OURS = Path(__file__).parent
 """The package folder of Spanax; the models in it are treated as user code."""
-IN_MODELS = ("models", "stack", "losses.py")
+IN_MODELS = ("models", "stack", "losses.py", "step/kernels", "trace/kernels")
 """The code that models and losses run."""
 
 

@@ -97,6 +97,12 @@ def doubled(x: jax.Array) -> jax.Array:
     return pallas.pallas_call(kernel, out_shape=out, interpret=True)(jax.lax.stop_gradient(x))
 
 
+def added_up(x: jax.Array, dim: int) -> jax.Array:
+    """Sums along a dim, as a kernel with a reference."""
+    kernel = functools.partial(jnp.cumsum, axis=dim)
+    return spanax.partition_like(kernel, kernel)(x)
+
+
 LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
     "ordinary": lambda model, x: (mean_square(model(x)), {"accuracy": (model(x).argmax(-1) == 0).mean()}),
     "accuracy": lambda model, x: (model(x).argmax(-1) == 0).mean(),
@@ -109,6 +115,8 @@ LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
     "unused head": lambda model, x: mean_square(model.up(x)),
     "frozen head": lambda model, x: mean_square(model.up(x)),
     "kernel": lambda model, x: mean_square(model(doubled(x))),
+    "kernel along the batch": lambda model, x: mean_square(model(added_up(x, 0))),
+    "kernel on rows": lambda model, x: mean_square(model(added_up(x, 1))),
     "kernel on weights": lambda model, x: mean_square(model(x) * doubled(model.head.bias[...])),
 }
 

@@ -130,5 +130,6 @@ NEAR: dict[str, Near] = {
     "a loss of the batch and of fixed inputs": Near("SPX023", learner("both inputs", on="a100:8")),
     "fixed random features": Near("SPX024", learner("fixed features", on="a100:8")),
     "an unused head outside `wrt`": Near("SPX025", learner("frozen head", on="a100:8")),
+    "a kernel on rows of the batch": Near("SPX026", learner("kernel on rows", on="a100:8")),
     "a Pallas kernel on the weights": Near("SPX026", learner("kernel on weights", on="a100:8")),
 }  # fmt: skip

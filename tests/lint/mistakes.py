@@ -70,6 +70,7 @@ MISTAKES: dict[str, Mistake] = {
     "a head that the loss does not use": Mistake("SPX025", "head.bias", learner("unused head", on="a100:8")),
     # Kernels that no compiler can partition
     "a Pallas kernel on the batch": Mistake("SPX026", "8 devices gather its operands", learner("kernel", on="a100:8")),
+    "a kernel along the batch": Mistake("SPX026", "`cumsum`", learner("kernel along the batch", on="a100:8")),
     # Optimizer state that is not sharded
     "moments replicated by jit(tx.init)": Mistake(
         "SPX004", "mu.embed", planned(model, "gpt2", on="h100:8", mesh="x=8", layout=own_layout(optimizer=()))

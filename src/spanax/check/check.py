@@ -35,8 +35,8 @@ from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.place import check_made_for
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement
-from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
 from spanax.trace.jaxpr.graph import Op
+from spanax.trace.kernels.operation import opaque_kernels
 from spanax.trace.program import Program
 from spanax.train.data.cache import cache_folder, keep
 
@@ -142,7 +142,7 @@ def highest_level(cluster: Cluster) -> int:
 def _kernel(program: Program, cluster: Cluster) -> Op | None:
     """Returns a kernel of the step that compiles only for the platform of the cluster, if there is one."""
     ops = program.step.graph.ops() if platform_of(cluster) != "cpu" else ()
-    kernels = (op for op in ops if op.name in OPAQUE_KERNELS and not op.params.get("interpret"))
+    kernels = (op for op in ops if any(not eqn.params.get("interpret") for eqn in opaque_kernels(op)))
     return next(kernels, None)
 
 

@@ -34,6 +34,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.terms import HOP, MemoryTraffic, Terms, table
 from spanax.plan.spmd.value_names import axes_text, value_names
 from spanax.trace.analysis.op_groups import Phase
+from spanax.trace.jaxpr.graph import OWN_KERNEL
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import FORWARD, attention_flops
@@ -396,8 +397,10 @@ def model_flops(program: Program) -> float:
     """
     graph = program.step.graph
     groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
-    attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
-    return 3.0 * (program.step.active.flops + attention) - _frozen_share(program) * program.step.active.flops
+    others = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
+    kernels = [group for group in groups if group.op.name == OWN_KERNEL]
+    others += sum(group.runs * product.flops for group in kernels for product in group.op.params["products"])
+    return 3.0 * (program.step.active.flops + others) - _frozen_share(program) * program.step.active.flops
 
 
 def _frozen_share(program: Program) -> float:

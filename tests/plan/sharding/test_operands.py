@@ -92,8 +92,8 @@ def test_the_kernel_gradient_of_a_grouped_convolution_is_summed_over_the_batch()
     convolutions = {op: by_op[op] for op in program.step.graph.ops() if op.name == "conv_general_dilated"}
     assert convolutions and all(sharding.is_local for sharding in convolutions.values())
     gradients = [sharding for op, sharding in convolutions.items() if op.params["batch_group_count"] > 1]
-    assert [sharding.summed for sharding in gradients] == [("data",)]
-    assert sorted({sharding.summed for sharding in convolutions.values()}) == [(), ("data",)]
+    assert [sharding.summed for sharding in gradients] == [(("data",),)]
+    assert sorted({sharding.summed for sharding in convolutions.values()}) == [(), (("data",),)]
 
 
 class Table(nnx.Module):

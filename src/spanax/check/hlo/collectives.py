@@ -4,6 +4,7 @@ The serialized HLO module is read in the same way for TPU, GPU and CPU. Asynchro
 loops of permutes around a matmul are reported as the collectives that they implement.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -315,7 +316,10 @@ def _with(move: Collective, params: Sequence[Placement], mesh: MeshShape) -> Col
     shapes = {_without_ones(map(int, re.findall(r"\d+", dims))) for dims in re.findall(r"\[([\d,]*)\]", move.shapes)}
     sharded = tuple(leaf.path for leaf in params if _shard(leaf, mesh, joined) in shapes)
     gathered = tuple(leaf.path for leaf in params if _shard(leaf, mesh, mesh.names) in shapes)
-    return replace(move, tensors=sharded or gathered)
+    # Parts of stacked weights are scattered as matrices.
+    sizes = set(map(math.prod, shapes)) if move.kind == "reduce-scatter" else set()
+    merged = tuple(leaf.path for leaf in params if math.prod(_shard(leaf, mesh, joined)) in sizes)
+    return replace(move, tensors=sharded or gathered or merged)
 
 
 def _shard(leaf: Placement, mesh: MeshShape, joined: Sequence[str]) -> tuple[int, ...]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from spanax.check.lint.subject import LintSubject, Message
 from spanax.plan.place import resolver_of
+from spanax.plan.sharding.own_kernels import gathered
 from spanax.plan.sharding.resolve import Constraints, axes_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.training_signal import Flaw
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
+from spanax.trace.jaxpr.graph import OWN_KERNEL
 
 MANY_LAYERS = 8
 """Unrolled equal layers are reported from this number; compilation may then take minutes."""
@@ -35,27 +37,35 @@ def unrolled_layers(subject: LintSubject) -> Iterator[Message]:
 
 
 def replicated_kernels(subject: LintSubject) -> Iterator[Message]:
-    """A kernel that no compiler can partition (Pallas, Mosaic, FFI) runs on operands that the plan shards."""
+    """A kernel (Pallas, Mosaic, FFI) needs whole operands that the plan shards, for lack of `spanax.partition_like`."""
     step = subject.program.step
     mesh = subject.plan.mesh
     constraints = Constraints(resolver_of(subject.program, subject.plan), step)
     for op in step.graph.ops():
+        if op.name == OWN_KERNEL:
+            for reason, num_bytes in gathered(step.graph, op, constraints, mesh).items():
+                yield Message(
+                    "",
+                    f"the kernel `{op.params['run']}` at {op.where} gathers {reason}.",
+                    "a layout that does not shard this dim, or a reference that computes it row by row",
+                    int(num_bytes),
+                )
         if op.name not in OPAQUE_KERNELS:
             continue
         axes = set[str]()
-        gathered = 0.0
+        total = 0.0
         for value in op.inputs:
             constraint = constraints[value]
             sharded = set[str]() if constraint is None else axes_of(constraint.spec)
             axes |= sharded
-            gathered += step.graph.num_bytes(value) * (1 - 1 / mesh.ways(sorted(sharded)))
+            total += step.graph.num_bytes(value) * (1 - 1 / mesh.ways(sorted(sharded)))
         if axes:
             yield Message(
                 "",
                 f"`{op.name}` at {op.where} runs replicated: {mesh.ways(sorted(axes))} devices gather its operands "
                 "and repeat its work at every call.",
-                f"jax.shard_map of the kernel over {', '.join(sorted(axes))}, if its examples are independent",
-                int(gathered),
+                "spanax.partition_like(kernel, reference), with the same function in operations of jax.numpy",
+                int(total),
             )
 
 

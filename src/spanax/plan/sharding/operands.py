@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
+from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
 from spanax.plan.sharding.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 
 REDUCING = frozenset({"conv_general_dilated"})
 """Operations whose partial results are reduced before they are sharded."""
@@ -31,7 +32,8 @@ class OperandSharding:
       first: an intermediate constraint for each operand; empty if no operand has any.
       outputs: the constraint of each result right after the operation; None: its own.
       is_local: whether it runs shard by shard, each device on its shard of `inputs`.
-      summed: the mesh axes over which the results of shards are then summed.
+      summed: for each result, the mesh axes over which those of shards are then summed, and scattered over the ones
+        that its constraint has; empty if there are none.
       parts: the number of shards of the groups of a convolution.
       attention: the sharding of a fused attention operation.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
@@ -41,7 +43,7 @@ class OperandSharding:
     outputs: tuple[Constraint | None, ...]
     first: tuple[Constraint | None, ...] = ()
     is_local: bool = False
-    summed: tuple[str, ...] = ()
+    summed: tuple[tuple[str, ...], ...] = ()
     parts: int = 1
     attention: AttentionSharding | None = None
     is_isolated: bool = False
@@ -63,6 +65,8 @@ def operand_sharding(
     if attention is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
+    if op.name == OWN_KERNEL:
+        return _own_kernel(resolver, traced, op, constraints)
     if op.name in CONTRACTIONS:
         sharding = _in_groups(resolver, traced, op, constraints) or _exchanged(traced, op, constraints)
         return sharding or _contracted(resolver, traced, op, constraints)
@@ -70,6 +74,25 @@ def operand_sharding(
     sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
     return _isolated(traced, op, constraints, sharding)
+
+
+def _own_kernel(
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding:
+    """Shards a kernel of the user's own as its reference allows, and sums the results of which shards have terms."""
+    graph = traced.graph
+    mesh = resolver.mesh
+    dims = op.params["classes"]
+    axes = axes_by_class(graph, op, constraints, mesh)
+    summed = tuple(tuple(axis for label in labels for axis in axes.get(label, ())) for labels in dims.sums)
+    results = [
+        scattered_spec(spec, over, constraints[value], graph.shape(value), mesh)
+        for spec, over, value in zip(specs_of(dims.results, axes), summed, op.outputs, strict=True)
+    ]
+    inputs = specs_of(dims.operands, axes)
+    return OperandSharding(
+        tuple(map(Constraint, inputs)), tuple(map(Constraint, results)), is_local=True, summed=summed
+    )
 
 
 def _in_groups(
@@ -100,7 +123,7 @@ def _in_groups(
         inputs=tuple(final[:2]),
         outputs=(final[2],),
         is_local=bool(batch or channels),
-        summed=batch if batch_dims[2] < 0 else (),
+        summed=(batch,) if batch_dims[2] < 0 else (),
         parts=resolver.mesh.ways(channels),
     )
 

@@ -277,6 +277,26 @@ def reductions(
     return shifts + transition(value, tuple(done), requested, is_operand=False)
 
 
+def summed_shards(
+    graph: Graph, op: Op, ins: Sequence[Masks], outs: Sequence[Masks], summed: Sequence[int]
+) -> PartitionedOp:
+    """Returns how an operation on shards is partitioned, whose results are sums over mesh axes.
+
+    A sum is reduce-scattered over the axes that then shard it, and all-reduced over the others; in float32 at least.
+    """
+    shifts = []
+    for value, masks, over in zip(op.outputs, outs, summed, strict=True):
+        words = max(1, 4 // graph.avals[value].dtype.itemsize)
+        before = union(masks) & ~over
+        for mask in masks:
+            if scattered := mask & over:
+                shifts.append(Reshard("reduce-scatter", value, scattered, before, False, words))
+                before |= scattered
+        if remaining := over & ~union(masks):
+            shifts.append(Reshard("all-reduce", value, remaining, before, False, words))
+    return PartitionedOp(union([*summed, *map(union, ins)]), tuple(ins), (), tuple(shifts))
+
+
 def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:
     """Merges the all-gathers of one operand over several axes into one, and likewise its all-to-alls."""
     merged: dict[tuple[str, int], Reshard] = {}

@@ -12,12 +12,13 @@ from spanax.plan.sharding.partition import Masks, Reshard, reductions, transitio
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
+from spanax.plan.spmd.own_kernels import kernel_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, ancestors_of_loss, phase_of_values, trips
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
@@ -198,6 +199,8 @@ class _TermCounter:
             of_q = op.inputs[0]
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
             rows += matmul_rows(graph, group, use, sharded.resolver.mesh, *properties)
+        if op.name == OWN_KERNEL:
+            rows += kernel_rows(sharded, group)
         if op.name in CONTRACTIONS and division.partition:
             is_expanded = self._compiler.expands_ragged and sums_rows(op)
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
@@ -271,12 +274,13 @@ class _TermCounter:
         late = self._late
         sharded = self.sharded
         for group in self.traced.op_groups if late.sums else ():
-            for op, runs in group.ops:
-                mask = sharded.mask(late.of(op.outputs[0])) if op in late.sums else 0
-                partitioned = sharded.division(op).partition if mask else None
-                runs = self._of(op.outputs[0], runs)
+            for op, count in group.ops if group.op.outputs else ():
+                partitioned = sharded.division(op).partition if op in late.sums else None
+                alike = dict(zip(self.traced.alike[op].outputs, op.outputs, strict=True))
                 for shift in partitioned.shifts if partitioned else ():
-                    if shift.kind == "all-reduce":
+                    mask = sharded.mask(late.of(alike.get(shift.value, -1)))
+                    if shift.kind == "all-reduce" and mask:
+                        runs = self._of(alike[shift.value], count)
                         self._move(-runs, group.phase, group.in_layers, shift)
                         remaining = replace(shift, over=shift.over & ~mask)
                         remaining = scattered(remaining, union(sharded.masks(shift.value)))

@@ -12,9 +12,9 @@ from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.accumulation import is_sum, results_of
+from spanax.trace.analysis.accumulation import results_of, sums_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
-from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.graph import OWN_KERNEL, Graph, Op
 from spanax.trace.jaxpr.loops import split_backward
 from spanax.trace.pipeline.partition import pipeline_partition
 
@@ -28,7 +28,8 @@ class DeferredReductions:
 
     Attributes:
       axes: values of which every device has a partial sum, each with the mesh axes of the pending reduction.
-      sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator.
+      sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator. None at
+        all for a kernel of the user's own.
       ends: results of loops that are reduced right after the loop, each with the mesh axes.
     """
 
@@ -68,7 +69,7 @@ def _sent_between_stages(sharded: ShardedProgram, schedule: Schedule) -> set[int
 
 def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredReductions:
     graph = sharded.traced.graph
-    sums = {op: axes for op in _in_loops(graph) if (axes := _summed_over(sharded, op))}
+    sums = {value: axes for op in _in_loops(graph) for value, axes in _summed_over(sharded, op).items() if axes}
     if not sums:
         return DeferredReductions()
     everything = (1 << len(sharded.resolver.mesh.names)) - 1
@@ -77,7 +78,7 @@ def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredRe
     return _described(sharded, sums, sharded.traced.sum_flow.deferred(sums, limits, everything))
 
 
-def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
+def _described(sharded: ShardedProgram, sums: Mapping[int, int], reached: Mapping[int, int]) -> DeferredReductions:
     graph = sharded.traced.graph
     names = sharded.resolver.mesh.names
 
@@ -90,8 +91,11 @@ def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping
             for outer, first in results_of(graph.wires(op)):
                 if pending := reached.get(first, 0) & ~reached.get(outer, 0):
                     ends[outer] = named(pending)
-    pending_sums = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
-    dims = {op: _dims(sharded, op, mask) for op, mask in pending_sums.items() if mask}
+    dims: dict[Op, tuple[Dims | None, ...]] = {}
+    for op in _in_loops(graph):
+        pending = union([sums[value] & reached.get(value, 0) for value in op.outputs if value in sums])
+        if pending:
+            dims[op] = () if op.name == OWN_KERNEL else _dims(sharded, op, pending)
     return DeferredReductions({value: named(mask) for value, mask in reached.items() if mask}, dims, ends)
 
 
@@ -102,21 +106,23 @@ def _in_loops(graph: Graph) -> Iterator[Op]:
                 yield from Graph(body, graph.avals, graph.constants).ops()
 
 
-def _summed_over(sharded: ShardedProgram, op: Op) -> int:
-    """Returns the mesh axes over which the compiler would all-reduce the result of an operation at once."""
-    if not is_sum(sharded.traced.graph, op):
-        return 0
-    division = sharded.division(op)
-    if division.partition is None or (division.operands is not None and division.operands.is_local):
-        return 0
-    results = sharded.traced.alike[op].outputs
-    mask = union(
-        [shift.over for shift in division.partition.shifts if shift.value in results and shift.kind == "all-reduce"]
-    )
-    masks = [union([by for _, by in dims]) for dims in _sharded_sums(sharded, op) if dims is not None]
-    for operand_mask in masks:  # every operand must be sharded
-        mask &= operand_mask
-    return mask
+def _summed_over(sharded: ShardedProgram, op: Op) -> dict[int, int]:
+    """Returns the results of an operation that would be all-reduced at once, each with the mesh axes."""
+    sums = sums_of(sharded.traced.graph, op)
+    division = sharded.division(op) if sums else None
+    if division is None or division.partition is None:
+        return {}
+    shifts = [shift for shift in division.partition.shifts if shift.kind == "all-reduce"]
+    alike = dict(zip(op.outputs, sharded.traced.alike[op].outputs, strict=True))
+    result = {value: union([shift.over for shift in shifts if shift.value == alike[value]]) for value in sums}
+    if op.name == OWN_KERNEL:
+        return result
+    if division.operands is not None and division.operands.is_local:
+        return {}
+    for dims in _sharded_sums(sharded, op):
+        if dims is not None:  # every operand must be sharded
+            result = {value: mask & union([by for _, by in dims]) for value, mask in result.items()}
+    return result
 
 
 def _sharded_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:

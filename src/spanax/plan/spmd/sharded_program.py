@@ -9,16 +9,25 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
-from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
+from spanax.plan.sharding.partition import (
+    Masks,
+    PartitionedOp,
+    Reshard,
+    as_masks,
+    spmd_partition,
+    summed_shards,
+    transition,
+    union,
+)
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.graph import RAGGED, Op
+from spanax.trace.jaxpr.graph import OWN_KERNEL, RAGGED, Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 
-SIZED = LOOKUPS | RING
+SIZED = LOOKUPS | RING | {OWN_KERNEL}
 """Operations whose division also depends on the sizes of the mesh."""
 
 
@@ -88,7 +97,8 @@ class ShardedProgram:
         result.constraints = self.constraints
         result.numbers = self.numbers
         result._masks = self._masks
-        result._divisions = {op: division for op, division in self._divisions.items() if op.name not in RING}
+        resized = RING | {OWN_KERNEL}
+        result._divisions = {op: division for op, division in self._divisions.items() if op.name not in resized}
         return result
 
     def masks(self, value: int) -> Masks:
@@ -175,6 +185,8 @@ class ShardedProgram:
                 requested[index] = self.masks_of(op.outputs[index], constraint)
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
+        elif use is not None and op.name == OWN_KERNEL:
+            partitioned = summed_shards(self.traced.graph, op, ins, requested, list(map(self.mask, use.summed)))
         else:
             partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
         shifts += partitioned.shifts

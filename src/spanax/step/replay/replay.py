@@ -31,9 +31,10 @@ from spanax.step.replay.partial_sums import (
     merged_leading,
     scattered_sum,
     scatters,
+    summed_here,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
-from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
@@ -126,7 +127,7 @@ class Replay:
             return ins[:1]
         if self.defers_errors and is_callback(op):
             return with_deferred_errors(self.graph, op, ins)
-        if op.outputs and self.unreduced.of(op.outputs[0]):
+        if op.name != OWN_KERNEL and op.outputs and self.unreduced.of(op.outputs[0]):
             return evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         if use is not None and use.is_local and self.mesh.size > 1:
             return _shard_by_shard(self, op, ins, use)
@@ -149,9 +150,11 @@ class Replay:
 
     def _as_planned(self, op: Op, outs: Sequence[Any], use: OperandSharding | None) -> list[Any]:
         """Returns results under the constraints of their values, unless they have them already."""
-        deferred = self.unreduced.of(op.outputs[0]) if op.outputs else ()
+        # Terms of one sum, except those of a kernel, whose results may be different sums.
+        own = op.outputs if op.name == OWN_KERNEL else op.outputs[:1] * len(op.outputs)
+        deferred = list(map(self.unreduced.of, own))
         if use is not None:
-            outs = [self.constrained(array, target, deferred) for array, target in zip(outs, use.outputs, strict=True)]
+            outs = list(map(self.constrained, outs, use.outputs, deferred))
         # The compiler propagates the sharding of an operand with the result's shape through elementwise operations. A
         # conversion keeps its constraint: otherwise the compiler could communicate the wider dtype.
         graph = self.graph
@@ -160,13 +163,13 @@ class Replay:
         propagated = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         results = []
         current = use.outputs if use is not None else (None,) * len(outs)
-        for value, out, previous in zip(op.outputs, outs, current, strict=True):
+        for value, out, previous, leading in zip(op.outputs, outs, current, deferred, strict=True):
             target = constraints[value]
             known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
             known = known and not is_extended(graph, value, constraints)
             # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
             known = known or (previous is not None and (target is None or previous.spec == target.spec))
-            results.append(out if known else self.constrained(out, target, deferred))
+            results.append(out if known else self.constrained(out, target, leading))
         return results
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
@@ -235,11 +238,15 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
         tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
     ]
+    pending = [replay.unreduced.of(value) if op.name == OWN_KERNEL else () for value in op.outputs]
+    specs[1] = tuple(PartitionSpec(*axes, *spec) for axes, spec in zip(pending, specs[1], strict=True))
     grouped = [name for name in GROUPS if op.params.get(name, 1) > 1]
 
     def part(*parts: Any) -> tuple[Any, ...]:
         outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
-        return jax.lax.psum(outs, use.summed) if use.summed else outs
+        if not use.summed:
+            return outs
+        return tuple(map(functools.partial(summed_here, mesh), outs, use.summed, pending, specs[1]))
 
     function = part if use.attention is None else per_device_attention(op, use.attention, mesh, manual)
     # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.

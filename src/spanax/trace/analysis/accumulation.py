@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
+from spanax.trace.jaxpr.graph import OWN_KERNEL, REMAT, Graph, Op, Wires
 from spanax.trace.jaxpr.linear import linear_operands
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.jaxpr.provenance import Origin, origins
@@ -62,11 +62,11 @@ class SumFlow:
                 flows += ((value, out) for out in op.outputs)
         return SumFlow(frozenset(reduced), uses[::-1], flows, [op.inputs for op in ops if op.name == "mul"])
 
-    def deferred(self, sums: Mapping[Op, int], limits: Mapping[int, int], everything: int) -> dict[int, int]:
+    def deferred(self, sums: Mapping[int, int], limits: Mapping[int, int], everything: int) -> dict[int, int]:
         """Returns the values that contain a deferred reduction, each with the mesh axes of the reduction.
 
         Args:
-          sums: operations whose results are partial sums, each with the mesh axes.
+          sums: results of operations that are partial sums, each with the mesh axes.
           limits: the mesh axes that the reduction of a value may be deferred over; all of them for other values.
           everything: all mesh axes.
         """
@@ -91,9 +91,9 @@ class SumFlow:
                     is_stable = False
         return may
 
-    def _reached(self, sums: Mapping[Op, int], may: Mapping[int, int]) -> dict[int, int]:
+    def _reached(self, sums: Mapping[int, int], may: Mapping[int, int]) -> dict[int, int]:
         """Returns the values that contain a deferred reduction, each with the mesh axes."""
-        reached = {op.outputs[0]: mask & may[op.outputs[0]] for op, mask in sums.items()}
+        reached = {value: mask & may[value] for value, mask in sums.items()}
         is_stable = False
         while not is_stable:
             is_stable = True
@@ -122,9 +122,12 @@ def results_of(wires: Wires) -> Iterator[tuple[int, int]]:
     return ((outer, first) for (outer, _), (first, _) in zip(wires.outputs, wires.carried, strict=False))
 
 
-def is_sum(graph: Graph, op: Op) -> bool:
-    """Returns whether the reduction of an operation can be deferred."""
-    return op.name in SUMS and bool(jnp.issubdtype(graph.avals[op.outputs[0]].dtype, jnp.inexact))
+def sums_of(graph: Graph, op: Op) -> list[int]:
+    """Returns the results of an operation whose reductions can be deferred."""
+    sums = op.outputs[:1] if op.name in SUMS else ()
+    if op.name == OWN_KERNEL:
+        sums = tuple(out for out, labels in zip(op.outputs, op.params["classes"].sums, strict=True) if labels)
+    return [value for value in sums if jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)]
 
 
 def recurrences(graph: Graph, batch: frozenset[int | None], classes: Sequence[Labels]) -> list[Op]:
@@ -139,7 +142,7 @@ def recurrences(graph: Graph, batch: frozenset[int | None], classes: Sequence[La
 def accumulated(graph: Graph, loops: Collection[Op]) -> frozenset[int]:
     """Returns the values inside of loops that contain sums which the loops only accumulate."""
     inside = (op for loop in loops for op in graph.within(loop.bodies[-1]).ops())
-    sums = {op: 1 for op in inside if not op.bodies and is_sum(graph, op)}
+    sums = {value: 1 for op in inside if not op.bodies for value in sums_of(graph, op)}
     if not sums:
         return frozenset()
     others = (op for op in graph.ops() if op.bodies and op not in loops)

@@ -85,6 +85,9 @@ CONTRACTIONS = names(Family.CONTRACTION)
 RAGGED = "ragged_dot_general"
 """The primitive of a matmul of which every row belongs to a group with a matrix of its own."""
 
+OWN_KERNEL = "spanax_kernel"
+"""The primitive of a kernel of the user's own that is sharded like its reference (`trace/kernels`)."""
+
 REMAT = frozenset({"remat2", "checkpoint"})
 """The primitives of `jax.checkpoint`, by JAX version."""
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from spanax.trace.jaxpr.dim_maps.relations import Family, Relation
 from spanax.trace.jaxpr.dim_maps.relations import Kind as DimKind
 from spanax.trace.jaxpr.dim_maps.table import names
-from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.graph import OWN_KERNEL, Graph, Op
 from spanax.trace.jaxpr.linear import PRODUCTS, linear_operands
 
 
@@ -322,8 +323,13 @@ def _by_relations(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -
     related = op.dim_map.of_kind(DimKind.SAME, DimKind.CONTRACTED, DimKind.GROUPS)
     relation_of = {dim: relation for relation in related for dim in relation.dims}
     relations = {relation_of.get(dim) for dim in dims}
-    inners = {operand.inner for _, operand in sized} - {None}
-    is_mixed = len(relations) > 1 or len(inners) > 1 or (None in relations and len(dims) > 1)
+    # Dims of different sizes that correspond have as many parts: an example has its share of each.
+    shares = {
+        Fraction(operand.inner, equation.shape(op.inputs[position])[operand.dim])
+        for position, operand in sized
+        if operand.inner is not None
+    }
+    is_mixed = len(relations) > 1 or len(shares) > 1 or (None in relations and len(dims) > 1)
     is_mixed = is_mixed or any(op.dim_map.of_kind(DimKind.UNKNOWN))
     if is_mixed or not op.dim_map.dims(DimKind.REORDERED).isdisjoint(dims):
         return [mixed(op)] * len(op.outputs)
@@ -334,16 +340,23 @@ def _by_relations(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -
     for array in range(len(op.inputs), len(op.inputs) + len(op.outputs)):
         dim = result_dims.get(array)
         if dim is None:
-            outs.append(_reduced(equation, sized))
-        else:
-            outs.append(mixed(op) if (array, dim) in along else rows(dim, next(iter(inners), None)))
+            outs.append(_reduced(equation, sized, array - len(op.inputs)))
+            continue
+        inner = next(iter(shares), Fraction(0)) * equation.shape(op.outputs[array - len(op.inputs)])[dim]
+        is_apart = (array, dim) not in along and inner.denominator == 1
+        outs.append(rows(dim, int(inner) or None) if is_apart else mixed(op))
     return outs
 
 
-def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dependence:
+def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]], result: int) -> Dependence:
     """Returns the dependence of a reduction over the examples: a sum, an extremum, or mixed."""
     op = equation.op
-    if op.name in SUMS:
+    position, operand = sized[0]
+    is_sum = (
+        op.name == OWN_KERNEL
+        and op.params["classes"].operands[position][operand.dim] in (op.params["classes"].sums[result])
+    )
+    if op.name in SUMS or is_sum:
         return Dependence(Kind.PARTIAL)
     if op.name in EXTREMA:
         return Dependence(Kind.EXTREME)
