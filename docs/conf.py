@@ -11,16 +11,9 @@ project = "Spanax"
 author = copyright = "the Spanax authors"
 release = version = installed("spanax")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 smartquotes = False  # it renders `--layout` in text as a dash
-
-nb_execution_mode = "force"  # notebooks have no stored outputs: every picture is of this build
-nb_execution_raise_on_error = True
-nb_execution_timeout = 600
-nb_execution_in_temp = True
-nb_merge_streams = True
-nb_output_stderr = "remove"  # plugins of absent accelerators log there
 
 html_theme = "furo"  # self-contained: pages load nothing from other sites
 html_title = f"Spanax {release}"

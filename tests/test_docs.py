@@ -16,7 +16,7 @@ import pytest
 from sampling import sampled
 from spanax import cli
 from spanax.errors import SpanaxError
-from written import CELL, Block, blocks, commands, looks_like_python, pages, read
+from written import Block, blocks, commands, looks_like_python, pages, read
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
@@ -73,7 +73,7 @@ def run_blocks(page: str, blocks: list[Block]) -> None:
 PAGES_OF_PYTHON = [page for page in with_blocks("python") if page not in FIRST_PAGES]
 LONG = (
     "docs/checkpoints.md", "docs/choosing.md", "docs/data.md", "docs/generate.md", "docs/losses.md",
-    "docs/monitoring.md", "docs/notebook.md", "docs/training.md", "docs/fine-tune.md",
+    "docs/monitoring.md", "docs/training.md", "docs/fine-tune.md",
 )  # fmt: skip
 TODAY = LONG[datetime.now(UTC).toordinal() % len(LONG)]
 """The page of the longer ones whose turn it is in `make test`; `make slow` runs the others."""
@@ -153,7 +153,7 @@ def test_wrong_python_is_detected(text: str) -> None:
 
 def unmarked(text: str) -> list[int]:
     """The lines at which Python begins that is not fenced as such, and so would not run."""
-    return [block.line for block in blocks(text) if block.kind == "python" and block.info not in ("python", CELL)] + [
+    return [block.line for block in blocks(text) if block.kind == "python" and block.info != "python"] + [
         block.line for block in blocks(text) if block.info in ("text", "console") and looks_like_python(block.text)
     ]
 

@@ -23,10 +23,6 @@ from spanax.models.workloads import WORKLOADS
 from spanax.plan.presets import PRESETS, layout_for
 from spanax.train.config import check
 
-CELL = "{code-cell} ipython3"
-"""The fence of a cell of a notebook, which `make docs` executes."""
-
-
 class Block(NamedTuple):
     """A block of code or output of a page: its kind, its text, the line it begins at, and the language of its fence."""
 
@@ -48,8 +44,6 @@ def blocks(page: str) -> list[Block]:
 
 def _kind(info: str, text: str) -> str:
     first = text.lstrip().partition("\n")[0]
-    if info == CELL:
-        return "python"
     if info and info not in ("python", "console", "bash"):
         return info
     if first.startswith(">>> "):
