@@ -10,6 +10,7 @@ from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
 from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
+from spanax.plan.sharding.pieces import piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
@@ -176,7 +177,9 @@ class ShardedProgram:
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
         else:
-            partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
+            classes = self.traced.axes.classes
+            pieces = piece_links(op, classes, self.traced.axes.wholes)
+            partitioned = spmd_partition(self.traced.graph, classes, op, ins, requested, pieces)
         shifts += partitioned.shifts
         for value, before, after in zip(op.outputs, requested, outs, strict=True):
             further = union(after) & ~union(before)
