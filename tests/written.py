@@ -23,6 +23,7 @@ from spanax.models.workloads import WORKLOADS
 from spanax.plan.presets import PRESETS, layout_for
 from spanax.train.config import check
 
+
 class Block(NamedTuple):
     """A block of code or output of a page: its kind, its text, the line it begins at, and the language of its fence."""
 

@@ -14,6 +14,7 @@ from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.operands import OperandSharding, operand_shardings
+from spanax.plan.sharding.pieces import Forms
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -92,7 +93,9 @@ class PlacedProgram:
             uses = operand_shardings(resolver, traced, constraints)
             unconstrained = _unconstrained(traced, uses, constraints)
             pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]
-            return Replay(traced.graph, pinned, uses, self.mesh, deferred)
+            exclusive = () if plan.schedule.num_stages > 1 else resolver.layout.exclusive
+            forms = Forms(traced.graph, traced.axes, constraints, resolver.mesh, exclusive)
+            return Replay(traced.graph, pinned, uses, self.mesh, deferred, forms=None if forms.is_empty else forms)
 
         if inputs_only or not is_step:
             result = replay(traced if padded is None else padded.step)

@@ -146,9 +146,30 @@ class _Assigning:
             label = next(iter(square))
             accepted[label] = square[label]
             del self.reasons[label]
+        if axis in self.layout.exclusive:
+            self._add_wholes(axis, accepted)
         self._check_works(axis, names, accepted)
         self.num_shards.update({label: self._shards_with(axis, label) for label in accepted})
         return accepted
+
+    def _add_wholes(self, axis: str, accepted: dict[int, int]) -> None:
+        """Accepts the classes that are a concatenation of pieces where the largest is: each piece is sharded."""
+        waiting = dict(self.program.step.axes.wholes)
+        while ready := [label for label, whole in waiting.items() if whole.main in accepted]:
+            for label in ready:
+                main = waiting.pop(label).main
+                name = self.program.step.axes.names.get(label, "")
+                clash = _clash(self.program, label, accepted)
+                if clash is not None:
+                    self.reasons.setdefault(label, replace(clash, axis=axis, detail=name))
+                elif label not in accepted and self._divides(axis, name, label):
+                    accepted[label] = accepted[main]
+                    for other in self.program.step.axes.wholes[label].others:
+                        if self.program.step.axes.ways[other] % self._shards_with(axis, other) == 0:
+                            accepted.setdefault(other, accepted[main])
+        self.reasons.update(
+            (label, self.reasons[whole.main]) for label, whole in waiting.items() if whole.main in self.reasons
+        )
 
     def sequences(self, axis: str) -> list[int]:
         """Returns the classes of sequences that a mesh axis can shard in addition to those that it shards."""
@@ -166,6 +187,8 @@ class _Assigning:
         is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not self.pins.get(name)
         labels = divided_layers(program) if name == "layers" else program.step.labels_by_name.get(name, ())
         for label in labels:
+            if axis in self.layout.exclusive and label in program.step.axes.wholes:
+                continue  # it follows its pieces
             author = self._author(name, label)
             is_pinned_by_author = author != name and author in self.pins
             is_too_small = is_last_resort and label not in program.heavy
@@ -270,12 +293,23 @@ def divided_layers(program: Program) -> list[int]:
 
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> Reason | None:
-    """Returns the parameter that has this class twice, or together with an accepted class, as a reason."""
-    for path, labels in program.params_by_class.get(label, ()):
-        if labels.count(label) > 1:
-            return Reason(Code.TWO_DIMS, path)
-        if any(another in accepted for another in labels if another != label):
-            return Reason(Code.AXIS_USED, path)
+    """Returns the parameter that has this class twice, or together with an accepted class, as a reason.
+
+    A concatenation has the class of its largest piece.
+    """
+    wholes = program.step.axes.wholes
+
+    def main(each: int) -> int:
+        return main(wholes[each].main) if each in wholes else each
+
+    others = {main(each) for each in accepted} - {main(label)}
+    for each in (label, *(whole for whole in wholes if main(whole) == label)):
+        for path, classes in program.params_by_class.get(each, ()):
+            labels = [main(other) for other in classes if other is not None]
+            if labels.count(main(label)) > 1:
+                return Reason(Code.TWO_DIMS, path)
+            if not others.isdisjoint(labels):
+                return Reason(Code.AXIS_USED, path)
     return None
 
 

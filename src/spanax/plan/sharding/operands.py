@@ -12,6 +12,7 @@ from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
 from spanax.plan.sharding.partition import PartitionedOp, as_masks, spmd_partition, union
+from spanax.plan.sharding.pieces import between, piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -49,6 +50,10 @@ class OperandSharding:
     is_isolated: bool = False
 
 
+Known = Sequence[Constraint | None] | Mapping[int, Constraint | None]
+"""The constraints of values, by number."""
+
+
 def operand_shardings(
     resolver: Resolver, traced: StepAnalysis, constraints: Sequence[Constraint | None]
 ) -> dict[Op, OperandSharding]:
@@ -68,8 +73,13 @@ def operand_sharding(
     if op.name == OWN_KERNEL:
         return _own_kernel(resolver, traced, op, constraints)
     if op.name in CONTRACTIONS:
-        sharding = _in_groups(resolver, traced, op, constraints) or _exchanged(traced, op, constraints)
-        return sharding or _contracted(resolver, traced, op, constraints)
+        middle = _between(constraints[op.outputs[0]])
+        known = {value: constraints[value] for value in (*op.inputs, *op.outputs)}
+        known |= {} if middle is None else {op.outputs[0]: middle}
+        sharding = _in_groups(resolver, traced, op, known) or _exchanged(traced, op, known)
+        return _exchanged_after(op, middle, sharding or _contracted(resolver, traced, op, known))
+    if piece_links(op, traced.axes.classes, traced.axes.wholes):
+        return _gathered(op, constraints)
     sharding = _reshaped(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
     sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
@@ -95,9 +105,22 @@ def _own_kernel(
     )
 
 
-def _in_groups(
-    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
-) -> OperandSharding | None:
+def _between(constraint: Constraint | None) -> Constraint | None:
+    """Returns the sharding in which a gradient is computed before it is exchanged into storage; None: no exchange."""
+    spec = None if constraint is None or constraint.used is None else between(constraint.spec, constraint.used)
+    return None if spec is None or constraint is None else Constraint(spec, used=constraint.used)
+
+
+def _exchanged_after(op: Op, middle: Constraint | None, sharding: OperandSharding | None) -> OperandSharding | None:
+    """Returns how a contraction is resharded whose result is exchanged after it."""
+    if middle is None:
+        return sharding
+    sharding = sharding or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
+    first = sharding.outputs[0] or Constraint(middle.spec)
+    return replace(sharding, outputs=(first, *sharding.outputs[1:]))
+
+
+def _in_groups(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
     """Shards a convolution in groups: every device computes its shard of batch and groups, without communication.
 
     XLA's partitioner gathers the batch for it, sums the gradient of its kernel too often (`GROUPED_CONVOLUTIONS` in
@@ -171,7 +194,7 @@ def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
     return batch_dims, channel_dims, groups.factor
 
 
-def _exchanged(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+def _exchanged(traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
     """Moves the activations of a gradient that is stored sharded, where they are smaller than the gradient.
 
     The operand with the dim along which the gradient is stored is exchanged: its batch is gathered and that dim is
@@ -207,9 +230,7 @@ def _exchanged(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | 
     return OperandSharding(tuple(inputs), (None,) * len(op.outputs))
 
 
-def _contracted(
-    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
-) -> OperandSharding | None:
+def _contracted(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
     """Reshards a contraction's operands and result explicitly, as the cost model predicts.
 
     Where one mesh axis shards both operands along dims that are not contracted together, one operand is gathered.
@@ -258,7 +279,7 @@ def _over(partitioned: PartitionedOp, kind: str, value: int) -> int:
     return union([shift.over for shift in partitioned.shifts if shift.kind == kind and shift.value == value])
 
 
-def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+def _gathered(op: Op, constraints: Known) -> OperandSharding | None:
     """Gathers stored operands to their computed sharding where the result is computed.
 
     A stored result of computed operands is a gradient: reduced first, then sharded. Given both at once, XLA may move

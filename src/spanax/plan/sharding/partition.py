@@ -10,8 +10,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, RAGGED, Graph, Op
 
 Dims = Sequence[int | None]
@@ -89,7 +90,12 @@ def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> 
 
 
 def spmd_partition(
-    graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
+    graph: Graph,
+    classes: Sequence[Labels],
+    op: Op,
+    ins: Sequence[Masks],
+    outs: Sequence[Masks],
+    pieces: Mapping[Dim, Dim] = MappingProxyType({}),
 ) -> PartitionedOp:
     """Returns how one operation is partitioned.
 
@@ -99,10 +105,11 @@ def spmd_partition(
       op: an operation without bodies.
       ins: the sharding of each operand.
       outs: the requested sharding of each result.
+      pieces: the dim of a result for each dim of an operand of which it is a piece, or the reverse.
     """
     if op.name in CONTRACTIONS:
         return _contraction(graph, op, ins, outs[0])
-    return _other(graph, classes, op, ins, outs)
+    return _in_pieces(op, ins, outs, pieces) if pieces else _other(graph, classes, op, ins, outs)
 
 
 def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
@@ -202,6 +209,26 @@ def _slice_partner(
     index = next(index for index, pair in enumerate(summed) if pair[side] == dims[side])
     operands[1 - side][summed[index][1 - side]] |= axis
     return index
+
+
+def _in_pieces(op: Op, ins: Sequence[Masks], outs: Sequence[Masks], pieces: Mapping[Dim, Dim]) -> PartitionedOp:
+    """Partitions an operation on pieces of a dim: each device takes its shards of them, or joins its shards."""
+    first = len(op.inputs)
+    related = dict(pieces)
+    for relation in op.dim_map.of_kind(Kind.SAME):
+        results = [dim for dim in relation.dims if dim[0] >= first]
+        related |= dict.fromkeys((dim for dim in relation.dims if dim[0] < first), results[0])
+    by_result = [[0] * len(masks) for masks in outs]
+    for (operand, dim), (_, result_dim) in related.items():
+        for result, masks in enumerate(by_result):
+            is_here = op.name == "split" or related[operand, dim][0] == first + result
+            masks[result_dim] |= ins[operand][dim] if is_here else 0
+    shifts = [
+        shift
+        for value, masks, requested in zip(op.outputs, by_result, outs, strict=True)
+        for shift in transition(value, tuple(masks), requested, is_operand=False)
+    ]
+    return PartitionedOp(union(by_result[0]), tuple(ins), tuple(by_result[0]), tuple(shifts))
 
 
 def _other(

@@ -3,8 +3,9 @@
 Placements in the plan, sharding constraints in the step and costs all come from this resolver.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any, overload
 
 from spanax.errors import ModelMeshError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.layout import Layout
+from spanax.plan.layout import PIPE, Layout
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
 from spanax.trace.analysis.labels import Key, Labels, label_key
@@ -127,15 +128,55 @@ class Resolver:
         reduce-scatter. The choice follows the classes, not the positions, so that a transposed gradient is sharded
         equally.
         """
-        used, axes = self._before_storage(used, labels, shape, kind)
+        before, axes = self._exchanged(*self._before_storage(used, labels, shape, kind), labels, shape)
+        return self._further(before, axes, labels, shape, range(len(shape)))
+
+    def _exchanged(
+        self, used: Spec, axes: tuple[str, ...], labels: Labels, shape: Sequence[int]
+    ) -> tuple[Spec, tuple[str, ...]]:
+        """Returns the spec of an array before its storage is sharded further, and the mesh axes that shard it then.
+
+        A shard of a concatenation has none of the shards of its pieces. Axes that shard pieces in computation shard
+        another dim in storage, from which one all-to-all exchanges the array; they replicate vectors. Stages of a
+        pipeline compute with whole dims.
+        """
+        step = self.program.step
+        wholes = step.axes.wholes
+        dims = [by for by, label in zip(used, labels, strict=True) if label in wholes]
+        moved = tuple(axis for by in dims for axis in by if axis in self.layout.exclusive)
+        if not moved or self.mesh.ways([PIPE]) > 1:
+            return used, axes
+        rest = tuple(tuple(axis for axis in by if axis not in moved) for by in used)
+        others = [
+            dim
+            for dim, label in enumerate(labels)
+            if label is not None and label not in wholes and label not in step.layer_labels
+        ]
+        together = self._further(rest, (*axes, *moved), labels, shape, others)
+        alone = self._further(rest, moved, labels, shape, others)
+        if together != rest:
+            return together, ()
+        is_small = math.prod(shape[dim] for dim in others) < self.mesh.ways(moved)
+        return (alone, axes) if alone != rest or is_small else (used, axes)
+
+    def _further(
+        self, used: Spec, axes: tuple[str, ...], labels: Labels, shape: Sequence[int], dims: Collection[int]
+    ) -> Spec:
+        """Returns a spec in which axes shard one more of some dims, preferably the largest replicated one."""
         if not axes:
             return used
         ways = self.mesh.ways(axes)
         padded = self.padded_shape(labels, shape)
         local = [size // self.mesh.ways(by) for size, by in zip(padded, used, strict=True)]
         order = [
-            (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
-            for dim, label in enumerate(labels)
+            (
+                self.reluctance(labels[dim]),
+                bool(used[dim]),
+                -local[dim],
+                -1 if labels[dim] is None else labels[dim],
+                dim,
+            )
+            for dim in dims
             if local[dim] % ways == 0
         ]
         dim = min(order)[-1] if order else None
@@ -217,7 +258,8 @@ class Resolver:
             sizes = "x".join(map(str, leaf.shape))
             num_shards = self.mesh.ways(axes)
             return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
-        stored = [Reason(Code.STORED, axis="+".join(axes))] if spec != used else []
+        axes = axes or tuple(axis for axis in axes_of(spec) if axis in self.layout.exclusive)
+        stored = [Reason(Code.STORED, axis="+".join(axes))] if axes and spec != used else []
         return spec, stored + self._reasons(labels, leaf.shape, spec)
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:

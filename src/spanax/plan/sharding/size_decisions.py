@@ -29,7 +29,7 @@ def size_decisions(resolver: Resolver, sizes: Array) -> Array:
     def ways(axes: tuple[str, ...]) -> Array:
         return np.asarray(np.prod([by_axis[axis] for axis in axes], axis=0, initial=1) * np.ones(sizes.shape[1], int))
 
-    parts = (_divided, _stored, _exchanged, _in_groups, _looked_up)
+    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _looked_up)
     rows = [row for part in parts for row in part(resolver, lambda axes: ways(tuple(sorted(axes))))]
     return np.asarray(rows, int).reshape(-1, sizes.shape[1])
 
@@ -88,6 +88,24 @@ def _stored(resolver: Resolver, ways: Ways) -> Iterator[Array]:
             order = place * 1e15 - local + _order(labels[dim]) * 1e-6 + dim * 1e-9
             rows.append(np.where(local % ways(stored) == 0, order, np.inf))
         yield np.where(np.isinf(np.min(rows, axis=0, initial=np.inf)), -1, np.argmin(rows, axis=0))
+
+
+def _moved(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields what decides where weights with pieces are stored: whether axes divide their other dims, and the largest.
+
+    Only their stored axes and the axes that shard the pieces matter.
+    """
+    step = resolver.program.step
+    wholes = step.axes.wholes
+    stored = {axis for kind in ("param", "gradient", "optimizer") for axis in resolver.layout.stored(kind)}
+    axes = [axis for axis, size in resolver.mesh.axes if size > 1 and axis in {*stored, *resolver.layout.exclusive}]
+    keys = ((key.labels, key.shape) for key in step.distinct_keys if not wholes.keys().isdisjoint(key.labels))
+    sizes = {size for labels, shape in keys if label_key(labels) in resolver.program.param_keys for size in shape}
+    for size in sorted(sizes):
+        yield from (size % ways(some) == 0 for some in _subsets(axes))
+    for first, second in itertools.combinations(sorted(sizes), 2):
+        yield from (first * ways(some) < second for some in _subsets(axes))
+        yield from (second * ways(some) < first for some in _subsets(axes))
 
 
 def _order(label: int | None) -> int:

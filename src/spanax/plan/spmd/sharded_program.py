@@ -19,6 +19,7 @@ from spanax.plan.sharding.partition import (
     transition,
     union,
 )
+from spanax.plan.sharding.pieces import piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
@@ -188,7 +189,9 @@ class ShardedProgram:
         elif use is not None and op.name == OWN_KERNEL:
             partitioned = summed_shards(self.traced.graph, op, ins, requested, list(map(self.mask, use.summed)))
         else:
-            partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
+            classes = self.traced.axes.classes
+            pieces = piece_links(op, classes, self.traced.axes.wholes)
+            partitioned = spmd_partition(self.traced.graph, classes, op, ins, requested, pieces)
         shifts += partitioned.shifts
         for value, before, after in zip(op.outputs, requested, outs, strict=True):
             further = union(after) & ~union(before)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.sharding.operands import OperandSharding
+from spanax.plan.sharding.pieces import Form, Forms, between
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.sharding.xla_workarounds import is_extended
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
@@ -23,6 +24,7 @@ from spanax.step.attention import kernels  # noqa: F401  (registers the lowering
 from spanax.step.attention.ring import per_device_attention
 from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback, with_deferred_errors
+from spanax.step.replay.interleaving import computed_in_pieces, in_order, in_pieces, interleaved, rowwise, shifted
 from spanax.step.replay.partial_sums import (
     add_partial_sum_dims,
     evaluate_partial_sums,
@@ -45,6 +47,14 @@ GROUPS = ("feature_group_count", "batch_group_count")
 """The parameters of a convolution that are divided by the number of shards."""
 
 
+Placed = tuple[Constraint | None, Form]
+"""The sharding of an array, None if it stays as it is, and its interleaved dims."""
+
+
+Formed = dict[tuple[int, Constraint], Any]
+"""Arrays with interleaved dims, by value and sharding."""
+
+
 class ConstraintError(AssertionError):
     """A sharding constraint does not fit its value: an internal error of Spanax."""
 
@@ -62,6 +72,7 @@ class Replay:
       instead: functions that replace operations.
       manual: the mesh axes that are manual in the surrounding `shard_map`.
       defers_errors: whether errors of callbacks are raised by `raise_deferred`, after the program.
+      forms: the interleaved dims of values; None: every dim is in its own order.
     """
 
     graph: Graph
@@ -72,20 +83,74 @@ class Replay:
     instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
     defers_errors: bool = False
+    forms: Forms | None = None
 
-    def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of a body, given its inputs."""
+    def body(
+        self,
+        body: Body,
+        args: Sequence[Any],
+        before: Sequence[Form] | None = None,
+        after: Sequence[Form] | None = None,
+    ) -> list[Any]:
+        """Returns the outputs of a body, given its inputs.
+
+        Args:
+          body: the body.
+          args: its inputs.
+          before: the interleaved dims of the inputs; by default, none.
+          after: those that the outputs will have; by default, none.
+        """
         readers = self.graph.readers
         values = Values()
-        for value, arg in zip(body.inputs, args, strict=True):
+        for value, arg, form in zip(body.inputs, args, before or [()] * len(args), strict=True):
             with as_traced(readers[value][0]) if value in readers else nullcontext():
-                values[value] = self.constrained(arg, self.constraints[value], self.unreduced.of(value))
+                values[value] = self._formed(value, arg, (None, form), self._target(value))
         self.ops(body.ops, values)
-        return self.read(values, body.outputs)
+        outs = self.read(values, body.outputs)
+        return [
+            self._formed(value, out, self._target(value), (None, form))
+            for value, out, form in zip(body.outputs, outs, after or [()] * len(outs), strict=True)
+        ]
+
+    def _target(self, value: int, use: Constraint | None = None) -> "Placed":
+        """Returns the constraint of a value, or that of a use of it, with its interleaved dims."""
+        constraint = self.constraints[value] if use is None else use
+        if self.forms is None:
+            return constraint, ()
+        return constraint, self.forms.of(value) if use is None else self.forms.under(value, use)
+
+    def _formed(self, value: int, array: Any, before: "Placed", after: "Placed") -> Any:
+        """Returns an array with other interleaved dims, under the constraint of `after` if it has one.
+
+        The order changes while the dim is replicated. One all-to-all exchanges the array from there to its shards.
+        """
+        leading = self.unreduced.of(value)
+        if before[1] == after[1] or self.forms is None:
+            return array if after[0] is None else self.constrained(array, after[0], leading)
+        own, other = (before, after) if before[1] == () else (after, before)
+        # Both may be interleaved, in other pieces: then in their own order between the two.
+        if own[1]:
+            return self._formed(value, self._formed(value, array, before, (None, ())), (None, ()), after)
+        dims = [each.dim for each in other[1]]
+        empty = ((),) * len(self.graph.shape(value))
+        rest = tuple(() if dim in dims else by for dim, by in enumerate(own[0].spec if own[0] else empty))
+        spec = between(rest, other[0].spec if other[0] else empty)
+        exchanged = None if spec is None else Constraint(spec)
+        ordered = Constraint(rest) if own[0] else None
+        if own is after:
+            array = self.constrained(self.constrained(array, exchanged, leading), ordered, leading)
+            for each in shifted(other[1], len(leading)):
+                array = in_order(array, each)
+        else:
+            array = self.constrained(array, ordered, leading)
+            for each in shifted(other[1], len(leading)):
+                array = interleaved(array, each)
+            array = self.constrained(self.constrained(array, ordered, leading), exchanged, leading)
+        return array if after[0] is None else self.constrained(array, after[0], leading)
 
     def ops(self, ops: Iterable[Op], values: Values) -> None:
         """Evaluates operations in order; reads operands from `values` and adds the results to it."""
-        run(self.graph, ops, values, self._compute)
+        run(self.graph, ops, values, functools.partial(self._compute, {}))
 
     def read(self, values: Mapping[int, Any], numbers: Iterable[int]) -> list[Any]:
         """Returns values by number: computed ones, literals and constants."""
@@ -109,7 +174,8 @@ class Replay:
         _check_fits(array.shape, spec, self.mesh)
         return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
 
-    def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+    def _compute(self, formed: "Formed", op: Op, ins: Sequence[Any]) -> list[Any]:
+        """Computes an operation; `formed` keeps operands that were interleaved, for other operations."""
         if op in self.instead:
             return self.instead[op](ins)
         if op.bodies:
@@ -118,8 +184,38 @@ class Replay:
         if lookup is not None:
             return lookup
         use = self.uses.get(op)
-        ins = ins if use is None else self._as_used(op, ins, use)
-        return self._as_planned(op, self._results(op, ins, use), use)
+        targets = [self._target(value, each) for value, each in zip(op.inputs, _uses(op, use)[0], strict=True)]
+        wanted = [self._target(value, each) for value, each in zip(op.outputs, _uses(op, use)[1], strict=True)]
+        ins = ins if use is None else self._as_used(op, ins, use, formed)
+        if not any(form for _, form in (*targets, *wanted)):
+            return self._as_planned(op, self._results(op, ins, use), use)
+        return self._interleaved(op, ins, use, (targets, wanted))
+
+    def _interleaved(
+        self, op: Op, ins: Sequence[Any], use: OperandSharding | None, placed: tuple[list["Placed"], list["Placed"]]
+    ) -> list[Any]:
+        """Computes an operation with interleaved dims: in a common order of rows, or piece by piece."""
+        targets, wanted = placed
+        forms = [form for _, form in (*targets, *wanted)]
+        is_whole = bool(op.outputs) and not self.unreduced.of(op.outputs[0])
+        pieces = in_pieces(self.graph, op, forms) if is_whole else None
+        computed = pieces or rowwise(self.graph, op, forms)
+        ins = [
+            self._formed(value, array, target, (None if target[1] == form else target[0], form))
+            for value, array, target, form in zip(op.inputs, ins, targets, computed, strict=False)
+        ]
+        if pieces is None:
+            outs = self._results(op, ins, use)
+        else:
+            outs = computed_in_pieces(self.graph, op, ins, pieces)
+        results = list[Any]()
+        for value, out, target, form, use_of in zip(
+            op.outputs, outs, wanted, computed[len(ins) :], _uses(op, use)[1], strict=True
+        ):
+            if use_of is not None or target[1] != form:
+                out = self._formed(value, out, (None, form), target)
+            results.append(out if use_of is None else self._formed(value, out, target, self._target(value)))
+        return self._as_planned(op, results, use if use is None else replace(use, outputs=(None,) * len(outs)))
 
     def _results(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> Sequence[Any]:
         """Computes an operation without bodies."""
@@ -141,11 +237,22 @@ class Replay:
         lookup = match_sharded_lookup(self.graph, op, self.constraints, self.manual)
         return None if lookup is None else sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
 
-    def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding) -> Sequence[Any]:
+    def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding, formed: "Formed") -> Sequence[Any]:
         """Returns operands in the shardings that an operation needs."""
         for targets in filter(None, (use.first, use.inputs)):
-            leading = map(self.unreduced.of, op.inputs)
-            ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
+            arrays = list[Any]()
+            for value, array, target in zip(op.inputs, ins, targets, strict=True):
+                before = self._target(value)
+                after = self._target(value, target)
+                if target is not None and before[1] != after[1]:
+                    # The compiler would exchange an array once for each operation that reads it.
+                    if (value, target) not in formed:
+                        formed[value, target] = self._formed(value, array, before, after)
+                    array = formed[value, target]
+                elif target is not None:
+                    array = self.constrained(array, target, self.unreduced.of(value))
+                arrays.append(array)
+            ins = arrays
         return [lax.optimization_barrier(ins[0]), *ins[1:]] if use.is_isolated else ins
 
     def _as_planned(self, op: Op, outs: Sequence[Any], use: OperandSharding | None) -> list[Any]:
@@ -174,22 +281,53 @@ class Replay:
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """Evaluates a loop, a branch or a remat with constraints in its bodies; weights are gathered before a loop."""
+        carried, after = self._boundary(op)
         if op.name in LOOPS:
             pairs = const_pairs(self.graph, op)
             consts = [
-                self.constrained(array, self.constraints[inner], self.unreduced.of(outer))
+                self._formed(outer, array, self._target(outer), (self.constraints[inner], self._target(inner)[1]))
                 for (outer, inner), array in zip(pairs, ins, strict=False)
             ]
             ins = [*consts, *ins[len(consts) :]]
+            carried |= {inner: self._target(inner)[1] for _, inner in pairs}
+
+        def body(body: Body, args: Sequence[Any]) -> list[Any]:
+            before = [carried.get(value, ()) for value in body.inputs]
+            is_test = op.name == "while" and body is op.bodies[0]
+            return self.body(body, args, before, None if is_test else after)
+
         if op.name == "scan":
-            outs: Sequence[Any] = self._looped(op, ins)
+            outs: Sequence[Any] = self._looped(op, ins, body)
         else:
-            outs = with_bodies(op, ins, self.body, self._shape)
+            outs = with_bodies(op, ins, body, self._shape)
+        outs = [
+            self._formed(value, out, (None, form), (None, self._target(value)[1]))
+            for value, out, form in zip(op.outputs, outs, self._outside(op, after), strict=True)
+        ]
         deferred = self.unreduced.of
         constraints = self.constraints
         return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
 
-    def _looped(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+    def _boundary(self, op: Op) -> tuple[dict[int, Form], list[Form]]:
+        """Returns the interleaved dims with which values enter the bodies of an operation, by value, and leave them."""
+        wires = self.graph.wires(op)
+
+        def inside(outer: int, inner: int) -> Form:
+            return shifted(self._target(outer)[1], len(self.graph.shape(inner)) - len(self.graph.shape(outer)))
+
+        before = {inner: inside(outer, inner) for outer, inner in wires.inputs}
+        after = [inside(outer, inner) for outer, inner in wires.outputs[: len(op.outputs)]]
+        for index, (first, _) in enumerate(wires.carried):
+            after[index] = before[first]
+        return before, after
+
+    def _outside(self, op: Op, after: Sequence[Form]) -> list[Form]:
+        """Returns the interleaved dims of the results of an operation with bodies."""
+        wires = self.graph.wires(op).outputs[: len(op.outputs)]
+        ranks = [len(self.graph.shape(outer)) - len(self.graph.shape(inner)) for outer, inner in wires]
+        return [shifted(form, rank) for form, rank in zip(after, ranks, strict=True)]
+
+    def _looped(self, op: Op, ins: Sequence[Any], evaluated: Callable[[Body, Sequence[Any]], list[Any]]) -> list[Any]:
         """Evaluates a loop, followed by the reductions that were deferred in it."""
         deferred = self.unreduced.of
         axis_sizes = self.mesh.shape
@@ -204,7 +342,7 @@ class Replay:
         pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
-            outs = zip(body.outputs, self.body(body, args), pending, strict=True)
+            outs = zip(body.outputs, evaluated(body, args), pending, strict=True)
             return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
 
         outs = [*with_bodies(op, operands, iteration, self._shape)]
@@ -228,6 +366,13 @@ class Replay:
 
     def _shape(self, value: int) -> tuple[int, ...]:
         return (*(self.mesh.shape[axis] for axis in self.unreduced.of(value)), *self.graph.shape(value))
+
+
+def _uses(op: Op, use: OperandSharding | None) -> tuple[Sequence[Constraint | None], Sequence[Constraint | None]]:
+    """Returns the constraints that an operation has for its operands and its results."""
+    if use is None:
+        return (None,) * len(op.inputs), (None,) * len(op.outputs)
+    return use.inputs, use.outputs
 
 
 def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandSharding) -> list[Any]:

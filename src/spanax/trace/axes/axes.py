@@ -4,16 +4,18 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from spanax.batch_dims import ExampleDims
 from spanax.errors import ConflictError, UnknownNameError, nearest
-from spanax.trace.axes.discover import joined
+from spanax.trace.axes.discover import Dims, joined
 from spanax.trace.axes.example_dims import contraction_size, example_dims, scanned_dims
-from spanax.trace.axes.naming import STRENGTH, name_classes
+from spanax.trace.axes.naming import INNER, STRENGTH, name_classes
+from spanax.trace.axes.pieces import Pieces
+from spanax.trace.jaxpr.dim_maps.relations import Dim
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, feeds, origins
 from spanax.trace.variables import Leaf
@@ -41,7 +43,7 @@ class Axes:
     `unknown` counts primitives without a rule and `opaque` those that cannot be inspected; both leave their dims
     replicated. `other_weights` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
     convolution FLOPs that can be sharded along the batch. `examples` is the dim with the examples of each array of the
-    batch.
+    batch. `wholes` are classes of weights that are a concatenation of pieces.
     """
 
     classes: Sequence[tuple[int | None, ...]]
@@ -55,6 +57,7 @@ class Axes:
     opaque: Mapping[str, int]
     coverage: float
     examples: ExampleDims = ()
+    wholes: Mapping[int, Pieces] = field(default_factory=dict)
 
     def of(self, value: int) -> tuple[str | None, ...]:
         """Returns the names of a value's dims; None for a dim without a name or of size 1."""
@@ -104,15 +107,10 @@ def discover(
     examples = example_dims(dims, leaves, batch) if examples is None else examples
     outer = [(value, dim) for value, end in zip(batch_values, examples, strict=True) for dim in range(end or 0)]
     if majors := dims.majors({dims.find(*dim) for dim in outer}):
-        dims = joined(graph, looped | majors)  # examples are along the minor dim of what a reshape merges
-    for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):
-        dims.same(before, after)
+        looped = looped | majors  # examples are along the minor dim of what a reshape merges
+        dims = joined(graph, looped)
     with_examples = [(value, dim) for value, dim in zip(batch_values, examples, strict=True) if dim is not None]
-    for dim in grown:
-        dims.join(*with_examples[0], *dim, factor=dims.size(*with_examples[0]))
-    dims.join_turns(with_examples)
-    dims.join_pieces()
-    dims.join_padded()
+    dims = _all_joined(dims, len(leaves), with_examples, grown)
     is_weight = other_weights(graph, leaves)
     pairs = zip(graph.body.inputs, leaves, strict=False)
     leaves = [replace(leaf, kind="param") if value in is_weight else leaf for value, leaf in pairs]
@@ -125,6 +123,19 @@ def discover(
     }
     value_origins = origins(graph, seeds)
     names, uses = name_classes(dims, value_origins, leaves, batch, examples)
+    weights = [value for value, leaf in zip(graph.body.inputs, leaves, strict=False) if leaf.kind == "param"]
+    inner = [
+        (value, dim)
+        for value in weights
+        for dim, label in enumerate(dims.classes(value))
+        if label is not None and uses.get(label, names[label]) in INNER
+    ]
+    inner = [dim for dim in inner if dims.find(*dim) not in dims.labels(batch_values)]
+    labels = {dims.find(*dim) for dim in inner}
+    if dims.has_parts(labels):
+        parted = joined(graph, looped, dims.apart(labels))
+        dims = _all_joined(parted, len(leaves), with_examples, grown, inner, weights)
+        names, uses = name_classes(dims, value_origins, leaves, batch, examples)
     classes = [dims.classes(value) for value in range(len(graph.avals))]
     return Axes(
         classes=classes,
@@ -138,7 +149,28 @@ def discover(
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),
         examples=examples,
+        wholes=dims.wholes(),
     )
+
+
+def _all_joined(
+    dims: Dims,
+    num_leaves: int,
+    examples: Sequence[Dim],
+    grown: Sequence[Dim],
+    inner: Sequence[Dim] = (),
+    weights: Sequence[int] = (),
+) -> Dims:
+    """Returns the classes of a step, joined by what is no operation too; dims `inner` of weights may have pieces."""
+    for before, after in zip(dims.graph.body.inputs[:num_leaves], dims.graph.body.outputs, strict=False):
+        dims.same(before, after)
+    for dim in grown:
+        dims.join(*examples[0], *dim, factor=dims.size(*examples[0]))
+    dims.join_turns(examples)
+    dims.find_pieces({dims.find(*dim) for dim in inner}, dims.labels(weights))
+    dims.join_pieces()
+    dims.join_padded()
+    return dims
 
 
 def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> Axes:
@@ -158,6 +190,12 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
         names={mapping[label]: name for label, name in axes.names.items()} | dict(other.names),
         uses={mapping[label]: use for label, use in axes.uses.items()} | dict(other.uses),
         ways={mapping[label]: ways for label, ways in axes.ways.items()},
+        wholes={
+            mapping[label]: replace(
+                whole, main=mapping[whole.main], others=tuple(mapping[other] for other in whole.others)
+            )
+            for label, whole in axes.wholes.items()
+        },
     )
 
 

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fractions import Fraction
 
+from spanax.trace.axes.pieces import Part, Pieces, cuts, largest, relative_sizes
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
-from spanax.trace.jaxpr.graph import LAYER_PARTS, PADDING, Graph, Op
+from spanax.trace.jaxpr.graph import CONTRACTIONS, LAYER_PARTS, PADDING, Graph, Op
 
 JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
 """Relations of dims that are sharded together."""
@@ -20,9 +22,12 @@ def _is_partition_of_layers(op: Op) -> bool:
     return LAYER_PARTS in str(op.eqn.source_info.name_stack)
 
 
-def joined(graph: Graph, looped: Collection[Dim]) -> "Dims":
-    """Returns the classes of a graph's dims, joined by its operations; loops iterate along the dims `looped`."""
-    dims = Dims(graph, looped)
+def joined(graph: Graph, looped: Collection[Dim], apart: Collection[Dim] = ()) -> "Dims":
+    """Returns the classes of a graph's dims, joined by its operations.
+
+    Loops iterate along the dims `looped`; the factors `apart` of dims of weights are taken apart element by element.
+    """
+    dims = Dims(graph, looped, apart)
     for op in graph.ops():
         dims.add(op)
     return dims
@@ -34,10 +39,10 @@ class Dims:
     A class may contain dims of different sizes: a reshape that merges `(heads, head_dim)` joins the merged dim with
     its major factor. The number of shards of such a class is limited by all of its sizes (`ways`).
 
-    Loops iterate along the dims `looped`.
+    Loops iterate along the dims `looped`; the factors `apart` of dims of weights are taken apart element by element.
     """
 
-    def __init__(self, graph: Graph, looped: Collection[tuple[int, int]] = ()):
+    def __init__(self, graph: Graph, looped: Collection[Dim] = (), apart: Collection[Dim] = ()):
         self.graph = graph
         self._start: list[int] = []
         self._shapes = [graph.shape(value) for value in range(len(graph.avals))]
@@ -48,6 +53,9 @@ class Dims:
         self._parent = list(range(len(sizes)))
         self._ways = sizes
         self._pieces: list[tuple[Dim, Sequence[Dim]]] = []
+        self._parts: list[Part] = []
+        self._apart = apart
+        self._wholes: dict[Dim, tuple[tuple[int, ...], Dim, tuple[Dim, ...], tuple[Dim, ...]]] = {}
         self._padded: list[tuple[Dim, Dim]] = []
         self._turns: list[tuple[Dim, Dim | None, Dim]] = []
         self._factors: list[tuple[Dim, Dim, Dim]] = []
@@ -82,6 +90,11 @@ class Dims:
                 self.merged(dims, [(values[array], dim) for array, dim in relation.other])
             case Kind.PARTS:
                 self._pieces.append((dims[0], dims[1:]))
+                size = self.size(*dims[0])
+                self._parts += [
+                    Part(dims[0], part, Fraction(start, size), Fraction(self.size(*part), size))
+                    for part, start in zip(dims[1:], relation.starts, strict=True)
+                ]
             case Kind.SELECTED:
                 self._turns.append((dims[0], None, dims[1]))
             case Kind.ALONG:
@@ -119,6 +132,10 @@ class Dims:
         shape = self.shape(value)
         return tuple(self._root(start + dim) if size > 1 else None for dim, size in enumerate(shape))
 
+    def labels(self, values: Iterable[int]) -> set[int]:
+        """Returns the classes of the dims of some values."""
+        return {label for value in values for label in self.classes(value) if label is not None}
+
     def ways(self, label: int) -> int:
         """Returns the largest number of shards of a class; every valid number divides it."""
         return self._ways[self._root(label)]
@@ -148,6 +165,10 @@ class Dims:
         loop's body would remain replicated, and `join_turns` selects the dim instead.
         """
         for first, run in ((left[0], right), (right[0], left)):
+            if len(run) > 1 and run[0] in self._apart:
+                size = self.size(*run[0])
+                self._parts += [Part(first, run[1], Fraction(index, size), Fraction(1, size)) for index in range(size)]
+                return
             if len(run) > 1:
                 self._factors.append((first, run[0], run[1]))
             if len(run) > 1 and run[0] in self._looped:
@@ -218,6 +239,79 @@ class Dims:
         """Returns the size of one dim."""
         return self._shapes[value][dim]
 
+    def has_parts(self, labels: Collection[int]) -> bool:
+        """Returns whether dims with some classes have parts, or factors that are taken apart."""
+        return any(part.size < 1 and self.find(*part.whole) in labels for part in self._parts) or bool(
+            self.apart(labels)
+        )
+
+    def apart(self, labels: Collection[int]) -> set[Dim]:
+        """Returns the major factors of merged dims with some classes that are taken apart element by element."""
+        taken = {part.whole for part in self._parts if self.size(*part.dim) == 1}
+        for op in self.graph.ops():
+            if op.name in ("stack", "unstack"):
+                arrays = op.outputs if op.name == "stack" else op.inputs
+                taken |= {(array, op.params["axis"] % len(self.shape(array))) for array in arrays}
+        kinds = {(self.find(*dim), self.size(*dim)) for dim in taken}
+        majors = [major for whole, major, _ in self._factors if self.find(*whole) in labels]
+        return {major for major in majors if (self.find(*major), self.size(*major)) in kinds}
+
+    def find_pieces(self, labels: Collection[int], stored: Collection[int]) -> None:
+        """Finds the classes, of some and of their parts, that are a concatenation of pieces.
+
+        Every device can then have its shard of each piece. Call it before `join_pieces`.
+
+        Args:
+          labels: the classes.
+          stored: the classes of all dims of weights.
+        """
+        if not labels:
+            return
+        parts = [(self.find(*part.whole), self.find(*part.dim), part) for part in self._parts]
+        parts = [entry for entry in parts if entry[0] != entry[1] and entry[2].size < 1]
+        known = {*labels}
+        while more := {of_part for label, of_part, _ in parts if label in known} - known:
+            known |= more
+        sizes = defaultdict[int, int](int)
+        for value, shape in enumerate(self._shapes):
+            for label, size in zip(self.classes(value), shape, strict=True):
+                if label is not None:
+                    sizes[label] = math.gcd(sizes[label], size)
+        contracted = {
+            self.find(op.inputs[0], pair[0])
+            for op in self.graph.ops()
+            if op.name in CONTRACTIONS
+            for pair in op.dim_map.contraction[0]
+        }
+        for label, found in cuts(parts).items():
+            pieces = relative_sizes(found)
+            ways, rest = divmod(sizes[label], sum(pieces))
+            own = {(of_part, part.start, part.size): part for whole, of_part, part in parts if whole == label}
+            if label in known and own and ways > 1 and not rest:
+                main = largest(own)
+                part = next(part for (of_part, *_), part in own.items() if of_part == main)
+                others = {of_part: part.dim for (of_part, *_), part in own.items() if of_part != main}
+                follow = tuple(dim for other, dim in others.items() if other not in {*stored, *contracted})
+                weighted = tuple(dim for other, dim in others.items() if other in stored)
+                self._wholes[part.whole] = pieces, part.dim, follow, weighted
+                self._ways[label] = math.gcd(ways, self._ways[label])
+
+    def wholes(self) -> dict[int, Pieces]:
+        """Returns the classes that are a concatenation of pieces."""
+        main_parts = {self.find(*whole): self.find(*main) for whole, (_, main, *_) in self._wholes.items()}
+
+        def innermost(label: int) -> int:
+            return innermost(main_parts[label]) if label in main_parts else label
+
+        result = dict[int, Pieces]()
+        for whole, (sizes, main, others, weighted) in self._wholes.items():
+            label = self.find(*whole)
+            is_mixed = any(innermost(self.find(*other)) != innermost(label) for other in weighted)
+            result[label] = Pieces(
+                sizes, self.find(*main), tuple(self.find(*other) for other in others), is_mixed=is_mixed
+            )
+        return result
+
     def join_pieces(self) -> None:
         """Joins concatenated dims with their parts until nothing changes; call it once, after all operations.
 
@@ -226,9 +320,12 @@ class Dims:
         changed = True
         while changed:
             changed = False
+            wholes = self.wholes()
             for (whole, dim), parts in self._pieces:
                 size = self.shape(whole)[dim]
                 part_sizes = [self.shape(part)[part_dim] for part, part_dim in parts]
+                if self.find(whole, dim) in wholes:
+                    continue
                 if min(part_sizes) <= 1 or any(size % part_size for part_size in part_sizes):
                     continue
                 labels = {self.find(part, part_dim) for part, part_dim in parts}

@@ -6,7 +6,7 @@ names apply, the one with the strongest evidence wins.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -44,6 +44,9 @@ STRENGTH = {
 }
 """The strength of a claim if several names apply to a class: the least ambiguous evidence is first."""
 
+INNER = frozenset({"heads", "mlp", "vocab", "hidden", "channels", "features", "classes"})
+"""The names of dims of which each device may have its shard of every piece."""
+
 ANNOTATED = 99
 """The strength of an annotation by the author; only evidence from the batch is stronger."""
 
@@ -77,8 +80,9 @@ def name_classes(
     claims: Claims = defaultdict(Counter)
     _claim_batch(dims, claims, inputs[len(leaves) :], batch, examples)
     in_params: InParams = defaultdict(set)
+    main = _main_parts(dims)
     for leaf, value in zip(leaves, inputs, strict=False):
-        param_classes = frozenset(label for label in dims.classes(value) if label is not None)
+        param_classes = frozenset(main.get(label, label) for label in dims.classes(value) if label is not None)
         for param_class in param_classes if leaf.kind == "param" else ():
             in_params[param_class].add(param_classes)
     for op in dims.graph.ops():
@@ -87,7 +91,10 @@ def name_classes(
     _claim_selected(dims, claims, in_params)
     _claim_slots(dims, origins, claims)
     _claim_attention(dims, origins, claims)
-    _claim_by_kernels(dims, claims, leaves, in_params)
+    _claim_by_kernels(dims, claims, leaves, in_params, main)
+    uses = _strongest(claims)
+    for whole, part in main.items():
+        claims[whole] |= claims[part] if uses.get(part) in INNER else Counter({"features": STRENGTH["features"]})
     uses = _strongest(claims)
     for leaf, value in zip(leaves, inputs, strict=False):
         for label, annotation in zip(dims.classes(value), leaf.annotation or (), strict=False):
@@ -305,13 +312,26 @@ _EVIDENCE = {
 }
 
 
-def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf], in_params: InParams) -> None:
+def _main_parts(dims: Dims) -> dict[int, int]:
+    """Returns the class of the largest piece of each class that is a concatenation, which names it too."""
+    wholes = dims.wholes()
+    main = {label: whole.main for label, whole in wholes.items() if not whole.is_mixed}
+    for label in main:
+        while main[label] in main:
+            main[label] = main[main[label]]
+    return main
+
+
+def _claim_by_kernels(
+    dims: Dims, claims: Claims, leaves: Sequence[Leaf], in_params: InParams, main: Mapping[int, int]
+) -> None:
     """Claims the residual stream, the only class that inner classes share kernels with, and the inner classes."""
     partners: dict[int, set[int]] = defaultdict(set)
     kernels: Counter[int] = Counter()
     for leaf, value in zip(leaves, dims.graph.body.inputs, strict=False):
         stacked = {"layers", "experts", "window"}
-        labels = [c for c in dims.classes(value) if c is not None and not stacked & set(claims.get(c, ()))]
+        labels = [main.get(c, c) for c in dims.classes(value) if c is not None]
+        labels = [c for c in labels if not stacked & set(claims.get(c, ()))]
         if leaf.kind == "param" and len(labels) >= 2:
             for label in set(labels):
                 kernels[label] += 1

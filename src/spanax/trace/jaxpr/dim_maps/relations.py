@@ -73,12 +73,16 @@ class Family(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Dims that correspond: at most one of each array, except for FACTORS, whose second run of dims is `other`."""
+    """Dims that correspond: at most one of each array, except for FACTORS, whose second run of dims is `other`.
+
+    `starts` has the position of each part in the whole.
+    """
 
     kind: Kind
     dims: tuple[Dim, ...] = ()
     other: tuple[Dim, ...] = ()
     factor: int | None = None
+    starts: tuple[int, ...] = ()
 
     @property
     def runs(self) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:

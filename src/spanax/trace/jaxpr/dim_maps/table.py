@@ -264,7 +264,12 @@ def _split(equation: Equation) -> Iterator[Relation]:
 def _along(equation: Equation, along: int, arrays: Sequence[int]) -> Iterator[Relation]:
     """Yields the relations of an array and of its parts along a dim."""
     for dim in range(len(equation.shapes[arrays[0]])):
-        yield Relation(Kind.PARTS if dim == along else Kind.SAME, tuple((array, dim) for array in arrays))
+        dims = tuple((array, dim) for array in arrays)
+        if dim == along:
+            ends = itertools.accumulate(equation.shapes[array][dim] for array in arrays[1:])
+            yield Relation(Kind.PARTS, dims, starts=(0, *ends)[:-1])
+        else:
+            yield Relation(Kind.SAME, dims)
 
 
 @row(Family.OTHER, "stack", Padding())
@@ -303,7 +308,7 @@ def _slice(equation: Equation) -> Iterator[Relation]:
         if equation.shapes[0][dim] == equation.shapes[out][dim]:
             yield same((0, dim), (out, dim))
         elif stride == 1:
-            yield Relation(Kind.PARTS, ((0, dim), (out, dim)))
+            yield Relation(Kind.PARTS, ((0, dim), (out, dim)), starts=(equation.params["start_indices"][dim],))
 
 
 @row(Family.RESIZE, "pad", Padding())
@@ -313,7 +318,7 @@ def _pad(equation: Equation) -> Iterator[Relation]:
         if low == high == interior == 0:
             yield same((0, dim), (out, dim))
         elif interior == 0 and low >= 0 and high >= 0:
-            yield Relation(Kind.PARTS, ((out, dim), (0, dim)))
+            yield Relation(Kind.PARTS, ((out, dim), (0, dim)), starts=(int(low),))
 
 
 @row(Family.DYNAMIC_SLICE, "dynamic_slice", Padding(slice_sizes_of))
