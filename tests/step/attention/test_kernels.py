@@ -50,9 +50,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Splash attention, interpreted, in place of the computation block by block; and its arguments."""
     asked: list[str] = []
 
-    def forward(q: Any, k: Any, v: Any, *, form: Any, dtype: Any, kernel: Any) -> Any:
+    def forward(*operands: Any, form: Any, dtype: Any, kernel: Any) -> Any:
         asked.append(FORWARD)
-        return kernels.splash_forward(kernel, form, dtype, q, k, v, interpret=True)
+        return kernels.splash_forward(kernel, form, dtype, operands, interpret=True)
 
     def backward(*operands: Any, form: Any, grads: Any, kernel: Any) -> Any:
         asked.append(BACKWARD)

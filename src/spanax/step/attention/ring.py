@@ -25,7 +25,6 @@ from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finish
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import (
     BACKWARD,
-    NUM_ROWS,
     attend_here,
     joined_extras,
     turn_back_here,
@@ -142,8 +141,9 @@ class _Ring:
         """Returns float32 gradients: complete for keys and values, partial for extras, from the local queries."""
         form = self.form
         grads = self.grads
-        q, k, v, grad_out, *rows = operands[:NUM_ROWS]
-        parts = self._parts(Part(q, tuple(operands[NUM_ROWS:]), 0, grad_out, tuple(rows)))
+        num_rows = len(operands) - len(grads)
+        q, k, v, grad_out, *rows = operands[:num_rows]
+        parts = self._parts(Part(q, tuple(operands[num_rows:]), 0, grad_out, tuple(rows)))
         k, v = (self._moved(array, form.num_batch) for array in (k, v))
         num = len(parts)
 

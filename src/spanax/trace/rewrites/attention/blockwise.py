@@ -82,7 +82,7 @@ class Blocks:
 
     def _forward(self, part: Part, keys: Keys, state: Any) -> Any:
         form = self.form
-        block = _block_size(keys.k.shape[self.form.num_batch])
+        block = block_size(keys.k.shape[self.form.num_batch])
         value_dims = (((form.keys,), (form.num_batch,)), (_batch(form), _batch(form)))
 
         def body(state: Any, index: Any) -> tuple[Any, None]:
@@ -102,7 +102,7 @@ class Blocks:
 
     def _backward(self, part: Part, keys: Keys, state: Any) -> Any:
         form = self.form
-        block = _block_size(keys.k.shape[self.form.num_batch])
+        block = block_size(keys.k.shape[self.form.num_batch])
         largest, weight, delta = part.rows
         out = part.out.astype(keys.v.dtype)
         batch = (_batch(form), _batch(form))
@@ -211,7 +211,8 @@ def _each(body: Callable[[Any, Any], tuple[Any, None]], state: Any, count: int) 
     return body(state, 0) if count == 1 else lax.scan(body, state, jnp.arange(count))
 
 
-def _block_size(size: int) -> int:
+def block_size(size: int) -> int:
+    """Returns the keys in a block of a number of keys: all, where no size of a block divides them."""
     fitting = [block for block in range(min(BLOCK, size), 0, -1) if size % block == 0]
     return fitting[0] if fitting[0] >= LEAST_BLOCK else size
 

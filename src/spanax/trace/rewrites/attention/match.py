@@ -36,6 +36,8 @@ class AttentionMatch:
       extras: the values of the form's extras.
       out: labels of the original result's dims; the label of the width is one more than that of the keys.
       kernel: the platform kernel that computes it, if any.
+      op: its second product, where it is computed in blocks instead.
+      why: why it is, as the end of a sentence.
     """
 
     form: Form
@@ -43,6 +45,8 @@ class AttentionMatch:
     extras: tuple[int, ...]
     out: Labels
     kernel: Kernel | None = None
+    op: Op | None = None
+    why: str = ""
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -125,7 +129,7 @@ def _attention(graph: Graph, op: Op, side: int, outside: Positions) -> Attention
         weight_op = _op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
-    steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
+    steps = Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
     if steps.grow(*soft) is None or steps.score is None:
         return None
     return steps.matched(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
@@ -213,7 +217,7 @@ def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
             yield op
 
 
-class _Steps:
+class Steps:
     """The steps between the first product and the logits, collected backward from the logits.
 
     A value with several labelings (positions of queries and of keys are often one array) becomes several steps. Inputs
@@ -225,9 +229,9 @@ class _Steps:
         self._outside = outside
         self._keys = keys
         self._tags = tags
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
         self._known: dict[tuple[int, Labels], int] = {}
-        self._extras: list[tuple[int, Labels]] = []
+        self.extras: list[tuple[int, Labels]] = []
         self.score: Op | None = None
         self._score_tags: Labels = ()
 
@@ -238,8 +242,8 @@ class _Steps:
             step = self._new_step(value, tags)
             if step is None:
                 return None
-            self._steps.append(step)
-            self._known[key] = len(self._steps) - 1
+            self.steps.append(step)
+            self._known[key] = len(self.steps) - 1
         return self._known[key]
 
     def _new_step(self, value: int, tags: Labels) -> Step | None:
@@ -251,6 +255,8 @@ class _Steps:
         if _is_literal(graph, value):
             literal = np.asarray(graph.constants[value]).item()
             return Step("literal", None, (("value", literal),), (), *rest)
+        if (dim := _counts(graph, value)) is not None:
+            return Step("iota", None, (("dimension", dim),), (), *rest)
         if op is not None and self._is_score(op, tags):
             self.score = op
             self._score_tags = tags
@@ -275,8 +281,8 @@ class _Steps:
                 )
         if self._comes_of_score(value):
             return None
-        self._extras.append((value, tags))
-        return Step("extra", None, (("at", len(self._extras) - 1),), (), *rest)
+        self.extras.append((value, tags))
+        return Step("extra", None, (("at", len(self.extras) - 1),), (), *rest)
 
     def _is_score(self, op: Op, tags: Labels) -> bool:
         """Whether an operation is q.k: a single product whose result has all dims of the logits."""
@@ -317,18 +323,20 @@ class _Steps:
         v = self._values(second, side, batch, label_of_tag, num_batch)
         if v is None or len(contract[0]) != 1:
             return None
+        values_of = [value for value, _ in self.extras]
         form = Form(
             num_batch=num_batch,
             num_rows=len(rows),
             sizes=tuple(shape[dim] for dim in order),
-            steps=tuple(replace(step, labels=relabelled(step.labels)) for step in self._steps),
-            extras=tuple(relabelled(tags) for _, tags in self._extras),
+            steps=tuple(replace(step, labels=relabelled(step.labels)) for step in self.steps),
+            extras=tuple(relabelled(tags) for _, tags in self.extras),
             precision=(_plain(first.params["precision"]), _plain(second.params["precision"])),
             dtype=np.dtype(graph.avals[first.outputs[0]].dtype),
+            same=tuple(values_of.index(value) for value in values_of),
         )
         operands = ((first.inputs[q_side], q_order), (first.inputs[1 - q_side], k_order), (values, v))
         out = self._result(second, side, v[-1], label_of_tag, len(order))
-        return AttentionMatch(form, operands, tuple(value for value, _ in self._extras), out)
+        return AttentionMatch(form, operands, tuple(value for value, _ in self.extras), out)
 
     def _values(
         self, second: Op, side: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
@@ -357,6 +365,18 @@ class _Steps:
 def _is_literal(graph: Graph, value: int) -> bool:
     """Returns whether a value is a number that is known while tracing."""
     return value in graph.constants and value not in graph.captured and np.ndim(graph.constants[value]) == 0
+
+
+def _counts(graph: Graph, value: int) -> int | None:
+    """Returns the dim along which a constant array counts from 0, as `np.arange` does; None if it is no such array."""
+    if value not in graph.constants or value in graph.captured or not np.ndim(graph.constants[value]):
+        return None
+    shape = np.shape(graph.constants[value])
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    array = np.asarray(graph.constants[value])
+    if len(dims) != 1 or array.dtype.kind not in "iu":
+        return None
+    return dims[0] if (array.ravel() == np.arange(array.size)).all() else None
 
 
 def _is_followed(op: Op) -> bool:
