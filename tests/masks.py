@@ -134,6 +134,47 @@ def capped_documents(given: Inputs) -> Any:
     return by_hand(given, lambda scores: jnp.where(seen, 3.0 * jnp.tanh(scores / 3.0), -1e9))
 
 
+def sinks(given: Inputs) -> Any:
+    """A number for each head: a function of what a gradient can be taken of."""
+    return given["q"][0, 0, :, 0] + 0.5
+
+
+def with_sink(given: Inputs, change: Callable[[Any], Any]) -> Any:
+    """As in gpt-oss: a further logit, whose weight is dropped."""
+    k, v = (jnp.repeat(given[name], H // G, axis=2) for name in "kv")
+    scores = change(jnp.einsum("bqhk,bshk->bhqs", given["q"], k) * 0.3)
+    column = jnp.broadcast_to(sinks(given)[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("bhqs,bshk->bqhk", weights, v)
+
+
+def sink_of_window(given: Inputs) -> Any:
+    q, k = at(given)
+    return with_sink(given, lambda scores: jnp.where((q >= k) & (q - k < 64), scores, -1e9))
+
+
+def sink_of_documents(given: Inputs) -> Any:
+    q, k = at(given)
+    return with_sink(given, lambda scores: jnp.where((same(given) & (q >= k))[:, None], scores, -jnp.inf))
+
+
+def sink_in_sum(given: Inputs) -> Any:
+    k, v = (jnp.repeat(given[name], H // G, axis=2) for name in "kv")
+    q, at_k = at(given)
+    scores = jnp.where(q >= at_k, jnp.einsum("bqhk,bshk->bhqs", given["q"], k), -jnp.inf)
+    sink = sinks(given)[:, None, None]
+    largest = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+    weights = jnp.exp(scores - largest)
+    weights = weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - largest))
+    return jnp.einsum("bhqs,bshk->bqhk", weights, v)
+
+
+def off_by_one(given: Inputs) -> Any:
+    k, v = (jnp.repeat(given[name], H // G, axis=2) for name in "kv")
+    weights = jnp.exp(jnp.einsum("bqhk,bshk->bhqs", given["q"], k) * 0.3)
+    return jnp.einsum("bhqs,bshk->bqhk", weights / (1 + weights.sum(-1, keepdims=True)), v)
+
+
 MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "documents": (documents, "segments"),
     "causal documents": (causal_documents, "causal, segments"),
@@ -150,6 +191,10 @@ MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "near": (near, "window of 16 before and 16 after"),
     "chunks": (chunked, "causal, chunks of 48"),
     "soft cap": (capped, "causal, soft cap"),
+    "sink of a window": (sink_of_window, "causal, window of 64, sink"),
+    "sink of documents": (sink_of_documents, "causal, segments, sink"),
+    "sink in the sum": (sink_in_sum, "causal, sink"),
+    "one in the sum": (off_by_one, "sink"),
     "soft cap of documents": (capped_documents, "causal, window of 60, segments, soft cap"),
 }
 """The attention under each mask, and what a kernel that supports it is told."""

@@ -69,7 +69,7 @@ class KernelBlocks:
         """Returns the ids of the queries and of the keys of two parts."""
         if not self.kernel.has_ids:
             return ()
-        of_queries, of_keys = part.extras
+        of_queries, of_keys = part.extras[:2]
         size = keys.k.shape[self.form.num_batch]
         return of_queries, lax.dynamic_slice_in_dim(of_keys, keys.index * size, size, of_keys.ndim - 1)
 
@@ -86,8 +86,8 @@ class KernelBlocks:
         """Returns the state updated with the keys that a pattern shows; None shows none."""
         if pattern is None:
             return state
-        is_own = pattern == self.kernel.pattern and not self.kernel.has_ids
-        kernel = replace(self.kernel, pattern=pattern)
+        is_own = pattern == self.kernel.pattern and not self.form.extras
+        kernel = replace(self.kernel, pattern=pattern, has_sink=False)  # a sink is in the state before all keys
         if not (is_own or pattern.is_full) or self.kernel.has_ids:
             kernel = replace(kernel, masked=UNSEEN)
         batch = self.form.extras[0][:-1] if self.kernel.has_ids else ()

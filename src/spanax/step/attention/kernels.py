@@ -18,7 +18,13 @@ from jax.interpreters import mlir
 from spanax.compat import cudnn_attention
 from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
 from spanax.trace.rewrites.attention.kernels import Kernel
-from spanax.trace.rewrites.attention.operation import attention_grad_p, attention_p, backward_here, forward_here
+from spanax.trace.rewrites.attention.operation import (
+    attention_grad_p,
+    attention_p,
+    backward_here,
+    forward_here,
+    row_products,
+)
 from spanax.trace.rewrites.attention.patterns import Pattern
 from spanax.trace.rewrites.attention.scores import MASKED, Form
 
@@ -28,10 +34,11 @@ BLOCKS = (512, 384, 256, 128)
 
 def splash_forward(kernel: Kernel, form: Form, dtype: Any, operands: Any, interpret: bool = False) -> list[Any]:
     """Computes the output and the log-sum-exp of each row."""
-    q, k, v, *ids = operands
+    q, k, v, *extras = operands
     splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
-    flat = _scaled(kernel, _flat_q(form, q)), _flat_k(form, k), _flat_k(form, v), _segments(form, q, ids)
-    out, (log_sum,) = jax.vmap(splash)(*flat)
+    flat = _scaled(kernel, _flat_q(form, q)), _flat_k(form, k), _flat_k(form, v)
+    sinks = _sinks(form, q, extras[-1]) if kernel.has_sink else None
+    out, (log_sum,) = jax.vmap(splash)(*flat, _segments(kernel, form, q, extras), sinks)
     out = out.reshape(*q.shape[:-1], -1)
     log_sum = log_sum.reshape(q.shape[:-1])
     if kernel.masked is not None:  # the softmax of equal logits; of infinite ones it is undefined
@@ -49,10 +56,10 @@ def _per_group(form: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool = False) -> list[Any]:
-    """Computes the gradients of q, k and v."""
+    """Computes the gradients of q, k, v and a sink."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    q, k, v, grad_out, out, log_sum, *ids = operands
+    q, k, v, grad_out, out, log_sum, *extras = operands
     splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
     flat_q = _flat_q(form, q)
     sees_none = log_sum <= MASKED
@@ -68,7 +75,7 @@ def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool =
             3:6
         ]
 
-    flat = _scaled(kernel, flat_q), _flat_k(form, k), _flat_k(form, v), _segments(form, q, ids)
+    flat = _scaled(kernel, flat_q), _flat_k(form, k), _flat_k(form, v), _segments(kernel, form, q, extras)
     grad_q, grad_k, grad_v = jax.vmap(back)(*flat, _flat_q(form, grad_out), _flat_q(form, out), rows)
     grad_q, grad_k, grad_v = (
         grad.reshape(operand.shape)
@@ -78,18 +85,34 @@ def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool =
         of_means = jnp.where(sees_none[..., None], grad_out.astype(jnp.float32), 0.0)
         of_mean = of_means.sum(tuple(range(form.num_batch, form.keys)))
         grad_v = grad_v + jnp.expand_dims(of_mean, form.num_batch) / form.sizes[form.keys]
-    return [grad.astype(operand.dtype) for grad, operand in zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)]
+    grads = [grad.astype(operand.dtype) for grad, operand in zip((grad_q, grad_k, grad_v), (q, k, v), strict=True)]
+    if not kernel.has_sink:
+        return grads
+    of_rows = -jnp.exp(_by_row(form, q, extras[-1]) - log_sum) * row_products(out, grad_out)
+    return [*grads, of_rows.sum([dim for dim in range(of_rows.ndim) if dim not in form.extras[-1]])]
 
 
-def _segments(form: Form, q: Any, ids: Any) -> Any:
+def _by_row(form: Form, q: Any, sink: Any) -> Any:
+    """Returns a sink with size 1 for the dims of rows that it lacks."""
+    return jnp.expand_dims(sink, [dim for dim in range(q.ndim - 1) if dim not in form.extras[-1]])
+
+
+def _sinks(form: Form, q: Any, sink: Any) -> Any:
+    """Returns the sink of each query head, (batch, rows)."""
+    heads = q.shape[: form.queries]
+    sinks = jnp.broadcast_to(_by_row(form, q, sink)[..., 0], heads)
+    return sinks.reshape(math.prod(heads[: form.num_batch]), -1)
+
+
+def _segments(kernel: Kernel, form: Form, q: Any, extras: Any) -> Any:
     """Returns the ids of queries and keys, (batch, queries or keys); None without ids."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    if not ids:
+    if not kernel.has_ids:
         return None
     batch = q.shape[: form.num_batch]
     flat = []
-    for array, labels in zip(ids, form.extras, strict=True):
+    for array, labels in zip(extras[:2], form.extras[:2], strict=True):
         missing = [dim for dim in range(form.num_batch) if dim not in labels]
         array = jnp.broadcast_to(jnp.expand_dims(array, missing), (*batch, array.shape[-1]))
         flat.append(array.reshape(math.prod(batch), -1))
@@ -237,7 +260,7 @@ def _lower(name: str, platform: str, forward: Any, backward: Any) -> None:
     def run_backward(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Kernel | None) -> list[Any]:
         if kernel is None or kernel.name != name:
             return backward_here(*operands, form=form, grads=grads, kernel=kernel)
-        return backward(kernel, form, operands)
+        return backward(kernel, form, operands)[: 3 + sum(grads)]  # a sink without a gradient is a constant
 
     for primitive, run in ((attention_p, run_forward), (attention_grad_p, run_backward)):
         mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform=platform)

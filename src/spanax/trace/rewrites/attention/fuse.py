@@ -17,7 +17,7 @@ from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.jaxpr.remat_policies import BLOCKWISE, RING
 from spanax.trace.rewrites.attention.blockwise import block_size
-from spanax.trace.rewrites.attention.kernel_form import with_ids
+from spanax.trace.rewrites.attention.kernel_form import with_operands
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import (
     AttentionMatch,
@@ -189,7 +189,7 @@ def _attend(graph: Graph, op: Op, match: AttentionMatch, ins: Sequence[Any]) -> 
     dtype = graph.avals[result].dtype
     form = match.form
     extras = ins[len(match.operands) :]
-    if match.kernel is not None and extras:
-        form, extras = with_ids(form, match.kernel, extras)
+    if match.kernel is not None and (extras or form.sink is not None):
+        form, extras = with_operands(form, match.kernel, extras)
     out = attention(form, dtype, q, k, v, extras, match.kernel)
     return as_written(out, match.out, graph.shape(result))

@@ -1,4 +1,4 @@
-"""The attention that a kernel computes, as a form of its own: its operands are the ids of queries and of keys."""
+"""The attention that a kernel computes, as a form of its own: its operands are ids of queries and keys, and sinks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,22 +13,23 @@ from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.masks import Condition, Ids, plain, steps_of
 from spanax.trace.rewrites.attention.match import Steps
-from spanax.trace.rewrites.attention.scores import NONE, Form, evaluated
+from spanax.trace.rewrites.attention.scores import NONE, Form, Step, evaluated
 
 NO_QUERY = np.iinfo(np.int32).min
 NO_KEY = NO_QUERY + 1
 """The ids of queries that see no key, and of keys that no query sees."""
 
 
-def kernel_form(form: Form, kernel: Kernel, batch: Sequence[int] = ()) -> Form:
+def kernel_form(form: Form, kernel: Kernel, batch: Sequence[int] = (), heads: Sequence[int] = ()) -> Form:
     """Returns the attention of the same dims that a kernel computes.
 
-    Its extras, if the kernel has ids, are those of queries, then those of keys.
+    Its extras, if the kernel has ids, are those of queries, then those of keys; the last one is a sink, if it has one.
 
     Args:
       form: the attention.
       kernel: the kernel.
       batch: the batch dims of the ids.
+      heads: the dims of the sink.
     """
     sizes = form.sizes
     of_score = tuple(label if size > 1 else NONE for label, size in enumerate(sizes))
@@ -63,13 +64,24 @@ def kernel_form(form: Form, kernel: Kernel, batch: Sequence[int] = ()) -> Form:
     labels = [*alike], [*batch, form.keys]
     # Ids that are the same array see themselves, whichever names they have.
     same = (0, 0) if kernel.masked is None else (0, 1)
-    return replace(
+    plain_form = replace(
         form,
         steps=tuple(_with_extra(step, order) for step in steps.steps),
         extras=tuple(map(tuple, labels)) if kernel.has_ids else (),
         dtype=np.dtype("float32"),
         same=same if kernel.has_ids else (),
+        sink=None,
     )
+    return _with_sink(plain_form, heads) if kernel.has_sink else plain_form
+
+
+def _with_sink(form: Form, heads: Sequence[int]) -> Form:
+    """Returns a form with a sink of each head as its last extra."""
+    at = len(form.extras)
+    dims = tuple(form.sizes[label] for label in heads)
+    sink = Step("extra", None, (("at", at),), (), tuple(heads), dims, np.dtype("float32"))
+    steps = [replace(step, args=tuple(arg + 1 for arg in step.args)) for step in form.steps]
+    return replace(form, steps=(sink, *steps), extras=(*form.extras, tuple(heads)), same=(*form.same, at), sink=0)
 
 
 def _with_extra(step: Any, order: Sequence[int]) -> Any:
@@ -81,13 +93,20 @@ def _one(form: Form, labels: set[int]) -> tuple[int, ...]:
     return tuple(size if label in labels else 1 for label, size in enumerate(form.sizes))
 
 
-def with_ids(form: Form, kernel: Kernel, extras: Sequence[Any]) -> tuple[Form, list[Any]]:
+def with_operands(form: Form, kernel: Kernel, extras: Sequence[Any]) -> tuple[Form, list[Any]]:
     """Returns the form that a kernel computes, and its operands after q, k and v."""
     found = plain(form)
-    if isinstance(found, str) or found.ids is None:
-        return kernel_form(form, kernel), []
-    batch, *ids = _ids_of(form, found.ids, extras)
-    return kernel_form(form, kernel, batch), ids
+    batch: list[int] = []
+    operands: list[Any] = []
+    if not isinstance(found, str) and found.ids is not None:
+        batch, *operands = _ids_of(form, found.ids, extras)
+    if form.sink is None:
+        return kernel_form(form, kernel, batch), operands
+    sizes = _sizes_of(form, [form.sink])
+    heads = [label for label in range(form.queries) if sizes[label] > 1]
+    sink = evaluated(form, [form.sink], extras, sizes)[form.sink].astype(jnp.float32)
+    sink = jnp.broadcast_to(sink, sizes).reshape([sizes[label] for label in heads])
+    return kernel_form(form, kernel, batch, heads), [*operands, sink]
 
 
 def _ids_of(form: Form, ids: Ids, extras: Sequence[Any]) -> tuple[list[int], Any, Any]:

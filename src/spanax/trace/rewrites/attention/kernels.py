@@ -39,6 +39,7 @@ class Kernel:
       cap: the bound of a soft cap of the logits, if any.
       has_ids: whether a query sees only keys of its own id; both are operands after q, k and v.
       masked: the logit of hidden keys; None if every query sees a key.
+      has_sink: whether the softmax has a sink for each query head, the last operand.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Kernel:
     cap: float | None = None
     has_ids: bool = False
     masked: float | None = None
+    has_sink: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -65,8 +67,13 @@ class Kernel:
     @property
     def mask(self) -> str:
         """Returns the name of its mask and soft cap."""
-        words = [] if self.pattern.is_full else [str(self.pattern)]
-        return ", ".join([*words, *["segments"] * self.has_ids, *["soft cap"] * (self.cap is not None)])
+        words = {
+            str(self.pattern): not self.pattern.is_full,
+            "segments": self.has_ids,
+            "soft cap": self.cap is not None,
+            "sink": self.has_sink,
+        }
+        return ", ".join(word for word, is_present in words.items() if is_present)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
     found = plain(form)
     if isinstance(found, str):
         return Unfit(found)
-    kernel = Kernel(name, found.scale, found.pattern, found.cap, found.ids is not None, found.masked)
+    kernel = Kernel(name, found.scale, found.pattern, found.cap, found.ids is not None, found.masked, found.has_sink)
     lacking = _not_in(kernel)
     return Unfit(f"{lacking}, which {name} does not support") if lacking else kernel
 
@@ -126,6 +133,8 @@ def _not_in(kernel: Kernel) -> str:
         return f"a mask '{pattern}'"
     if kernel.has_ids:
         return "a mask of segments"
+    if kernel.has_sink:
+        return "an attention sink"
     return "a soft cap" if kernel.cap is not None else ""
 
 

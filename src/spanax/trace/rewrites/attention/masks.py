@@ -91,7 +91,8 @@ class Plain:
       cap: the bound of its soft cap, if any.
       pattern: the keys that a query sees by positions.
       ids: the ids that must be equal for a query to see a key, if any.
-      masked: the logit of hidden keys; None if every query sees a key, whatever the batch.
+      masked: the logit of hidden keys; None if every query sees a key, whatever the batch, or there is a sink.
+      has_sink: whether there is a sink, of each query head.
     """
 
     scale: float
@@ -99,6 +100,7 @@ class Plain:
     pattern: Pattern
     ids: Ids | None
     masked: float | None
+    has_sink: bool = False
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,12 +120,15 @@ def plain(form: Form) -> Plain | str:
     if isinstance(parts, str):
         return parts
     pattern, ids = parts
-    masked = _masked_value(form, hidden) if hidden and not sees_itself(form) else None
+    has_sink = form.sink is not None
+    if form.sink is not None and not _reads(form)[form.sink][0] <= {*range(form.queries)}:
+        return "a sink that is not one of each head"
+    masked = _masked_value(form, hidden) if hidden and not has_sink and not sees_itself(form) else None
     if isinstance(masked, str):
         return masked
     if logit.outer is None:
-        return Plain(logit.scale, None, pattern, ids, masked)
-    return Plain(logit.scale * logit.outer, abs(logit.outer), pattern, ids, masked)
+        return Plain(logit.scale, None, pattern, ids, masked, has_sink)
+    return Plain(logit.scale * logit.outer, abs(logit.outer), pattern, ids, masked, has_sink)
 
 
 def _is_masked(leaf: Leaf) -> bool:

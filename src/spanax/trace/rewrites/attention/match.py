@@ -4,7 +4,7 @@ Attention is two products with a softmax between them. The operations between th
 the steps of a `Form`. Where an operation does not match, the jaxpr is left unchanged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
-
-SAME = frozenset({"convert_element_type", "stop_gradient", "copy", "optimization_barrier"})
-VIEWS = names(Family.VIEW)
-
-Labels = tuple[int, ...]
-"""For every dim of a value, the label of the dim that it corresponds to."""
+from spanax.trace.rewrites.attention.softmax import (
+    Labels,
+    Softmax,
+    is_followed,
+    op_after_softmax,
+    operand_labels,
+    softmax_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | 
         if op is None and not _is_literal(graph, operand):
             return None
         if op is not None and operand not in result:
-            if op.name != "iota" and not _is_followed(op):
+            if op.name != "iota" and not is_followed(op):
                 return None
             result[operand] = op
             stack += op.inputs
@@ -124,97 +124,15 @@ def _attention(graph: Graph, op: Op, side: int, outside: Positions) -> Attention
     keys = contract[side][0]
     if shape[keys] <= 1:
         return None
-    soft = _softmax(graph, weights, tags, keys)
+    soft = softmax_of(graph, weights, tags, keys)
     if soft is None:
-        weight_op = _op_after_softmax(graph, weights)
+        weight_op = op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
     steps = Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
-    if steps.grow(*soft) is None or steps.score is None:
+    if steps.sink(soft) is None or steps.grow(soft.logits, soft.tags) is None or steps.score is None:
         return None
     return steps.matched(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
-
-
-def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, Labels] | None:
-    """Returns the logits of a softmax over the dim tagged `keys`, with their tags."""
-    walked = _views(graph, weights, tags)
-    op, tags = walked or (None, tags)
-    if op is None or op.name != "div":
-        return None
-    numerator, denominator = op.inputs
-    exp = graph.origin(numerator, SAME)
-    exp_op = graph.producers.get(exp)
-    operand_tags = _operand_labels(op, tags)
-    if exp_op is None or exp_op.name != "exp" or operand_tags is None:
-        return None
-    total = _views(graph, denominator, operand_tags[1])
-    if total is None or total[0] is None or total[0].name != "reduce_sum":
-        return None
-    axis, *more_axes = total[0].params["axes"]
-    (summed,) = total[0].inputs
-    if more_axes or graph.origin(summed, SAME) != exp or tags[axis] != keys:
-        return None
-    if total[1] != tuple(tag for dim, tag in enumerate(tags) if dim != axis):
-        return None
-    logits = exp_op.inputs[0]
-    # Softmax is invariant to a shift that is constant along keys, such as the largest logit.
-    while (shift := graph.producers.get(graph.origin(logits, SAME))) is not None and shift.name == "sub":
-        operand_tags = _operand_labels(shift, tags)
-        if operand_tags is None or not _is_of_row(graph, shift.inputs[1], operand_tags[1], keys):
-            break
-        logits = shift.inputs[0]
-    return logits, tags
-
-
-def _views(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels] | None:
-    """Skips views; returns the operation that produces the underlying value, and its tags."""
-    while (op := graph.producers.get(value)) is not None and op.name in SAME | VIEWS:
-        operand_tags = _operand_labels(op, tags)
-        if operand_tags is None:
-            return None
-        value = op.inputs[0]
-        tags = operand_tags[0]
-    return op, tags
-
-
-def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
-    """Whether a value is constant along keys."""
-    while keys in tags:
-        op = graph.producers.get(value)
-        if op is None or op.name not in SAME | VIEWS:
-            return False
-        operand_tags = _operand_labels(op, tags)
-        if operand_tags is None:
-            return False
-        value = op.inputs[0]
-        tags = operand_tags[0]
-    return True
-
-
-def _op_after_softmax(graph: Graph, value: int) -> Op | None:
-    """Returns the last `mul` or `select_n` between a softmax and a value computed elementwise from it, if any."""
-    first: Op | None = None
-    for op in _ancestors(graph, value):
-        if op.name in ("mul", "select_n") and first is None:
-            first = op
-        if op.name == "div":
-            exp, total = (graph.origin(operand, SAME | VIEWS) for operand in op.inputs)
-            producers = [graph.producers.get(operand) for operand in (exp, total)]
-            if [op.name if op else "" for op in producers] == ["exp", "reduce_sum"] and first is not None:
-                return first
-    return None
-
-
-def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
-    """Yields the elementwise operations and views that produce a value, nearest first, at most 64."""
-    queue = [value]
-    seen = set[int]()
-    while queue and len(seen) < 64:
-        op = graph.producers.get(queue.pop(0))
-        if op is not None and op.outputs[0] not in seen and _is_followed(op):
-            seen.add(op.outputs[0])
-            queue += op.inputs
-            yield op
 
 
 class Steps:
@@ -233,6 +151,7 @@ class Steps:
         self._known: dict[tuple[int, Labels], int] = {}
         self.extras: list[tuple[int, Labels]] = []
         self.score: Op | None = None
+        self.num_sink = 0
         self._score_tags: Labels = ()
 
     def grow(self, value: int, tags: Labels) -> int | None:
@@ -245,6 +164,16 @@ class Steps:
             self.steps.append(step)
             self._known[key] = len(self.steps) - 1
         return self._known[key]
+
+    def sink(self, soft: Softmax) -> int | None:
+        """Returns the number of its further steps after adding those of the sink; None if unsupported."""
+        if isinstance(soft.sink, float):
+            dtype = np.dtype("float32")
+            self.steps.append(Step("literal", None, (("value", soft.sink),), (), (), (), dtype))
+        elif soft.sink is not None and self.grow(soft.sink, soft.sink_tags) is None:
+            return None
+        self.num_sink = len(self.steps)
+        return self.num_sink
 
     def _new_step(self, value: int, tags: Labels) -> Step | None:
         graph = self._graph
@@ -263,8 +192,8 @@ class Steps:
             return Step("score", None, (), (), *rest)
         if op is not None and op.name == "iota":
             return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
-        if op is not None and _is_followed(op) and op.name != "sharding_constraint":
-            operand_tags = _operand_labels(op, tags)
+        if op is not None and is_followed(op) and op.name != "sharding_constraint":
+            operand_tags = operand_labels(op, tags)
             args = (
                 [self.grow(*pair) for pair in zip(op.inputs, operand_tags, strict=True)]
                 if operand_tags is not None
@@ -332,6 +261,7 @@ class Steps:
             extras=tuple(relabelled(tags) for _, tags in self.extras),
             precision=(_plain(first.params["precision"]), _plain(second.params["precision"])),
             dtype=np.dtype(graph.avals[first.outputs[0]].dtype),
+            sink=self.num_sink - 1 if self.num_sink else None,
             same=tuple(values_of.index(value) for value in values_of),
         )
         operands = ((first.inputs[q_side], q_order), (first.inputs[1 - q_side], k_order), (values, v))
@@ -377,16 +307,6 @@ def _counts(graph: Graph, value: int) -> int | None:
     if len(dims) != 1 or array.dtype.kind not in "iu":
         return None
     return dims[0] if (array.ravel() == np.arange(array.size)).all() else None
-
-
-def _is_followed(op: Op) -> bool:
-    """Returns whether an operation computes its result elementwise, or is a view of its operand."""
-    return op.is_elementwise or op.family is Family.VIEW
-
-
-def _operand_labels(op: Op, labels: Labels) -> list[Labels] | None:
-    """Returns the labels of an operation's operands, given those of its result; None if they cannot be propagated."""
-    return op.dim_map.operand_labels(labels, NONE) if _is_followed(op) else None
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from spanax.trace.jaxpr.dim_maps.registry import Padding
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Shape
 from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, parted
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, of_sinks, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import MASKED, NONE, Form, shares
 
@@ -83,7 +83,7 @@ def attention(
 
     def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
         q, k, v, extras, out, rows = residuals
-        operands = [out, *rows] if kernel else [*rows, _delta(out, of_out)]
+        operands = [out, *rows] if kernel else [*rows, row_products(out, of_out)]
         grads = tuple(jnp.issubdtype(extra.dtype, jnp.floating) for extra in extras)
         of_q, of_k, of_v, *of_floats = attention_grad_p.bind(
             q, k, v, of_out, *operands, *extras, form=form, grads=grads, kernel=kernel
@@ -95,7 +95,7 @@ def attention(
     return attend(q, k, v, tuple(extras))
 
 
-def _delta(out: Any, of_out: Any) -> Any:
+def row_products(out: Any, of_out: Any) -> Any:
     """Returns, for each row, the product of the result and its gradient."""
     return (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
 
@@ -106,7 +106,7 @@ def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence
     num = len(blocks.masked)
     states = []
     for part in parted(form, Part(q, tuple(extras), 0), num):
-        state = fresh(part, v.shape[-1])
+        state = fresh(form, part, v.shape[-1], blocks.starts)
         for keys in _split_keys(form, k, v, num):
             state = blocks.attend(part, keys, state)
         states.append(finished(state, dtype))
@@ -132,7 +132,7 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
                 query_part, block, (part_q, part_extras, *of_keys[index])
             )
         of_q.append(part_q)
-        of_extras.append(part_extras)
+        of_extras.append(of_sinks(form, query_part, blocks.starts, grads, part_extras))
     of_k, of_v = (jnp.concatenate(block, form.num_batch) for block in zip(*of_keys, strict=True))
     return [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
 
@@ -207,7 +207,7 @@ def backward_here(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: A
             kernel.masked is not None
         ):  # a query that sees no key has equal weights, which the log of their sum rounds off
             weight = jnp.where(log_sum <= MASKED, float(form.sizes[form.keys]), weight)
-        arguments = (q, k, v, of_out, log_sum, weight, _delta(out, of_out), *extras)
+        arguments = (q, k, v, of_out, log_sum, weight, row_products(out, of_out), *extras)
     gradients = turn_back_here(form, grads, arguments)
     return [
         gradient.astype(operand.dtype) for gradient, operand in zip(gradients, wanted_of(grads, operands), strict=True)

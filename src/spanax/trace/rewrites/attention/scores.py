@@ -59,6 +59,7 @@ class Form:
       steps: in order; the last step produces the logits.
       extras: for each external operand, the labels of its dims.
       same: for each external operand, the first that is the same array, under other labels.
+      sink: the step of the logit of a sink of each row, a term of the softmax's sum without a weight, if there is one.
       precision: precision of each of the two products.
       dtype: traced dtype of q.k.
     """
@@ -71,6 +72,7 @@ class Form:
     precision: tuple[Any, Any]
     dtype: Any
     same: tuple[int, ...] = ()
+    sink: int | None = None
 
     @property
     def queries(self) -> int:
