@@ -175,6 +175,24 @@ def off_by_one(given: Inputs) -> Any:
     return jnp.einsum("bhqs,bshk->bqhk", weights / (1 + weights.sum(-1, keepdims=True)), v)
 
 
+def distances(given: Inputs) -> Any:
+    """Relative biases as in T5: looked up in a table by the bucket of a distance."""
+    q, k = at(given)
+    table = jnp.tanh(given["v"][0, :32, :, 0].repeat(H // G, axis=1))  # (buckets, heads)
+    distance = jnp.maximum(q - k, 0)
+    far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16) / jnp.log(8.0) * 16).astype(jnp.int32)
+    bucket = jnp.where(distance < 16, distance, jnp.minimum(far, 31))
+    bias = jnp.transpose(jnp.take(table, bucket, axis=0), (2, 0, 1))
+    return by_hand(given, lambda scores: jnp.where(q >= k, scores + bias, -1e9))
+
+
+def slopes(given: Inputs) -> Any:
+    """ALiBi, with slopes that are stored as an array."""
+    q, k = at(given)
+    slopes = np.asarray([2.0 ** -(head + 1) for head in range(H)], "float32")
+    return by_hand(given, lambda scores: jnp.where(q >= k, scores - slopes[:, None, None] * (q - k), -1e9))
+
+
 MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "documents": (documents, "segments"),
     "causal documents": (causal_documents, "causal, segments"),
@@ -198,3 +216,6 @@ MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "soft cap of documents": (capped_documents, "causal, window of 60, segments, soft cap"),
 }
 """The attention under each mask, and what a kernel that supports it is told."""
+
+BIASES = {"distances": distances, "slopes": slopes}
+"""Attention with biases, which no kernel takes: computed in blocks."""

@@ -192,6 +192,8 @@ class Steps:
             return Step("score", None, (), (), *rest)
         if op is not None and op.name == "iota":
             return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
+        if op is not None and op.name == "gather" and (step := self._lookup(op, tags)) is not None:
+            return step
         if op is not None and is_followed(op) and op.name != "sharding_constraint":
             operand_tags = operand_labels(op, tags)
             args = (
@@ -212,6 +214,33 @@ class Steps:
             return None
         self.extras.append((value, tags))
         return Step("extra", None, (("at", len(self.extras) - 1),), (), *rest)
+
+    def _lookup(self, op: Op, tags: Labels) -> Step | None:
+        """Returns the step that looks up numbers of a table, such as biases of distances; None for other gathers."""
+        graph = self._graph
+        table, indices = op.inputs
+        dims = op.params["dimension_numbers"]
+        (*looked_up,) = dims.collapsed_slice_dims
+        sizes = tuple(1 if dim in looked_up else size for dim, size in enumerate(graph.shape(table)))
+        is_plain = len(looked_up) == 1 and dims.start_index_map == dims.collapsed_slice_dims
+        is_lookup = is_plain and not dims.operand_batching_dims and sizes == op.params["slice_sizes"]
+        if not is_lookup or self._keys not in tags or self._comes_of_score(table):
+            return None
+        of_slices = iter(dims.offset_dims)
+        of_table = tuple(NONE if dim in looked_up else tags[next(of_slices)] for dim in range(len(sizes)))
+        of_indices = [tag for dim, tag in enumerate(tags) if dim not in dims.offset_dims]
+        index = self.grow(indices, (*of_indices, NONE))
+        if index is None or self._keys in of_table:
+            return None
+        self.extras.append((table, of_table))
+        aval = graph.avals[table]
+        at = (("at", len(self.extras) - 1),)
+        self.steps.append(Step("extra", None, at, (), of_table, graph.shape(table), np.dtype(aval.dtype)))
+        # A missing index is NaN with and without saying so, and NaN is not equal to itself.
+        params = tuple((name, op.params[name]) for name in ("dimension_numbers", "mode"))
+        result = graph.avals[op.outputs[0]]
+        args = (len(self.steps) - 1, index)
+        return Step("gather", op.eqn.primitive, params, args, tags, result.shape, np.dtype(result.dtype))
 
     def _is_score(self, op: Op, tags: Labels) -> bool:
         """Whether an operation is q.k: a single product whose result has all dims of the logits."""

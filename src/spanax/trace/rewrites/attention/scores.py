@@ -151,6 +151,10 @@ def _run(
         return lax.broadcast_in_dim(ins[0], shape, step.param("broadcast_dimensions"))
     if step.name in ("reshape", "squeeze", "expand_dims"):
         return lax.reshape(ins[0], shape)
+    if step.name == "gather":
+        dims = step.param("dimension_numbers")
+        sizes = [1 if dim in dims.collapsed_slice_dims else size for dim, size in enumerate(ins[0].shape)]
+        return lax.gather(*ins, dims, sizes, mode=step.param("mode"))
     return step.primitive.bind(*ins, **dict(step.params))
 
 

@@ -70,7 +70,8 @@ def _sum_of(graph: Graph, value: Term, exp: int, exp_tags: Labels, keys: int) ->
     if op is None:
         return None
     if op.name == "reduce_sum":
-        (axis, *more_axes), (summed,) = op.params["axes"], op.inputs
+        axis, *more_axes = op.params["axes"]
+        (summed,) = op.inputs
         is_sum = not more_axes and graph.origin(summed, SAME) == exp and exp_tags[axis] == keys
         return [] if is_sum and tags == exp_tags[:axis] + exp_tags[axis + 1 :] else None
     if op.name != "add":
