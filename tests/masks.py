@@ -100,6 +100,20 @@ def prefix(given: Inputs) -> Any:
     return by_hand(given, lambda scores: jnp.where((q >= k) | (k < 50), scores, -1e30))
 
 
+def stored(given: Inputs) -> Any:
+    """A causal mask that NumPy computes."""
+    length = given["q"].shape[1]
+    return by_hand(given, lambda scores: jnp.where(np.tril(np.ones((1, 1, length, length), bool)), scores, -jnp.inf))
+
+
+def stored_bias(given: Inputs) -> Any:
+    """A window that is added, with documents."""
+    length = given["q"].shape[1]
+    distance = np.arange(length)[:, None] - np.arange(length)
+    bias = np.where((distance >= 0) & (distance < 33), 0.0, np.finfo("float32").min).astype("float32")
+    return by_hand(given, lambda scores: jnp.where(same(given)[:, None], scores + bias, -1e9))
+
+
 def window(given: Inputs) -> Any:
     return library(given, is_causal=True, local_window_size=(40, 0))
 
@@ -204,6 +218,8 @@ MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "documents, added": (added_documents, "causal, segments"),
     "two masks, added": (twice_added, "causal, segments"),
     "prefix": (prefix, "causal, prefix of 50"),
+    "stored": (stored, "causal"),
+    "stored bias": (stored_bias, "causal, window of 33, segments"),
     "window": (window, "causal, window of 41"),
     "window of both sides": (both_sides, "window of 20 before and 33 after"),
     "near": (near, "window of 16 before and 16 after"),

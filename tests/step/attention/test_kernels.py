@@ -208,7 +208,7 @@ def test_a_step_with_a_kernel_equals_the_model_on_every_mesh(name: str) -> None:
 EVERYWHERE: dict[str, tuple[str, tuple[int, int], str, Callable[[str], bool]]] = {
     "heads": ("splash", (4, 256), "data=2,context=2,model=2", lambda told: False),
     "shards": ("splash", (4, 256), "fsdp=4,model=2", lambda told: False),
-    "ring of kernels": ("splash", (1, 2048), "context=4,model=2", lambda told: not {"prefix", "chunks"} & set(told.split())),
+    "ring of kernels": ("splash", (1, 2048), "context=4,model=2", lambda told: not re.search("prefix|chunks", told)),
     "ring of blocks": ("blockwise", (2, 1024), "data=2,context=2,model=2", lambda told: True),
     "ring": ("ring", (2, 64), "data=2,context=4", lambda told: True),
 }  # fmt: skip

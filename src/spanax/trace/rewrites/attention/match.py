@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
@@ -24,6 +24,7 @@ from spanax.trace.rewrites.attention.softmax import (
     operand_labels,
     softmax_of,
 )
+from spanax.trace.rewrites.attention.stored_masks import of_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +187,8 @@ class Steps:
             return Step("literal", None, (("value", literal),), (), *rest)
         if (dim := _counts(graph, value)) is not None:
             return Step("iota", None, (("dimension", dim),), (), *rest)
+        if value in graph.constants and (stored := self._stored(value, tags)) is not None:
+            return stored
         if op is not None and self._is_score(op, tags):
             self.score = op
             self._score_tags = tags
@@ -214,6 +217,23 @@ class Steps:
             return None
         self.extras.append((value, tags))
         return Step("extra", None, (("at", len(self.extras) - 1),), (), *rest)
+
+    def _stored(self, value: int, tags: Labels) -> Step | None:
+        """Returns the step of a mask that is a constant array, after adding its operands; None if it is none."""
+        graph = self._graph
+        dims = [dim for dim, size in enumerate(graph.shape(value)) if size > 1]
+        if value in graph.captured or len(dims) != 2 or self._keys not in (tags[dim] for dim in dims):
+            return None
+        queries, keys = sorted(dims, key=lambda dim: tags[dim] == self._keys)
+        jaxpr = of_positions(np.asarray(graph.constants[value]), queries, keys)
+        if jaxpr is None:
+            return None
+        inner = from_jaxpr(jaxpr, CALLS)
+        steps = Steps(inner, self._keys, self._tags, {})
+        steps.grow(inner.body.outputs[0], tags)
+        added = [replace(step, args=tuple(arg + len(self.steps) for arg in step.args)) for step in steps.steps]
+        self.steps += added[:-1]
+        return added[-1]
 
     def _lookup(self, op: Op, tags: Labels) -> Step | None:
         """Returns the step that looks up numbers of a table, such as biases of distances; None for other gathers."""
@@ -332,9 +352,9 @@ def _counts(graph: Graph, value: int) -> int | None:
         return None
     shape = np.shape(graph.constants[value])
     dims = [dim for dim, size in enumerate(shape) if size > 1]
-    array = np.asarray(graph.constants[value])
-    if len(dims) != 1 or array.dtype.kind not in "iu":
+    if len(dims) != 1 or graph.avals[value].dtype.kind not in "iu":
         return None
+    array = np.asarray(graph.constants[value])
     return dims[0] if (array.ravel() == np.arange(array.size)).all() else None
 
 
