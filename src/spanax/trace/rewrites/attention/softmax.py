@@ -16,6 +16,9 @@ VIEWS = names(Family.VIEW)
 Labels = tuple[int, ...]
 """For every dim of a value, the label of the dim that it corresponds to."""
 
+Term = tuple[int, Labels]
+"""A value, with its tags."""
+
 
 @dataclass(frozen=True)
 class Softmax:
@@ -57,11 +60,7 @@ def softmax_of(graph: Graph, weights: int, tags: Labels, keys: int) -> Softmax |
     if not more:
         return Softmax(logits, tags)
     (term,) = more
-    return _with_sink(graph, Softmax(logits, tags), term, shift)
-
-
-Term = tuple[int, Labels]
-"""A value, with its tags."""
+    return _with_sink(graph, Softmax(logits, tags), term, shift) if keys not in term[1] else None
 
 
 def _sum_of(graph: Graph, value: Term, exp: int, exp_tags: Labels, keys: int) -> list[Term] | None:
@@ -86,14 +85,14 @@ def _sum_of(graph: Graph, value: Term, exp: int, exp_tags: Labels, keys: int) ->
     return None
 
 
-def _unshifted(graph: Graph, logits: int, tags: Labels, keys: int) -> tuple[int, list[int]]:
+def _unshifted(graph: Graph, logits: int, tags: Labels, keys: int) -> tuple[int, list[Term]]:
     """Returns logits before shifts that are constant along keys, such as the largest logit, and the shifts."""
     shifts = []
     while (shift := graph.producers.get(graph.origin(logits, SAME))) is not None and shift.name == "sub":
         of_operands = operand_labels(shift, tags)
         if of_operands is None or not _is_of_row(graph, shift.inputs[1], of_operands[1], keys):
             break
-        shifts.append(graph.origin(shift.inputs[1], SAME | VIEWS))
+        shifts.append(_underlying(graph, shift.inputs[1], of_operands[1]))
         logits = shift.inputs[0]
     return logits, shifts
 
@@ -116,7 +115,7 @@ def _without_last(graph: Graph, logits: int, tags: Labels, keys: int) -> Softmax
     return Softmax(scores, tags, sink, tuple(NONE if tag == keys else tag for tag in tags))
 
 
-def _with_sink(graph: Graph, soft: Softmax, term: Term, shifts: list[int]) -> Softmax | None:
+def _with_sink(graph: Graph, soft: Softmax, term: Term, shifts: list[Term]) -> Softmax | None:
     """Returns a softmax with a further term in its sum: the exponential of a sink, shifted as the logits are."""
     value, tags = term
     if not shifts and value in graph.constants and np.ndim(graph.constants[value]) == 0:
@@ -132,7 +131,7 @@ def _with_sink(graph: Graph, soft: Softmax, term: Term, shifts: list[int]) -> So
     if shift is None or shift.name not in ("sub", "neg"):
         return None
     of_operands = operand_labels(shift, tags)
-    if of_operands is None or graph.origin(shift.inputs[-1], SAME | VIEWS) != shifts[0]:
+    if of_operands is None or _underlying(graph, shift.inputs[-1], of_operands[-1]) != shifts[0]:
         return None
     if shift.name == "neg":
         return Softmax(soft.logits, soft.tags, 0.0)
@@ -141,13 +140,20 @@ def _with_sink(graph: Graph, soft: Softmax, term: Term, shifts: list[int]) -> So
 
 def _producer(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels]:
     """Returns the operation that produces the value below views, with its tags; None if these are not known."""
+    value, tags = _underlying(graph, value, tags)
+    op = graph.producers.get(value)
+    return (None if op is not None and op.name in SAME | VIEWS else op), tags
+
+
+def _underlying(graph: Graph, value: int, tags: Labels) -> Term:
+    """Returns the value below views, as far as tags are known."""
     while (op := graph.producers.get(value)) is not None and op.name in SAME | VIEWS:
         operand_tags = operand_labels(op, tags)
         if operand_tags is None:
-            return None, tags
+            break
         value = op.inputs[0]
         tags = operand_tags[0]
-    return op, tags
+    return value, tags
 
 
 def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
