@@ -95,6 +95,13 @@ def twice_added(given: Inputs) -> Any:
     return by_hand(given, lambda scores: scores + causal + jnp.where(same(given), 0.0, -jnp.inf)[:, None])
 
 
+def of_heads(given: Inputs) -> Any:
+    """Each head sees the keys from one of its own on; the first queries see none."""
+    q, k = at(given)
+    heads = jnp.arange(H)[:, None, None]
+    return by_hand(given, lambda scores: jnp.where((q >= k) & (k >= 9 * heads), scores, -1e30))
+
+
 def prefix(given: Inputs) -> Any:
     q, k = at(given)
     return by_hand(given, lambda scores: jnp.where((q >= k) | (k < 50), scores, -1e30))
@@ -217,6 +224,7 @@ MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
     "lengths": (lengths, "segments"),
     "documents, added": (added_documents, "causal, segments"),
     "two masks, added": (twice_added, "causal, segments"),
+    "heads": (of_heads, "causal, segments"),
     "prefix": (prefix, "causal, prefix of 50"),
     "stored": (stored, "causal"),
     "stored bias": (stored_bias, "causal, window of 33, segments"),

@@ -193,7 +193,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(SHARDED, ["heads of one group", "a ring of half of the heads"]))
+@pytest.mark.parametrize("name", sampled(SHARDED, ["heads of one group"]))
 def test_a_step_with_a_kernel_equals_the_model_on_every_mesh(name: str) -> None:
     shape, num_keys, num_groups, is_causal, mesh = SHARDED[name]
     build = functools.partial(Model, num_keys, num_groups, is_causal)
@@ -208,7 +208,7 @@ def test_a_step_with_a_kernel_equals_the_model_on_every_mesh(name: str) -> None:
 EVERYWHERE: dict[str, tuple[str, tuple[int, int], str, Callable[[str], bool]]] = {
     "heads": ("splash", (4, 256), "data=2,context=2,model=2", lambda told: False),
     "shards": ("splash", (4, 256), "fsdp=4,model=2", lambda told: False),
-    "ring of kernels": ("splash", (1, 2048), "context=4,model=2", lambda told: not re.search("prefix|chunks", told)),
+    "ring of kernels": ("splash", (1, 1024), "context=4,model=2", lambda told: not re.search("prefix|chunks", told)),
     "ring of blocks": ("blockwise", (2, 1024), "data=2,context=2,model=2", lambda told: True),
     "ring": ("ring", (2, 64), "data=2,context=4", lambda told: True),
 }  # fmt: skip
@@ -223,12 +223,12 @@ def as_written(name: str, shape: tuple[int, int]) -> dict[str, np.ndarray]:
     ("where", "name"),
     sampled(
         [(where, name) for where in EVERYWHERE for name in masks.MASKS],
-        [("ring of kernels", "causal documents"), ("ring", "soft cap of documents")],
+        [("ring of kernels", "causal documents")],
     ),
 )
 def test_a_step_has_the_numbers_of_every_mask_on_every_mesh(where: str, name: str) -> None:
     context, shape, mesh, is_ring = EVERYWHERE[where]
-    may_see_none = name in ("padded documents", "padding, Flax", "padding of keys", "lengths")
+    may_see_none = name in ("padded documents", "padding, Flax", "padding of keys", "lengths", "heads")
     in_ring = is_ring(masks.MASKS[name][1]) and not (where == "ring of kernels" and may_see_none)
     asked: dict[str, Any] = {"mesh": mesh} | ({"layout": "ring"} if context == "ring" else {})
     actual = numbers(shape, functools.partial(Masked, name), context, in_ring=in_ring, **asked)
@@ -239,7 +239,7 @@ def test_a_step_has_the_numbers_of_every_mask_on_every_mesh(where: str, name: st
         assert np.abs(actual[path] - array).max() <= (TOLERANCE * size if size > 1e-6 else 1e-6), path
 
 
-@pytest.mark.parametrize("name", ["causal documents", "window", "one in the sum"])
+@pytest.mark.parametrize("name", sampled(masks.MASKS, ["causal documents"]))
 def test_a_compiled_step_has_no_array_of_queries_and_keys(name: str) -> None:
     """Without a kernel, as on CPUs, `flash` is in blocks of at most 512 keys."""
     shape = (2, 1024)

@@ -76,7 +76,12 @@ def sloped(given: masks.Inputs) -> Any:
     return masks.by_hand(given, lambda scores: jnp.where(q >= k, scores - slopes * (q - k), -1e9))
 
 
+def shifted_sink(given: masks.Inputs) -> Any:
+    return masks.with_sink(given, lambda scores: scores + 1.0)
+
+
 LOOKALIKES = {
+    shifted_sink: "a sink, and a number that is added to the other logits",
     one_element: "a mask of no known pattern: query 9 sees key 77, which a mask 'causal' hides",
     one_hole: "a mask of no known pattern: query 200 does not see key 170, which a mask 'causal, window of 40' shows",
     masks.sinked_window: "query 192 does not see key 64, which a mask 'causal' shows",

@@ -189,7 +189,7 @@ def _attend(graph: Graph, op: Op, match: AttentionMatch, ins: Sequence[Any]) -> 
     dtype = graph.avals[result].dtype
     form = match.form
     extras = ins[len(match.operands) :]
-    if match.kernel is not None and (extras or form.sink is not None):
+    if match.kernel is not None and (extras or match.kernel.has_ids or match.kernel.has_sink):
         form, extras = with_operands(form, match.kernel, extras)
     out = attention(form, dtype, q, k, v, extras, match.kernel)
     return as_written(out, match.out, graph.shape(result))

@@ -11,7 +11,7 @@ from jax import lax
 
 from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.attention.kernels import Kernel
-from spanax.trace.rewrites.attention.masks import Condition, Ids, plain, steps_of
+from spanax.trace.rewrites.attention.masks import Condition, Ids, plain, reads_of, steps_of
 from spanax.trace.rewrites.attention.match import Steps
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step, evaluated
 
@@ -131,14 +131,9 @@ def _ids_of(form: Form, ids: Ids, extras: Sequence[Any]) -> tuple[list[int], Any
 
 
 def _sizes_of(form: Form, steps: Sequence[int]) -> list[int]:
-    """Returns the sizes of the labels that extras of some steps have; 1 for others."""
-    labels = set[int]()
-    pending = list(steps)
-    while pending:
-        step = form.steps[pending.pop()]
-        pending += step.args
-        if step.name == "extra":
-            labels |= set(step.labels)
+    """Returns the sizes of the labels along which some steps vary; 1 for others."""
+    reads = reads_of(form)
+    labels = set().union(*(reads[step][0] for step in steps))
     return [size if label in labels else 1 for label, size in enumerate(form.sizes)]
 
 

@@ -121,8 +121,10 @@ def plain(form: Form) -> Plain | str:
         return parts
     pattern, ids = parts
     has_sink = form.sink is not None
-    if form.sink is not None and not _reads(form)[form.sink][0] <= {*range(form.queries)}:
+    if form.sink is not None and not reads_of(form)[form.sink][0] <= {*range(form.queries)}:
         return "a sink that is not one of each head"
+    if has_sink and logit.shift != 0:
+        return "a sink, and a number that is added to the other logits"
     masked = _masked_value(form, hidden) if hidden and not has_sink and not sees_itself(form) else None
     if isinstance(masked, str):
         return masked
@@ -161,7 +163,7 @@ class _Steps:
 
     def __init__(self, form: Form):
         self._form = form
-        self._reads = _reads(form)
+        self._reads = reads_of(form)
         self._steps = form.steps
         self._cases: list[Cases] = []
         self._conditions: list[Condition] = []  # of steps of booleans
@@ -354,7 +356,7 @@ def steps_of(condition: Condition) -> Iterator[int]:
 
 def _parts(form: Form, visible: Condition) -> tuple[Pattern, Ids | None] | str:
     """Returns the pattern and the ids of a mask, or what else it is."""
-    reads = _reads(form)
+    reads = reads_of(form)
     conjuncts = visible[1:] if isinstance(visible, tuple) and visible[0] == "and" else (visible,)
     of_positions: list[Condition] = []
     of_queries: list[Condition] = []
@@ -390,7 +392,7 @@ def _named(form: Form, condition: Condition) -> str:
     return f" ({', '.join(repr(name) for name in names)})" if names else ""
 
 
-def _reads(form: Form) -> list[tuple[frozenset[int], frozenset[int]]]:
+def reads_of(form: Form) -> list[tuple[frozenset[int], frozenset[int]]]:
     """Returns for each step the labels along which its value varies, and the extras that it reads."""
     result: list[tuple[frozenset[int], frozenset[int]]] = []
     for step in form.steps:
