@@ -99,7 +99,7 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
         layout or mesh is set, with a number of microbatches that suits the stages. A mesh without `pipe` is the mesh of
         one stage.
       attention: `plain`, as the model defines it; `flash`, by the platform's kernel (splash on TPUs, cuDNN on NVIDIA
-        GPUs); `auto`, by the kernel where supported. Default: `auto` on accelerators, `plain` on CPUs.
+        GPUs), else in blocks of keys; `auto`, the same or plain. Default: `auto` on accelerators, `plain` on CPUs.
       loss_chunks: the number of chunks of tokens over which the logits are computed sequentially; `auto` uses chunks if
         that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
       pipeline: whether layers may be partitioned into stages if neither layout nor mesh is set. Default: on several

@@ -145,8 +145,8 @@ class LayoutRequest:
         each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
         full:8, the others under none, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
         as written in the model.
-      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel if it applies.
-        Default: auto on accelerators, plain on CPUs.
+      attention: plain, as written in the model; flash, the platform's kernel, else blocks of keys; auto, the same or
+        plain. Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of token chunks for the logits, or auto, if memory is short. Default: auto on
         accelerators, 1 on CPUs.
       pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads

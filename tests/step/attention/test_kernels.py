@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+import masks
 import spanax
 from sampling import sampled
 from spanax.step.attention import kernels
@@ -50,9 +51,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Splash attention, interpreted, in place of the computation block by block; and its arguments."""
     asked: list[str] = []
 
-    def forward(q: Any, k: Any, v: Any, *, form: Any, dtype: Any, kernel: Any) -> Any:
+    def forward(*operands: Any, form: Any, dtype: Any, kernel: Any) -> Any:
         asked.append(FORWARD)
-        return kernels.splash_forward(kernel, form, dtype, q, k, v, interpret=True)
+        return kernels.splash_forward(kernel, form, dtype, operands, interpret=True)
 
     def backward(*operands: Any, form: Any, grads: Any, kernel: Any) -> Any:
         asked.append(BACKWARD)
@@ -74,6 +75,33 @@ def test_splash_has_the_numbers_of_the_model(name: str, interpreted: list[str]) 
     assert interpreted == [FORWARD, BACKWARD] and str(reported[0]).startswith("splash for 256 x")
     for leaf, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(gradients(function, operands)), strict=True):
         assert float(jnp.abs(leaf - expected).max()) <= TOLERANCE * float(jnp.abs(expected).max())
+
+
+def of_operands(function: Callable[[masks.Inputs], Any], given: masks.Inputs) -> Callable[..., Any]:
+    return lambda q, k, v: function(given | {"q": q, "k": k, "v": v})
+
+
+def check_gradients(name: str, context: str) -> None:
+    function, _ = masks.MASKS[name]
+    given = jax.tree.map(jnp.asarray, masks.inputs())  # NumPy arrays would be masks that are stored
+    operands = [given[name] for name in "qkv"]
+    actual = gradients(fuse_attention(of_operands(function, given), context), operands)
+    expected = gradients(of_operands(function, given), operands)
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.abs(leaf - other).max()) <= TOLERANCE * float(jnp.abs(other).max())
+
+
+@pytest.mark.parametrize("name", sampled(masks.MASKS, ["padded documents", "sink of documents"]))
+def test_splash_has_the_numbers_of_every_mask(name: str, interpreted: list[str]) -> None:
+    check_gradients(name, "splash")
+    assert interpreted == [FORWARD, BACKWARD]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["splash", "ring"])
+@pytest.mark.parametrize("name", masks.MASKS)
+def test_blocks_have_the_numbers_of_every_mask(name: str, context: str) -> None:
+    check_gradients(name, context)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +138,26 @@ class Model(nnx.Module):
         return self.out(jax.nn.dot_product_attention(self.q(x), self.k(keys), self.v(keys), is_causal=self.is_causal))
 
 
+class Masked(nnx.Module):
+    """One attention under a mask of `masks`; batches have segments and lengths."""
+
+    def __init__(self, name: str, rngs: nnx.Rngs):
+        self.attend = masks.MASKS[name][0]
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.q, self.k, self.v = (
+            nnx.LinearGeneral(16, (heads, masks.K), use_bias=False, rngs=rngs) for heads in (masks.H, masks.G, masks.G)
+        )
+        self.out = nnx.LinearGeneral((masks.H, masks.K), 32, axis=(-2, -1), rngs=rngs)
+
+    def __call__(self, batch: dict[str, Any]) -> Any:
+        x = self.embed(batch["x"])
+        return self.out(self.attend(batch | {"q": self.q(x) * 3, "k": self.k(x) * 3, "v": self.v(x)}))
+
+
+def masked_loss(model: Masked, batch: dict[str, Any]) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["y"]).mean()
+
+
 def loss(model: Model, batch: dict[str, Any]) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
@@ -120,7 +168,11 @@ def numbers(
     """The loss of an evaluation and of a step, and every gradient of the step."""
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 32, shape, dtype=np.int32) for name in "xy"}
-    traced = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+    is_masked = getattr(build, "func", None) is Masked
+    if is_masked:
+        batch |= {name: masks.inputs(1, shape[1], shape[0])[name] for name in ("segments", "lengths")}
+    chosen = masked_loss if is_masked else loss
+    traced = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=chosen)
     with_gradients = traced.variant(records_gradients=True)
     program = with_gradients.variant(context=context)
     run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8" if "mesh" in asked else "cpu:1"), **asked))
@@ -141,7 +193,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(SHARDED, ["heads of one group", "a ring of half of the heads"]))
+@pytest.mark.parametrize("name", sampled(SHARDED, ["heads of one group"]))
 def test_a_step_with_a_kernel_equals_the_model_on_every_mesh(name: str) -> None:
     shape, num_keys, num_groups, is_causal, mesh = SHARDED[name]
     build = functools.partial(Model, num_keys, num_groups, is_causal)
@@ -150,3 +202,55 @@ def test_a_step_with_a_kernel_equals_the_model_on_every_mesh(name: str) -> None:
     assert actual.keys() == expected.keys() and len(actual) > 4
     for path, array in expected.items():
         assert np.abs(actual[path] - array).max() <= TOLERANCE * np.abs(array).max(), path
+
+
+# Context, rows and length, mesh, and the masks that its ring supports; None without a ring.
+EVERYWHERE: dict[str, tuple[str, tuple[int, int], str, Callable[[str], bool]]] = {
+    "heads": ("splash", (4, 256), "data=2,context=2,model=2", lambda told: False),
+    "shards": ("splash", (4, 256), "fsdp=4,model=2", lambda told: False),
+    "ring of kernels": ("splash", (1, 1024), "context=4,model=2", lambda told: not re.search("prefix|chunks", told)),
+    "ring of blocks": ("blockwise", (2, 1024), "data=2,context=2,model=2", lambda told: True),
+    "ring": ("ring", (2, 64), "data=2,context=4", lambda told: True),
+}  # fmt: skip
+
+
+@functools.cache
+def as_written(name: str, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    return numbers(shape, functools.partial(Masked, name), "gathered", layout="data")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    sampled(
+        [(where, name) for where in EVERYWHERE for name in masks.MASKS],
+        [("ring of kernels", "causal documents")],
+    ),
+)
+def test_a_step_has_the_numbers_of_every_mask_on_every_mesh(where: str, name: str) -> None:
+    context, shape, mesh, is_ring = EVERYWHERE[where]
+    may_see_none = name in ("padded documents", "padding, Flax", "padding of keys", "lengths", "heads")
+    in_ring = is_ring(masks.MASKS[name][1]) and not (where == "ring of kernels" and may_see_none)
+    asked: dict[str, Any] = {"mesh": mesh} | ({"layout": "ring"} if context == "ring" else {})
+    actual = numbers(shape, functools.partial(Masked, name), context, in_ring=in_ring, **asked)
+    expected = as_written(name, shape)
+    assert actual.keys() == expected.keys() and len(actual) > 4
+    for path, array in expected.items():
+        size = np.abs(array).max()
+        assert np.abs(actual[path] - array).max() <= (TOLERANCE * size if size > 1e-6 else 1e-6), path
+
+
+@pytest.mark.parametrize("name", sampled(masks.MASKS, ["causal documents"]))
+def test_a_compiled_step_has_no_array_of_queries_and_keys(name: str) -> None:
+    """Without a kernel, as on CPUs, `flash` is in blocks of at most 512 keys."""
+    shape = (2, 1024)
+    batch = {name: np.zeros(shape, np.int32) for name in "xy"}
+    batch |= {name: masks.inputs(0, shape[1], shape[0])[name] for name in ("segments", "lengths")}
+    build = functools.partial(Masked, name)
+    program = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=masked_loss)
+    found = {}
+    for attention in ("plain", "flash"):
+        plan = spanax.plan(program, spanax.cluster("cpu:2"), layout="data", attention=attention)
+        text = spanax.start(program, plan).lower().compile().as_text()
+        found[attention] = re.findall(r"\w+\[(?:\d+,)*1024,(?:\d+,)*1024(?:,\d+)*\]", text)
+    assert plan.schedule.context == "blockwise" and "there is no attention kernel for cpu" in plan.why
+    assert found["plain"] and not found["flash"]

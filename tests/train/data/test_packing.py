@@ -114,6 +114,40 @@ def test_a_batch_without_weights_or_with_others_is_refused(read: Callable[..., B
         read(plan_of(*(leaf(each.path, (512, T), each.dtype) for each in PACKED.batch)))
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_documents_of_texts_are_packed_whole(read: Callable[..., Batches], tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    random = np.random.default_rng(0)
+    texts = ["".join(random.choice(list("abcd "), size)) + f"{index}" for index, size in enumerate([*range(60), 1, 99])]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *texts]))
+    options: dict[str, Any] = {"seed": 3, "tokenizer": tokenizer, "pack": True}
+    data = read(PACKED, path, drop_remainder=False, **options)
+    rows = [{name: np.asarray(array) for name, array in batch.items()} for batch in data]
+    assert sum(row["weights"].sum() for row in rows) == sum((row["segments"] > 0).sum() for row in rows)
+    if tokenizer == "bytes":
+        found = {text for batch in rows if len(batch["inputs"]) == B for text, _ in documents(batch)}
+        whole = {f"{text}\n".encode() for text in texts if len(text) <= T}
+        last = f"{texts[-1]}\n".encode()  # in pieces of T targets, each of which begins with the last of the one before
+        pieces = {last[begin : begin + T + 1] for begin in range(0, len(last) - 1, T)}
+        assert len(found & whole) > len(whole) / 2 and found & pieces
+        assert all(any(text in f"{each}\n".encode() for each in texts) for text in found)
+    data = read(PACKED, path, epochs=None, **options)
+    taken = [next(data) for _ in range(5)]
+    again = read(PACKED, path, epochs=None, position={**data.state(), "next_index": 3}, **options)
+    assert np.array_equal(next(again)["inputs"], taken[3]["inputs"])
+
+
+def test_what_has_no_documents_is_not_packed(read: Callable[..., Batches], tmp_path: Path) -> None:
+    with pytest.raises(SpanaxError, match="pack=True needs positions, segments, weights in the batch"):
+        read(plan_of(*ONE_EACH.batch[:2]), pack=True)
+    path = tmp_path / "a.txt"
+    path.write_text("words and words " * 999)
+    for source in (path, [{"inputs": np.zeros(T, "int32")}] * 9):
+        with pytest.raises(SpanaxError, match="pack=True packs the rows of tables"):
+            read(PACKED, source, pack=True)
+    assert documents(next(read(PACKED, pack=True, seed=3))) == documents(next(read(PACKED, seed=3)))
+
+
 def test_packing_fills_rows() -> None:
     lengths = np.random.default_rng(0).integers(1, 300, 5000)
     order, begins = packed(lengths, 512)

@@ -9,7 +9,7 @@ from spanax.plan.candidates.request import Request
 from spanax.plan.defaults import defaults
 from spanax.plan.sharding.attention import attention_kernels, attention_sharding
 from spanax.plan.sharding.resolve import Resolver
-from spanax.trace.jaxpr.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
+from spanax.trace.jaxpr.remat_policies import BLOCKWISE, CUDNN, GATHERED, SPLASH, known_attention
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.attention.operation import RING
@@ -42,31 +42,38 @@ def with_attention(
     Args:
       program: what `spanax.trace` returned.
       cluster: the devices.
-      requested: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
-        supported. None leaves the program unchanged.
+      requested: `plain`, as the model defines it; `flash`, by the platform's kernel, or in blocks of keys if there are
+        several; `auto`, the same or plain. None leaves the program unchanged.
       options: the other options of the program, untraced; by default its own.
 
     Raises:
-      SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
+      SpanaxError: `flash`, and no kernel supports any attention of this program, nor has one several blocks.
     """
     options = program.options if options is None else options
     if requested is None or known_attention(requested) == "plain" or options.context != GATHERED:
         return program.variant(options)
     kernel = kernel_on(cluster)
-    attention: tuple[FusedAttention, ...] = (
-        FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
-    )
+    without = f": there is no attention kernel for {cluster.chip.name}"
     if not program.rewrites_loss:
-        attention = (FusedAttention(None, ": the program has a custom train step"),)
-    elif kernel is not None:
-        attention = program.attentions(replace(options, context=kernel))
-        if any(each.kernel == kernel for each in attention):
-            return program.variant(options, context=kernel)
+        attention: tuple[FusedAttention, ...] = (FusedAttention(None, ": the program has a custom train step"),)
+    else:
+        attention = program.attentions(replace(options, context=kernel or BLOCKWISE))
+        if kernel is None:
+            attention = tuple(dict.fromkeys(_without(each, without) for each in attention))
+        kernels = {each.kernel for each in attention}
+        if kernels & {kernel, BLOCKWISE} - {None}:
+            context = kernel if kernel is not None and kernel in kernels else BLOCKWISE
+            return replace(program.variant(options, context=context), attention=attention)
     if requested == "flash":
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
     return replace(program.variant(options), attention=attention)
+
+
+def _without(attention: FusedAttention, why: str) -> FusedAttention:
+    """Returns an attention on a chip without kernels, with that as the reason."""
+    return replace(attention, detail=attention.detail + why if attention.kernel else why)
 
 
 def in_attention(program: Program, cluster: Cluster, request: Request, options: Variant) -> Program:
@@ -90,7 +97,7 @@ def saves_with_ring(program: Program, batch_size: int, num_devices: int) -> bool
     It does not where a kernel computes every attention and each device has whole examples: a device computes as much of
     the attention either way, and a ring sends keys and values as well.
     """
-    in_kernels = bool(program.attention) and all(each.kernel for each in program.attention)
+    in_kernels = bool(program.attention) and all(each.kernel not in (None, BLOCKWISE) for each in program.attention)
     return not in_kernels or batch_size % num_devices != 0
 
 

@@ -99,7 +99,8 @@ def attention_sharding(
     queries = take(q[form.queries])
     rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
     is_ring = k[form.num_batch] == queries
-    if op.params["kernel"] is None:
+    kernel: Kernel | None = op.params["kernel"]
+    if kernel is None:
         return AttentionSharding(form, (*batch, *rows, queries, queries if is_ring else ()))
     separate = [*batch, *rows]
     order = [*reversed(range(form.num_batch)), *range(form.num_batch, form.queries)]
@@ -110,10 +111,10 @@ def attention_sharding(
             separate[dims[0]] = (*separate[dims[0]], axis)
         else:
             others = (*others, axis)
-    unit = unit_of(op.params["kernel"]) * mesh.ways(others)
+    unit = unit_of(kernel) * mesh.ways(others)
     by_queries, by_keys = (form.sizes[label] % unit == 0 for label in (form.queries, form.keys))
-    keys = others if is_ring and by_queries and by_keys else ()
-    is_exact = keys or (by_queries and not op.params["kernel"].is_causal)
+    keys = others if is_ring and by_queries and by_keys and kernel.has_blocks else ()
+    is_exact = keys or (by_queries and kernel.pattern.is_full)
     return AttentionSharding(form, (*separate, others if is_exact else (), keys))
 
 

@@ -113,9 +113,14 @@ def products(
 
 
 def _computed_share(ring: Shares, op: Op) -> float:
-    """Returns the share of the scores that is computed: a kernel with a causal mask computes up to the diagonal."""
+    """Returns the share of the scores that is computed: a kernel computes the blocks in which its pattern shows a key.
+
+    Which blocks have no pair of equal ids is known to the batch alone.
+    """
     kernel = op.params["kernel"]
     form: Form = op.params["form"]
+    if kernel is not None and not kernel.is_causal and ring.num_devices == 1:
+        return kernel.pattern.share(form.sizes[form.queries], form.sizes[form.keys], BLOCK)
     if kernel is None or not kernel.is_causal:
         return ring.share
     num, total = ring.counts

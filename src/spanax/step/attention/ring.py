@@ -21,13 +21,13 @@ from spanax.plan.pipeline.ticks import share_name
 from spanax.plan.sharding.attention import AttentionSharding
 from spanax.step.attention.kernel_blocks import KernelBlocks
 from spanax.trace.jaxpr.graph import Op
-from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, parted
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, of_sinks, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import (
     BACKWARD,
-    NUM_ROWS,
     attend_here,
     joined_extras,
+    row_products,
     turn_back_here,
     wanted_of,
     zeros_of_extras,
@@ -132,7 +132,7 @@ class _Ring:
             next_kv = self._hop(k), self._hop(v)
             return (*next_kv, attend_to_local(states, k, v, step)), None
 
-        states = tuple(fresh(part, v.shape[-1]) for part in parts)
+        states = tuple(fresh(self.form, part, v.shape[-1], self.starts) for part in parts)
         (k, v, states), _ = lax.scan(body, (k, v, states), jnp.arange(self.size - 1))
         states = attend_to_local(states, k, v, self.size - 1)
         results = zip(*(finished(state, dtype) for state in states), strict=True)
@@ -142,8 +142,9 @@ class _Ring:
         """Returns float32 gradients: complete for keys and values, partial for extras, from the local queries."""
         form = self.form
         grads = self.grads
-        q, k, v, grad_out, *rows = operands[:NUM_ROWS]
-        parts = self._parts(Part(q, tuple(operands[NUM_ROWS:]), 0, grad_out, tuple(rows)))
+        num_rows = len(operands) - len(grads)
+        q, k, v, grad_out, *rows = operands[:num_rows]
+        parts = self._parts(Part(q, tuple(operands[num_rows:]), 0, grad_out, tuple(rows)))
         k, v = (self._moved(array, form.num_batch) for array in (k, v))
         num = len(parts)
 
@@ -179,6 +180,10 @@ class _Ring:
         zeros = [jnp.zeros(array.shape, jnp.float32) for array in (k, v)]
         (query_grads, grad_k, grad_v, k, v), _ = lax.scan(body, (query_grads, *zeros, k, v), jnp.arange(self.size - 1))
         query_grads, grad_k, grad_v = shift_and_add(query_grads, grad_k, grad_v, k, v, self.size - 1)
+        query_grads = tuple(
+            (grad, of_sinks(form, self._with_rows(part), self.starts, grads, extras))
+            for part, (grad, extras) in zip(parts, query_grads, strict=True)
+        )
         kv_grads = [self._back(self._hop(array), form.num_batch) for array in (grad_k, grad_v)]
         grad_q = self._back(jnp.concatenate([array for array, _ in query_grads], form.queries), form.queries)
         labels = [labels for labels, is_computed in zip(form.extras, grads, strict=True) if is_computed]
@@ -189,6 +194,13 @@ class _Ring:
             )
         ]
         return [grad_q, *kv_grads, *extra_grads]
+
+    def _with_rows(self, part: Part) -> Part:
+        """Returns a part with the residuals of rows as without a kernel: largest logit, sum of weights, delta."""
+        if self.kernel is None:
+            return part
+        out, log_sum = part.rows
+        return replace(part, rows=(log_sum, jnp.ones_like(log_sum), row_products(out, part.out)))
 
     def _parts(self, part: Part) -> list[Part]:
         """Returns this device's queries, partitioned into its parts of the sequence."""

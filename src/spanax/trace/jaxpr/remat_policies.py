@@ -157,9 +157,10 @@ RING = "ring"
 
 SPLASH = "splash"
 CUDNN = "cudnn"
-"""Keys are all-gathered and attention runs in a platform kernel: for TPUs, for NVIDIA GPUs."""
+BLOCKWISE = "blockwise"
+"""Keys are all-gathered and attention is fused: by the kernel of TPUs, by that of NVIDIA GPUs, block by block."""
 
-KERNELS = (SPLASH, CUDNN)
+KERNELS = (SPLASH, CUDNN, BLOCKWISE)
 
 CONTEXTS = (GATHERED, RING, *KERNELS)
 
@@ -203,7 +204,7 @@ def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 ATTENTIONS = ("plain", "auto", "flash")
-"""`plain` runs the model's code; `flash` uses the platform's kernel; `auto` is `flash` where a kernel exists."""
+"""`plain` runs the model's code; `flash` the platform's kernel, or blocks of keys; `auto` is `flash` if that is any."""
 
 
 def known_attention(name: str | None) -> str:

@@ -51,6 +51,7 @@ def batches(  # noqa: PLR0913
     cache_dir: str | os.PathLike[str] | None = None,
     field: str | Mapping[str, str] | None = None,
     chat_template: "str | ChatTemplate | None" = None,
+    pack: bool = False,
 ) -> "Batches":
     """Returns an iterator over the batches of a source on the devices, in an order determined by the seed alone.
 
@@ -64,7 +65,7 @@ def batches(  # noqa: PLR0913
       plan: the plan that shards the batch; or, without a plan, an example batch of arrays or `jax.ShapeDtypeStruct`s:
         its batches have the `NamedSharding`s of these, or are NumPy arrays if they have none. For text and tokens its
         leaves are `inputs` and `targets` of shape [B, T]; for conversations also `weights`, and with `segments` and
-        `positions` several are packed in a row.
+        `positions` several are packed in a row, as are the documents of a table of texts or tokens.
       mesh: the device mesh; defaults to the mesh of the plan.
       tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only. A run is resumed with
         a `TrainedTokenizer`.
@@ -84,6 +85,8 @@ def batches(  # noqa: PLR0913
         of the table in place of the usual ones: `prompt=question,completion=answer`.
       chat_template: `chatml`, or the file of a Jinja template; defaults to that of the tokenizer. A run is resumed with
         a `ChatTemplate`.
+      pack: whether each row must have whole documents or conversations, several where they fit, with `segments` from 1
+        and `positions` from 0; a document longer than a row is cut in pieces. The batch needs the leaves of it.
 
     Raises:
       DataError: the source is missing, damaged, too short for one batch, or does not match the batch of the plan.
@@ -103,7 +106,7 @@ def batches(  # noqa: PLR0913
     if epochs is None and not drop_remainder:
         raise MissingError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
     destination = Destination.of(plan, mesh)
-    options = Options(tokenizer, split, field, cache_dir, seed, shuffle, epochs, drop_remainder, chat_template)
+    options = Options(tokenizer, split, field, cache_dir, seed, shuffle, epochs, drop_remainder, chat_template, pack)
     opened = open_source(source, destination, options)
     order = f"seed {seed}, shuffle {shuffle}, {destination.planned}"
     return Batches(opened, order, destination.place, position, prefetch)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spanax.entries.local_path import local_path
-from spanax.errors import DataError, TooFewExamplesError, UnknownNameError, nearest
+from spanax.errors import BatchError, DataError, TooFewExamplesError, UnknownNameError, nearest
 from spanax.sealed import digest
 from spanax.train.data.destination import Destination, Leaves, conform_array, example_shape
 from spanax.train.data.formats.table import Table, is_table, open_table
 from spanax.train.data.mixture import Mixture, named
 from spanax.train.data.order import SPLITS
-from spanax.train.data.packing import WEIGHTED, conversation_rows
+from spanax.train.data.packing import PACKED, SEGMENTS, WEIGHTED, conversation_rows
 from spanax.train.data.source import (
     Examples,
     Options,
@@ -28,7 +28,7 @@ from spanax.train.data.source import (
     sequence_examples,
 )
 from spanax.train.data.text.chat_template import load_template
-from spanax.train.data.text.conversations import FORMATS, PROMPT, Chat, Conversations, chat_of
+from spanax.train.data.text.conversations import FORMATS, PROMPT, Chat, Conversations, chat_of, documents_of
 from spanax.train.data.text.corpus import Corpus, load_corpus
 from spanax.train.data.text.tokenizer import Tokenizer, TrainingText, load_tokenizer
 from spanax.train.data.text.tokens import Column, Tokens, bin_tokens, corpus_tokens
@@ -64,7 +64,21 @@ def is_named(source: Any) -> bool:
 
 def open_source(source: Any, destination: Destination, options: Options) -> Source:
     """Returns a source of the rows of each batch that this process reads; see `batches`."""
-    parts = opened(source, [leaf.path for leaf in destination.leaves], options)
+    paths = [leaf.path for leaf in destination.leaves]
+    if options.pack and set(paths) != PACKED:
+        raise BatchError(
+            f"pack=True needs {', '.join(sorted(PACKED - set(paths)) or sorted(PACKED))} in the batch.",
+            where=f"the batch has {destination.planned}",
+            fix="inputs, targets, segments and positions, int32, and weights, float32, of one shape [B, T]",
+        )
+    parts = opened(source, paths, options)
+    whole = next((part for part, _ in parts if options.pack and not isinstance(part, Conversations)), None)
+    if whole is not None:
+        raise DataError(
+            "pack=True packs the rows of tables: texts, tokens or conversations. This source has no such rows.",
+            where=getattr(whole, "name", type(whole).__name__),
+            fix="JSON Lines, Parquet or a Dataset with a document in each row",
+        )
     if len(parts) == 1 and parts[0][0] is source:
         return element_source(source, destination, options)
     examples = [(_examples(part, destination, options), weight) for part, weight in parts]
@@ -84,7 +98,8 @@ def opened(source: Any, leaves: Collection[str], options: Options) -> list[tuple
         if isinstance(part, Corpus) and tokenizer is not None:
             parts[number] = corpus_tokens(part, tokenizer, options.split, options.cache_dir)
         elif isinstance(part, Column):
-            parts[number] = part.tokens(tokenizer if part.holds_text else None, options.cache_dir)
+            encode = documents_of if SEGMENTS in leaves else Column.tokens
+            parts[number] = encode(part, tokenizer if part.holds_text else None, options.cache_dir)
         elif isinstance(part, Chat) and tokenizer is not None:
             parts[number] = _conversations(part, tokenizer, options)
     return [(part, weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
@@ -178,9 +193,12 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         fields = {leaf: leaf for leaf in leaves} | dict(field)
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     where = f"it has {', '.join(table.fields)[:150]}; the plan expects {', '.join(leaves)[:150]}"
-    has_text = set(leaves) == WINDOWS and any(name in table.fields for name in TEXTS)
-    if WINDOWS <= set(leaves) and not has_text and (chat := chat_of(table, None)):
+    column = next((name for name in TEXTS if name in table.fields), None)
+    is_windows = set(leaves) == WINDOWS
+    if WINDOWS <= set(leaves) and not (is_windows and column) and (chat := chat_of(table, None)):
         return chat
+    if column and (is_windows or set(leaves) == PACKED):
+        return Column(table, column)
     if WEIGHTED <= set(leaves):
         known = "; ".join(" and ".join(f"'{name}'" for name in fields) for fields in FORMATS.values())
         message = f"'{table.name}' has no conversations, in the fields {known}."
@@ -190,8 +208,6 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         raise DataError(
             f"'{table.name}' has no field '{missing}'.", where=where, fix=f"--field {missing}=NAME; {OWN_MODEL}"
         )
-    if column := next((name for name in TEXTS if name in table.fields), None):
-        return Column(table, column)
     raise UnknownNameError(
         f"'{table.name}' has no field 'text' or 'input_ids'.",
         where=where,

@@ -1,9 +1,10 @@
-"""Batches of conversations: several in a row, which a model keeps apart by `segments`, or one.
+"""Batches of conversations and documents: several in a row, which a model keeps apart by `segments`, or one.
 
 It is not Grain's packing, whose rows have no random access, and which takes 20 times as long
 (`benchmarks/data_formats.py`).
 
-Shapes: R rows read by this process, T tokens in a row, C conversations of these rows, N tokens of these.
+Shapes: R rows read by this process, T tokens in a row, C conversations of these rows (or pieces of documents), N tokens
+of these.
 """
 
 import warnings
@@ -15,27 +16,27 @@ import numpy as np
 from spanax.errors import BatchError, DataError
 from spanax.train.data.destination import Destination, Leaves
 from spanax.train.data.source import Examples, Options, check_enough
-from spanax.train.data.text.conversations import COUNTS, IDS, Conversations
+from spanax.train.data.text.conversations import COUNTS, IDS, Conversations, Documents
 
 SEGMENTS = "segments"
 WEIGHTED = frozenset({"inputs", "targets", "weights"})
 PACKED = WEIGHTED | {SEGMENTS, "positions"}
-"""The leaves of batches of conversations, and those of packed ones."""
+"""The leaves of batches of conversations, and those of packed ones; documents are always packed."""
 
 
 def conversation_rows(part: Conversations, destination: Destination, options: Options) -> Examples:
     """Returns rows of conversations as examples: packed if the batch has `segments`, else one conversation in each.
 
-    A conversation longer than a row is cut at its end, with a warning.
+    A conversation longer than a row is cut at its end, with a warning; a document is cut in pieces.
 
     Raises:
       SpanaxError: the batch has no `weights`, or other leaves.
       DataError: nothing that counts remains of a conversation, or there are too few.
     """
     length = _check_batch(part.name, destination)
-    lengths = _cut(part, length)
+    starts, lengths = _pieces(part, length) if isinstance(part, Documents) else (part.starts[:-1], _cut(part, length))
     is_packed = any(leaf.path == SEGMENTS for leaf in destination.leaves)
-    rows = _Rows(part, lengths, *(packed(lengths, length) if is_packed else one_each(len(lengths))))
+    rows = _Rows(part, starts, lengths, *(packed(lengths, length) if is_packed else one_each(len(lengths))))
     num_rows = len(rows.begins) - 1
     check_enough(part.name, num_rows, destination, options)
     paths = [leaf.path for leaf in destination.leaves]
@@ -69,6 +70,17 @@ def _check_batch(name: str, destination: Destination) -> int:
     return int(destination.leaves[0].shape[1 - (destination.dims[0] or 0)])
 
 
+def _pieces(part: Documents, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where pieces of documents begin, and their numbers of targets, at most `length`.
+
+    A piece begins with the last target of the one before it, so that each token but the first is a target once.
+    """
+    totals = np.diff(part.starts) - 1
+    counts = -(-totals // length)
+    firsts = _counted_up(counts) * length
+    return np.repeat(part.starts[:-1], counts) + firsts, np.minimum(np.repeat(totals, counts) - firsts, length)
+
+
 def _cut(part: Conversations, length: int) -> np.ndarray:
     """Returns the number of targets of each conversation, at most `length`."""
     lengths = np.diff(part.starts) - 1
@@ -95,6 +107,7 @@ class _Rows:
     """The conversations of each row: row r has `order[begins[r] : begins[r + 1]]`, in this order."""
 
     part: Conversations
+    starts: np.ndarray
     lengths: np.ndarray
     order: np.ndarray
     begins: np.ndarray
@@ -106,7 +119,7 @@ class _Rows:
         conversations_C = self.order[np.repeat(self.begins[indices_R], counts_R) + which_C]
         lengths_C = self.lengths[conversations_C]
         positions_N = _counted_up(lengths_C)
-        sources_N = np.repeat(self.part.starts[conversations_C], lengths_C) + positions_N
+        sources_N = np.repeat(self.starts[conversations_C], lengths_C) + positions_N
         # The first conversation of a row begins where the row does; each of the others where the one before it ends.
         ends_C = np.cumsum(lengths_C)
         firsts_R = np.cumsum(counts_R) - counts_R

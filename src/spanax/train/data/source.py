@@ -42,6 +42,7 @@ class Options:
     epochs: int | None = 1
     drop_remainder: bool = True
     chat_template: str | ChatTemplate | None = None
+    pack: bool = False
 
     def least(self, destination: Destination) -> int:
         """Returns the number of examples that a source needs."""

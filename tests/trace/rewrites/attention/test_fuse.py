@@ -191,11 +191,12 @@ def test_a_softmax_over_another_dim_is_unchanged() -> None:
     def over_queries(q: Any, k: Any, v: Any) -> Any:
         return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(dots(q, k), axis=-2), v)
 
-    def with_sink(q: Any, k: Any, v: Any) -> Any:
+    def with_mean(q: Any, k: Any, v: Any) -> Any:
+        """A further term in the sum that depends on the key."""
         weights = jnp.exp(dots(q, k))
-        return jnp.einsum("bhqs,bshk->bqhk", weights / (1 + weights.sum(-1, keepdims=True)), v)
+        return jnp.einsum("bhqs,bshk->bqhk", weights / (weights.sum(-1, keepdims=True) + weights), v)
 
-    for function in (over_queries, with_sink):
+    for function in (over_queries, with_mean):
         with pytest.raises(SpanaxError, match="no softmax attention"):
             jax.make_jaxpr(fuse_attention(function))(Q, ROWS, ROWS)
 
@@ -225,10 +226,10 @@ KERNELS: dict[str, tuple[float, bool] | str] = {
     "plain": (8**-0.5, True),
     "library": (8**-0.5, False),
     "library, causal, grouped": (8**-0.5, True),
-    "mask and bias": "not computed from positions alone",
-    "padding": "not computed from positions alone",
-    "window": "'tanh' between q.k and the softmax",
-    "slopes": "neither causal nor of all keys",
+    "mask and bias": "a bias of logits",
+    "padding": "a mask of segments, which cudnn does not support",
+    "window": "a soft cap, which cudnn does not support",
+    "slopes": "a bias of logits",
     "added mask": (8**-0.5, True),
     "one key for all heads": (1.0, False),
     "one example": (8**-0.5, True),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.rewrites.attention.scores import Form, logits
+from spanax.trace.rewrites.attention.scores import Form, evaluated, logits
 
 BLOCK = 512
 """Most keys per block: the materialized scores are the queries of a part by this many keys."""
@@ -82,7 +82,7 @@ class Blocks:
 
     def _forward(self, part: Part, keys: Keys, state: Any) -> Any:
         form = self.form
-        block = _block_size(keys.k.shape[self.form.num_batch])
+        block = block_size(keys.k.shape[self.form.num_batch])
         value_dims = (((form.keys,), (form.num_batch,)), (_batch(form), _batch(form)))
 
         def body(state: Any, index: Any) -> tuple[Any, None]:
@@ -102,7 +102,7 @@ class Blocks:
 
     def _backward(self, part: Part, keys: Keys, state: Any) -> Any:
         form = self.form
-        block = _block_size(keys.k.shape[self.form.num_batch])
+        block = block_size(keys.k.shape[self.form.num_batch])
         largest, weight, delta = part.rows
         out = part.out.astype(keys.v.dtype)
         batch = (_batch(form), _batch(form))
@@ -172,10 +172,40 @@ class Blocks:
         return logits(self.form, score, extras, (*part.q.shape[:-1], block), offsets)
 
 
-def fresh(part: Part, width: int) -> Any:
-    """Returns the initial state of a part's rows, before any keys: sum of values, largest logit, sum of weights."""
+def fresh(form: Form, part: Part, width: int, starts: Mapping[int, Any]) -> Any:
+    """Returns the state of a part's rows before any keys but a sink: sum of values, largest logit, sum of weights."""
     rows = part.q.shape[:-1]
-    return jnp.zeros((*rows, width), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    total = jnp.zeros((*rows, width), jnp.float32)
+    if form.sink is None:
+        return total, jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    return total, _sinks(form, part, starts, part.extras), jnp.ones(rows, jnp.float32)
+
+
+def _sinks(form: Form, part: Part, starts: Mapping[int, Any], extras: Sequence[Any]) -> Any:
+    """Returns the logit of the sink of each row of a part."""
+    assert form.sink is not None
+    rows = part.q.shape[:-1]
+    offsets = dict(starts)
+    offsets[form.queries] = offsets.get(form.queries, 0) + part.index * part.q.shape[form.queries]
+    values = evaluated(form, [form.sink], extras, (*rows, 1), offsets=offsets)[form.sink]
+    return jnp.broadcast_to(values[..., 0].astype(jnp.float32), rows)
+
+
+def of_sinks(form: Form, part: Part, starts: Mapping[int, Any], grads: Sequence[bool], of_extras: Any) -> Any:
+    """Returns the gradients of a part's extras plus those of its sinks, which have no value: -weight times delta."""
+    if form.sink is None or not any(grads):
+        return of_extras
+    largest, weight, delta = part.rows
+    smooth = [extra for extra, is_smooth in zip(part.extras, grads, strict=True) if is_smooth]
+
+    def sinks(smooth: Sequence[Any]) -> Any:
+        remaining = iter(smooth)
+        merged = [next(remaining) if yes else extra for extra, yes in zip(part.extras, grads, strict=True)]
+        return _sinks(form, part, starts, merged)
+
+    values, pullback = jax.vjp(sinks, smooth)
+    (added,) = pullback(-jnp.exp(values - largest) / weight * delta)
+    return tuple(total + term.astype(total.dtype) for total, term in zip(of_extras, added, strict=True))
 
 
 def finished(state: Any, dtype: Any) -> tuple[Any, Any, Any]:
@@ -211,7 +241,8 @@ def _each(body: Callable[[Any, Any], tuple[Any, None]], state: Any, count: int) 
     return body(state, 0) if count == 1 else lax.scan(body, state, jnp.arange(count))
 
 
-def _block_size(size: int) -> int:
+def block_size(size: int) -> int:
+    """Returns the keys in a block of a number of keys: all, where no size of a block divides them."""
     fitting = [block for block in range(min(BLOCK, size), 0, -1) if size % block == 0]
     return fitting[0] if fitting[0] >= LEAST_BLOCK else size
 

@@ -15,7 +15,9 @@ from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
-from spanax.trace.jaxpr.remat_policies import RING
+from spanax.trace.jaxpr.remat_policies import BLOCKWISE, RING
+from spanax.trace.rewrites.attention.blockwise import block_size
+from spanax.trace.rewrites.attention.kernel_form import with_operands
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import (
     AttentionMatch,
@@ -32,7 +34,7 @@ from spanax.trace.rewrites.traced_once import jaxpr_of
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The implementation of one attention: a platform kernel, or None for plain; `detail` has sizes or the reason."""
+    """The implementation of one attention: a kernel, `blockwise`, or None for plain; `detail` has sizes, or why."""
 
     kernel: str | None
     detail: str
@@ -49,11 +51,12 @@ def fuse_attention(
 ) -> Callable[..., Any]:
     """Returns an equivalent pure function in which each attention is one operation.
 
-    With `ring`, every attention must match. With a kernel, attentions that it does not support are left unchanged.
+    With `ring`, every attention must match. With a kernel, attentions that it does not support are computed in blocks
+    of their keys, or left unchanged where they have one block.
 
     Args:
       function: the loss.
-      context: `ring`, or the name of the kernel.
+      context: `ring`, the name of the kernel, or `blockwise`.
       outcomes: receives the implementation of each attention if a kernel is requested.
       num_states: the number of leading arguments that have no examples, such as parameters. Two products with a
         softmax between them are no attention if keys and values depend on these alone: a head of classes, then another.
@@ -105,27 +108,40 @@ def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
 def _outcomes(matches: Sequence[AttentionMatch | Mismatch], kernel: str) -> list[FusedAttention]:
     """Returns the implementation of each attention."""
     location = lambda match: match.op.where.rpartition("/")[2]  # noqa: E731  (a reason in prose, without folders)
-    return [
-        FusedAttention(None, f" at {location(match)}: {match.why}")
-        if isinstance(match, Mismatch)
-        else FusedAttention(kernel, f" for {_name(match)}")
-        for match in matches
-    ] or [FusedAttention(None, ": the loss has no softmax attention")]
+    outcomes = []
+    for match in matches:
+        if isinstance(match, Mismatch):
+            outcomes.append(FusedAttention(None, f" at {location(match)}: {match.why}"))
+        elif match.kernel is None:
+            outcomes.append(FusedAttention(BLOCKWISE, f" for {_name(match)} at {location(match)}{match.why}"))
+        else:
+            outcomes.append(FusedAttention(kernel, f" for {_name(match)}"))
+    return outcomes or [FusedAttention(None, ": the loss has no softmax attention")]
 
 
 def _name(match: AttentionMatch) -> str:
     queries, keys = (match.form.sizes[label] for label in (match.form.queries, match.form.keys))
-    is_causal = match.kernel is not None and match.kernel.is_causal
-    return f"{queries:,} x {keys:,}" + " causal" * is_causal
+    mask = match.kernel.mask if match.kernel is not None else ""
+    return f"{queries:,} x {keys:,} {mask}".rstrip()
 
 
 def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
-    """Returns an attention with its kernel, or why the kernel does not support it."""
+    """Returns an attention with its kernel, else in blocks; or why neither supports it."""
     if isinstance(match, Mismatch):
         return match
-    shapes = [jax.eval_shape(partial(canonical, order=order), graph.avals[value]) for value, order in match.operands]
-    fit = kernel_of(kernel, match.form, *shapes)
-    return Mismatch(fit.why, op) if isinstance(fit, Unfit) else replace(match, kernel=fit)
+    keys = match.form.sizes[match.form.keys]
+    why = ""
+    if kernel != BLOCKWISE:
+        shapes = [
+            jax.eval_shape(partial(canonical, order=order), graph.avals[value]) for value, order in match.operands
+        ]
+        fit = kernel_of(kernel, match.form, *shapes)
+        if not isinstance(fit, Unfit):
+            return replace(match, kernel=fit)
+        why = fit.why
+    if block_size(keys) == keys:
+        return Mismatch(why or f"its {keys:,} keys are one block", op)
+    return replace(match, op=op, why=f": {why}" * bool(why))
 
 
 def _evaluate(
@@ -171,5 +187,9 @@ def _attend(graph: Graph, op: Op, match: AttentionMatch, ins: Sequence[Any]) -> 
     q, k, v = (canonical(array, order) for array, (_, order) in zip(ins, match.operands, strict=False))
     (result,) = op.outputs
     dtype = graph.avals[result].dtype
-    out = attention(match.form, dtype, q, k, v, ins[len(match.operands) :], match.kernel)
+    form = match.form
+    extras = ins[len(match.operands) :]
+    if match.kernel is not None and (extras or match.kernel.has_ids or match.kernel.has_sink):
+        form, extras = with_operands(form, match.kernel, extras)
+    out = attention(form, dtype, q, k, v, extras, match.kernel)
     return as_written(out, match.out, graph.shape(result))

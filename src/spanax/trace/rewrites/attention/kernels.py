@@ -1,18 +1,18 @@
 """The attention kernels of each platform, and which attentions each supports.
 
-A kernel takes a scale and an optional causal mask. Whether a form consists of exactly these is decided from its steps:
-it must be linear in q.k and, on successively smaller blocks of positions, either fully masked or equal to the scale.
+A kernel takes a scale, a soft cap, and a mask of a known pattern and of equal ids. Whether a form consists of exactly
+these is decided from its steps (`masks.py`).
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from spanax.trace.jaxpr.remat_policies import CUDNN, SPLASH
-from spanax.trace.rewrites.attention.scores import MASKED, Form, bounds
+from spanax.trace.rewrites.attention.masks import plain
+from spanax.trace.rewrites.attention.patterns import Pattern
+from spanax.trace.rewrites.attention.scores import Form
 
 LANES = 128
 """Splash requires multiples of this many queries and keys. Source: checked by its kernels."""
@@ -22,27 +22,58 @@ WIDEST_HEAD = {SPLASH: 256, CUDNN: 128}
 
 DTYPES = {SPLASH: ("float32", "bfloat16"), CUDNN: ("float16", "bfloat16")}
 
-PASSING = frozenset(
-    "convert_element_type stop_gradient copy transpose reshape squeeze expand_dims broadcast_in_dim neg".split()
-)
-"""Steps that are linear in operands that depend on q.k."""
-
 SUPPORTED_PRECISIONS = frozenset(
     {None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.F16_F16_F32}
 )
 """Precisions that the kernels implement: operands in their own dtype, accumulation in float32."""
 
-MOST_BLOCKS = 1 << 22
-"""Most blocks to evaluate; a mask that needs more counts as unsupported."""
-
 
 @dataclass(frozen=True)
 class Kernel:
-    """One call of a kernel: its name, the factor of q.k, and whether later keys are masked."""
+    """One call of a kernel.
+
+    Attributes:
+      name: its name.
+      scale: the factor of q.k.
+      pattern: the keys that a query sees by positions.
+      cap: the bound of a soft cap of the logits, if any.
+      has_ids: whether a query sees only keys of its own id; both are operands after q, k and v.
+      masked: the logit of hidden keys; None if every query sees a key.
+      has_sink: whether the softmax has a sink for each query head, the last operand.
+    """
 
     name: str
     scale: float
-    is_causal: bool
+    pattern: Pattern = Pattern()
+    cap: float | None = None
+    has_ids: bool = False
+    masked: float | None = None
+    has_sink: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether exactly later keys are masked by positions."""
+        return self.pattern.is_causal
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the kernel computes the mask on parts of the sequence, too: full, causal, for splash any window.
+
+        A query that sees no key has the mean of all values, and a part has not all.
+        """
+        is_window = self.name == SPLASH and not self.pattern.prefix and not self.pattern.chunk
+        return self.masked is None and (self.pattern.is_full or self.is_causal or is_window)
+
+    @property
+    def mask(self) -> str:
+        """Returns the name of its mask and soft cap."""
+        words = {
+            str(self.pattern): not self.pattern.is_full,
+            "segments": self.has_ids,
+            "soft cap": self.cap is not None,
+            "sink": self.has_sink,
+        }
+        return ", ".join(word for word, is_present in words.items() if is_present)
 
 
 @dataclass(frozen=True)
@@ -62,12 +93,13 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
 
     Example:
       >>> import jax
+      >>> import numpy as np
       >>> from spanax.trace.rewrites.attention.scores import Step
       >>> score = Step("score", None, (), (), (0, 1, 2), (2, 256, 256), np.dtype("float32"))
       >>> form = Form(1, 0, (2, 256, 256), (score,), (), (None, None), np.dtype("float32"))
       >>> q = jax.ShapeDtypeStruct((2, 256, 64), "float32")
       >>> kernel_of("splash", form, q, q, q)
-      Kernel(name='splash', scale=1.0, is_causal=False)
+      Kernel(name='splash', scale=1.0, pattern=Pattern(before=None, after=None, prefix=0, chunk=0), ...)
       >>> kernel_of("cudnn", form, q, q, q).why
       'float32, where cudnn supports float16 or bfloat16'
     """
@@ -83,89 +115,30 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
         return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} supports multiples of {LANES}")
     if not set(_flat(form.precision)) <= SUPPORTED_PRECISIONS:
         return Unfit(f"products of a precision that {name} does not support")
-    plain = _plain(form)
-    return plain if isinstance(plain, Unfit) else Kernel(name, *plain)
+    found = plain(form)
+    if isinstance(found, str):
+        return Unfit(found)
+    kernel = Kernel(name, found.scale, found.pattern, found.cap, found.ids is not None, found.masked, found.has_sink)
+    lacking = _not_in(kernel)
+    return Unfit(f"{lacking}, which {name} does not support") if lacking else kernel
+
+
+def _not_in(kernel: Kernel) -> str:
+    """Returns what a kernel of this name does not support; empty if nothing."""
+    if kernel.name == SPLASH:
+        return ""
+    pattern = kernel.pattern
+    is_window = pattern.before is not None and pattern.before >= 0 and pattern == Pattern(pattern.before, 0)
+    if not (pattern.is_full or pattern.is_causal or is_window):
+        return f"a mask '{pattern}'"
+    if kernel.has_ids:
+        return "a mask of segments"
+    if kernel.has_sink:
+        return "an attention sink"
+    return "a soft cap" if kernel.cap is not None else ""
 
 
 def _flat(precision: Any) -> list[Any]:
     return [
         item for precisions in precision for item in (precisions if isinstance(precisions, tuple) else (precisions,))
     ]
-
-
-@functools.lru_cache(maxsize=256)
-def _plain(form: Form) -> tuple[float, bool] | Unfit:
-    """Returns the scale of a form and whether it is causal, or what else it contains."""
-    if form.extras:
-        return Unfit("a mask or bias that is not computed from positions alone")
-    if nonlinear := _first_nonlinear(form):
-        return Unfit(f"'{nonlinear}' between q.k and the softmax")
-    origin = {label: (np.zeros(1), np.zeros(1)) for label in (form.queries, form.keys)}
-    low, _ = bounds(form, origin, (1.0, 1.0), is_exact=True)
-    scale = float(np.max(low))
-    for is_causal in (True, False):
-        if _has_mask(form, scale, is_causal):
-            return scale, is_causal
-    return Unfit("a mask or bias that is neither causal nor of all keys")
-
-
-def _first_nonlinear(form: Form) -> str | None:
-    """Returns the name of the first step that is not linear in q.k, if any."""
-    depends: list[bool] = []
-    for step in form.steps:
-        of_score = [depends[arg] for arg in step.args]
-        is_linear = {
-            "mul": sum(of_score) <= 1,
-            "div": of_score[1:] == [False],
-            "add": True,
-            "sub": True,
-            "select_n": not any(of_score[:1]),
-        }.get(step.name, step.name in PASSING)
-        if any(of_score) and not is_linear:
-            return step.name
-        depends.append(step.name == "score" or any(of_score))
-    return None
-
-
-def _has_mask(form: Form, scale: float, is_causal: bool) -> bool:
-    """Whether exactly the later keys (causal), or none, are masked, and all other logits equal `scale` times q.k."""
-    queries = form.sizes[form.queries]
-    keys = form.sizes[form.keys]
-    if is_causal and queries != keys:
-        return False
-    blocks = np.asarray([[0], [queries - 1], [0], [keys - 1]])
-    num_evaluated = 0
-    while blocks.size and num_evaluated < MOST_BLOCKS:
-        num_evaluated += blocks.shape[1]
-        is_hidden, is_clear = _known(form, scale, blocks.astype(float))
-        q_first, q_last, k_first, k_last = blocks
-        later, earlier = (k_first > q_last, k_last <= q_first) if is_causal else (k_first < 0, k_first >= 0)
-        if ((later & is_clear) | (earlier & is_hidden)).any():
-            return False
-        undecided = blocks[:, ~((later & is_hidden) | (earlier & is_clear))]
-        if ((undecided[0] == undecided[1]) & (undecided[2] == undecided[3])).any():
-            return False
-        blocks = _quartered(undecided)
-    return not blocks.size
-
-
-def _known(form: Form, scale: float, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which blocks (first and last query, first and last key) are fully masked, and which are unmasked."""
-    intervals = {form.queries: (blocks[0], blocks[1]), form.keys: (blocks[2], blocks[3])}
-    _, high = bounds(form, intervals)
-    near = 1e-6 * abs(scale)
-    is_clear = np.full(blocks.shape[1], True)
-    for score in (0.0, 1.0):
-        low, upper = bounds(form, intervals, (score, score), is_exact=True)
-        is_clear &= (low >= scale * score - near) & (upper <= scale * score + near)
-    return np.broadcast_to(high <= MASKED, is_clear.shape), is_clear
-
-
-def _quartered(blocks: np.ndarray) -> np.ndarray:
-    """Returns the quarters of blocks; halves for blocks of one query or key."""
-    halves = []
-    for first, last in (blocks[:2], blocks[2:]):
-        middle = (first + last) // 2
-        halves.append(((first, middle), (middle + 1, last)))
-    quarters = np.concatenate([np.stack([*q, *k]) for q in halves[0] for k in halves[1]], axis=1)
-    return quarters[:, (quarters[0] <= quarters[1]) & (quarters[2] <= quarters[3])]

@@ -4,7 +4,7 @@ Attention is two products with a softmax between them. The operations between th
 the steps of a `Form`. Where an operation does not match, the jaxpr is left unchanged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.dim_maps.table import names
-from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
-
-SAME = frozenset({"convert_element_type", "stop_gradient", "copy", "optimization_barrier"})
-VIEWS = names(Family.VIEW)
-
-Labels = tuple[int, ...]
-"""For every dim of a value, the label of the dim that it corresponds to."""
+from spanax.trace.rewrites.attention.softmax import (
+    Labels,
+    Softmax,
+    is_followed,
+    op_after_softmax,
+    operand_labels,
+    softmax_of,
+)
+from spanax.trace.rewrites.attention.stored_masks import of_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class AttentionMatch:
       extras: the values of the form's extras.
       out: labels of the original result's dims; the label of the width is one more than that of the keys.
       kernel: the platform kernel that computes it, if any.
+      op: its second product, where it is computed in blocks instead.
+      why: why it is, as the end of a sentence.
     """
 
     form: Form
@@ -43,6 +46,8 @@ class AttentionMatch:
     extras: tuple[int, ...]
     out: Labels
     kernel: Kernel | None = None
+    op: Op | None = None
+    why: str = ""
 
     @property
     def needs(self) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | 
         if op is None and not _is_literal(graph, operand):
             return None
         if op is not None and operand not in result:
-            if op.name != "iota" and not _is_followed(op):
+            if op.name != "iota" and not is_followed(op):
                 return None
             result[operand] = op
             stack += op.inputs
@@ -120,100 +125,18 @@ def _attention(graph: Graph, op: Op, side: int, outside: Positions) -> Attention
     keys = contract[side][0]
     if shape[keys] <= 1:
         return None
-    soft = _softmax(graph, weights, tags, keys)
+    soft = softmax_of(graph, weights, tags, keys)
     if soft is None:
-        weight_op = _op_after_softmax(graph, weights)
+        weight_op = op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
-    steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
-    if steps.grow(*soft) is None or steps.score is None:
+    steps = Steps(graph, keys, {tag for tag in tags if tag != NONE}, outside)
+    if steps.sink(soft) is None or steps.grow(soft.logits, soft.tags) is None or steps.score is None:
         return None
     return steps.matched(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
 
 
-def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, Labels] | None:
-    """Returns the logits of a softmax over the dim tagged `keys`, with their tags."""
-    walked = _views(graph, weights, tags)
-    op, tags = walked or (None, tags)
-    if op is None or op.name != "div":
-        return None
-    numerator, denominator = op.inputs
-    exp = graph.origin(numerator, SAME)
-    exp_op = graph.producers.get(exp)
-    operand_tags = _operand_labels(op, tags)
-    if exp_op is None or exp_op.name != "exp" or operand_tags is None:
-        return None
-    total = _views(graph, denominator, operand_tags[1])
-    if total is None or total[0] is None or total[0].name != "reduce_sum":
-        return None
-    axis, *more_axes = total[0].params["axes"]
-    (summed,) = total[0].inputs
-    if more_axes or graph.origin(summed, SAME) != exp or tags[axis] != keys:
-        return None
-    if total[1] != tuple(tag for dim, tag in enumerate(tags) if dim != axis):
-        return None
-    logits = exp_op.inputs[0]
-    # Softmax is invariant to a shift that is constant along keys, such as the largest logit.
-    while (shift := graph.producers.get(graph.origin(logits, SAME))) is not None and shift.name == "sub":
-        operand_tags = _operand_labels(shift, tags)
-        if operand_tags is None or not _is_of_row(graph, shift.inputs[1], operand_tags[1], keys):
-            break
-        logits = shift.inputs[0]
-    return logits, tags
-
-
-def _views(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels] | None:
-    """Skips views; returns the operation that produces the underlying value, and its tags."""
-    while (op := graph.producers.get(value)) is not None and op.name in SAME | VIEWS:
-        operand_tags = _operand_labels(op, tags)
-        if operand_tags is None:
-            return None
-        value = op.inputs[0]
-        tags = operand_tags[0]
-    return op, tags
-
-
-def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
-    """Whether a value is constant along keys."""
-    while keys in tags:
-        op = graph.producers.get(value)
-        if op is None or op.name not in SAME | VIEWS:
-            return False
-        operand_tags = _operand_labels(op, tags)
-        if operand_tags is None:
-            return False
-        value = op.inputs[0]
-        tags = operand_tags[0]
-    return True
-
-
-def _op_after_softmax(graph: Graph, value: int) -> Op | None:
-    """Returns the last `mul` or `select_n` between a softmax and a value computed elementwise from it, if any."""
-    first: Op | None = None
-    for op in _ancestors(graph, value):
-        if op.name in ("mul", "select_n") and first is None:
-            first = op
-        if op.name == "div":
-            exp, total = (graph.origin(operand, SAME | VIEWS) for operand in op.inputs)
-            producers = [graph.producers.get(operand) for operand in (exp, total)]
-            if [op.name if op else "" for op in producers] == ["exp", "reduce_sum"] and first is not None:
-                return first
-    return None
-
-
-def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
-    """Yields the elementwise operations and views that produce a value, nearest first, at most 64."""
-    queue = [value]
-    seen = set[int]()
-    while queue and len(seen) < 64:
-        op = graph.producers.get(queue.pop(0))
-        if op is not None and op.outputs[0] not in seen and _is_followed(op):
-            seen.add(op.outputs[0])
-            queue += op.inputs
-            yield op
-
-
-class _Steps:
+class Steps:
     """The steps between the first product and the logits, collected backward from the logits.
 
     A value with several labelings (positions of queries and of keys are often one array) becomes several steps. Inputs
@@ -225,10 +148,11 @@ class _Steps:
         self._outside = outside
         self._keys = keys
         self._tags = tags
-        self._steps: list[Step] = []
+        self.steps: list[Step] = []
         self._known: dict[tuple[int, Labels], int] = {}
-        self._extras: list[tuple[int, Labels]] = []
+        self.extras: list[tuple[int, Labels]] = []
         self.score: Op | None = None
+        self.num_sink = 0
         self._score_tags: Labels = ()
 
     def grow(self, value: int, tags: Labels) -> int | None:
@@ -238,9 +162,19 @@ class _Steps:
             step = self._new_step(value, tags)
             if step is None:
                 return None
-            self._steps.append(step)
-            self._known[key] = len(self._steps) - 1
+            self.steps.append(step)
+            self._known[key] = len(self.steps) - 1
         return self._known[key]
+
+    def sink(self, soft: Softmax) -> int | None:
+        """Returns the number of its further steps after adding those of the sink; None if unsupported."""
+        if isinstance(soft.sink, float):
+            dtype = np.dtype("float32")
+            self.steps.append(Step("literal", None, (("value", soft.sink),), (), (), (), dtype))
+        elif soft.sink is not None and self.grow(soft.sink, soft.sink_tags) is None:
+            return None
+        self.num_sink = len(self.steps)
+        return self.num_sink
 
     def _new_step(self, value: int, tags: Labels) -> Step | None:
         graph = self._graph
@@ -251,14 +185,20 @@ class _Steps:
         if _is_literal(graph, value):
             literal = np.asarray(graph.constants[value]).item()
             return Step("literal", None, (("value", literal),), (), *rest)
+        if (dim := _counts(graph, value)) is not None:
+            return Step("iota", None, (("dimension", dim),), (), *rest)
+        if value in graph.constants and (stored := self._stored(value, tags)) is not None:
+            return stored
         if op is not None and self._is_score(op, tags):
             self.score = op
             self._score_tags = tags
             return Step("score", None, (), (), *rest)
         if op is not None and op.name == "iota":
             return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
-        if op is not None and _is_followed(op) and op.name != "sharding_constraint":
-            operand_tags = _operand_labels(op, tags)
+        if op is not None and op.name == "gather" and (step := self._lookup(op, tags)) is not None:
+            return step
+        if op is not None and is_followed(op) and op.name != "sharding_constraint":
+            operand_tags = operand_labels(op, tags)
             args = (
                 [self.grow(*pair) for pair in zip(op.inputs, operand_tags, strict=True)]
                 if operand_tags is not None
@@ -275,8 +215,52 @@ class _Steps:
                 )
         if self._comes_of_score(value):
             return None
-        self._extras.append((value, tags))
-        return Step("extra", None, (("at", len(self._extras) - 1),), (), *rest)
+        self.extras.append((value, tags))
+        return Step("extra", None, (("at", len(self.extras) - 1),), (), *rest)
+
+    def _stored(self, value: int, tags: Labels) -> Step | None:
+        """Returns the step of a mask that is a constant array, after adding its operands; None if it is none."""
+        graph = self._graph
+        dims = [dim for dim, size in enumerate(graph.shape(value)) if size > 1]
+        if value in graph.captured or len(dims) != 2 or self._keys not in (tags[dim] for dim in dims):
+            return None
+        queries, keys = sorted(dims, key=lambda dim: tags[dim] == self._keys)
+        jaxpr = of_positions(np.asarray(graph.constants[value]), queries, keys)
+        if jaxpr is None:
+            return None
+        inner = from_jaxpr(jaxpr, CALLS)
+        steps = Steps(inner, self._keys, self._tags, {})
+        steps.grow(inner.body.outputs[0], tags)
+        added = [replace(step, args=tuple(arg + len(self.steps) for arg in step.args)) for step in steps.steps]
+        self.steps += added[:-1]
+        return added[-1]
+
+    def _lookup(self, op: Op, tags: Labels) -> Step | None:
+        """Returns the step that looks up numbers of a table, such as biases of distances; None for other gathers."""
+        graph = self._graph
+        table, indices = op.inputs
+        dims = op.params["dimension_numbers"]
+        (*looked_up,) = dims.collapsed_slice_dims
+        sizes = tuple(1 if dim in looked_up else size for dim, size in enumerate(graph.shape(table)))
+        is_plain = len(looked_up) == 1 and dims.start_index_map == dims.collapsed_slice_dims
+        is_lookup = is_plain and not dims.operand_batching_dims and sizes == op.params["slice_sizes"]
+        if not is_lookup or self._keys not in tags or self._comes_of_score(table):
+            return None
+        of_slices = iter(dims.offset_dims)
+        of_table = tuple(NONE if dim in looked_up else tags[next(of_slices)] for dim in range(len(sizes)))
+        of_indices = [tag for dim, tag in enumerate(tags) if dim not in dims.offset_dims]
+        index = self.grow(indices, (*of_indices, NONE))
+        if index is None or self._keys in of_table:
+            return None
+        self.extras.append((table, of_table))
+        aval = graph.avals[table]
+        at = (("at", len(self.extras) - 1),)
+        self.steps.append(Step("extra", None, at, (), of_table, graph.shape(table), np.dtype(aval.dtype)))
+        # A missing index is NaN with and without saying so, and NaN is not equal to itself.
+        params = tuple((name, op.params[name]) for name in ("dimension_numbers", "mode"))
+        result = graph.avals[op.outputs[0]]
+        args = (len(self.steps) - 1, index)
+        return Step("gather", op.eqn.primitive, params, args, tags, result.shape, np.dtype(result.dtype))
 
     def _is_score(self, op: Op, tags: Labels) -> bool:
         """Whether an operation is q.k: a single product whose result has all dims of the logits."""
@@ -317,18 +301,21 @@ class _Steps:
         v = self._values(second, side, batch, label_of_tag, num_batch)
         if v is None or len(contract[0]) != 1:
             return None
+        values_of = [value for value, _ in self.extras]
         form = Form(
             num_batch=num_batch,
             num_rows=len(rows),
             sizes=tuple(shape[dim] for dim in order),
-            steps=tuple(replace(step, labels=relabelled(step.labels)) for step in self._steps),
-            extras=tuple(relabelled(tags) for _, tags in self._extras),
+            steps=tuple(replace(step, labels=relabelled(step.labels)) for step in self.steps),
+            extras=tuple(relabelled(tags) for _, tags in self.extras),
             precision=(_plain(first.params["precision"]), _plain(second.params["precision"])),
             dtype=np.dtype(graph.avals[first.outputs[0]].dtype),
+            sink=self.num_sink - 1 if self.num_sink else None,
+            same=tuple(values_of.index(value) for value in values_of),
         )
         operands = ((first.inputs[q_side], q_order), (first.inputs[1 - q_side], k_order), (values, v))
         out = self._result(second, side, v[-1], label_of_tag, len(order))
-        return AttentionMatch(form, operands, tuple(value for value, _ in self._extras), out)
+        return AttentionMatch(form, operands, tuple(value for value, _ in self.extras), out)
 
     def _values(
         self, second: Op, side: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
@@ -359,14 +346,16 @@ def _is_literal(graph: Graph, value: int) -> bool:
     return value in graph.constants and value not in graph.captured and np.ndim(graph.constants[value]) == 0
 
 
-def _is_followed(op: Op) -> bool:
-    """Returns whether an operation computes its result elementwise, or is a view of its operand."""
-    return op.is_elementwise or op.family is Family.VIEW
-
-
-def _operand_labels(op: Op, labels: Labels) -> list[Labels] | None:
-    """Returns the labels of an operation's operands, given those of its result; None if they cannot be propagated."""
-    return op.dim_map.operand_labels(labels, NONE) if _is_followed(op) else None
+def _counts(graph: Graph, value: int) -> int | None:
+    """Returns the dim along which a constant array counts from 0, as `np.arange` does; None if it is no such array."""
+    if value not in graph.constants or value in graph.captured or not np.ndim(graph.constants[value]):
+        return None
+    shape = np.shape(graph.constants[value])
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    if len(dims) != 1 or graph.avals[value].dtype.kind not in "iu":
+        return None
+    array = np.asarray(graph.constants[value])
+    return dims[0] if (array.ravel() == np.arange(array.size)).all() else None
 
 
 def _plain(value: Any) -> Any:

@@ -20,9 +20,9 @@ from spanax.trace.jaxpr.dim_maps.registry import Padding
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Shape
 from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, parted
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, of_sinks, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
-from spanax.trace.rewrites.attention.scores import NONE, Form, shares
+from spanax.trace.rewrites.attention.scores import MASKED, NONE, Form, shares
 
 FORWARD = "spanax_attention"
 BACKWARD = "spanax_attention_grad"
@@ -33,18 +33,18 @@ RING = frozenset({FORWARD, BACKWARD})
 attention_p = core.Primitive(FORWARD)
 """(q, k, v, *extras) -> (result, largest logit of each row, sum of its weights).
 
-With a kernel: (q, k, v) -> (result, log of the sum)."""
+With a kernel: (q, k, v, *extras) -> (result, log of the sum)."""
 
 attention_grad_p = core.Primitive(BACKWARD)
 """(q, k, v, gradient of the result, largest, weight, delta, *extras) -> gradients of q, k, v and extras with `grads`.
 
-With a kernel: (q, k, v, gradient of the result, result, log of the sum) -> gradients of q, k, v."""
+With a kernel: (q, k, v, gradient of the result, result, log of the sum, *extras) -> gradients, as without."""
 
 for _primitive in (attention_p, attention_grad_p):
     _primitive.multiple_results = True
 
 NUM_ROWS = 7
-"""Operands of the backward operation before its extras."""
+"""Operands of the backward operation before its extras; with a kernel one less."""
 
 
 def attention(
@@ -83,7 +83,7 @@ def attention(
 
     def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
         q, k, v, extras, out, rows = residuals
-        operands = [out, *rows] if kernel else [*rows, _delta(out, of_out)]
+        operands = [out, *rows] if kernel else [*rows, row_products(out, of_out)]
         grads = tuple(jnp.issubdtype(extra.dtype, jnp.floating) for extra in extras)
         of_q, of_k, of_v, *of_floats = attention_grad_p.bind(
             q, k, v, of_out, *operands, *extras, form=form, grads=grads, kernel=kernel
@@ -92,10 +92,10 @@ def attention(
         return of_q, of_k, of_v, tuple(next(remaining) if is_smooth else None for is_smooth in grads)
 
     attend.defvjp(forward, backward)
-    return attend(q, k, v, () if kernel else tuple(extras))
+    return attend(q, k, v, tuple(extras))
 
 
-def _delta(out: Any, of_out: Any) -> Any:
+def row_products(out: Any, of_out: Any) -> Any:
     """Returns, for each row, the product of the result and its gradient."""
     return (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
 
@@ -106,7 +106,7 @@ def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence
     num = len(blocks.masked)
     states = []
     for part in parted(form, Part(q, tuple(extras), 0), num):
-        state = fresh(part, v.shape[-1])
+        state = fresh(form, part, v.shape[-1], blocks.starts)
         for keys in _split_keys(form, k, v, num):
             state = blocks.attend(part, keys, state)
         states.append(finished(state, dtype))
@@ -132,7 +132,7 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
                 query_part, block, (part_q, part_extras, *of_keys[index])
             )
         of_q.append(part_q)
-        of_extras.append(part_extras)
+        of_extras.append(of_sinks(form, query_part, blocks.starts, grads, part_extras))
     of_k, of_v = (jnp.concatenate(block, form.num_batch) for block in zip(*of_keys, strict=True))
     return [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
 
@@ -151,7 +151,8 @@ def _masked_here(form: Form, starts: Any) -> np.ndarray:
 
 def wanted_of(grads: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
     """Returns the operands of `attention_grad_p` that have a gradient, in the order of its results."""
-    extras = [extra for extra, is_smooth in zip(operands[NUM_ROWS:], grads, strict=True) if is_smooth]
+    last = operands[len(operands) - len(grads) :]
+    extras = [extra for extra, is_smooth in zip(last, grads, strict=True) if is_smooth]
     return [*operands[:3], *extras]
 
 
@@ -200,8 +201,13 @@ def backward_here(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: A
     """Evaluates the backward operation blockwise, also for a kernel."""
     arguments = operands
     if kernel:
-        q, k, v, of_out, out, log_sum = operands
-        arguments = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), _delta(out, of_out))
+        q, k, v, of_out, out, log_sum, *extras = operands
+        weight = jnp.ones_like(log_sum)
+        if (
+            kernel.masked is not None
+        ):  # a query that sees no key has equal weights, which the log of their sum rounds off
+            weight = jnp.where(log_sum <= MASKED, float(form.sizes[form.keys]), weight)
+        arguments = (q, k, v, of_out, log_sum, weight, row_products(out, of_out), *extras)
     gradients = turn_back_here(form, grads, arguments)
     return [
         gradient.astype(operand.dtype) for gradient, operand in zip(gradients, wanted_of(grads, operands), strict=True)
@@ -257,9 +263,8 @@ def _batch_dims(op: Equation) -> set[Dim]:
     form = op.params["form"]
     batch = range(op.params["form"].num_batch)
     grads = op.params.get("grads", ())
-    extras = () if op.params["kernel"] else form.extras
-    num_rows = len(op.inputs) - len(extras)
-    of_extras = [{dim: label for dim, label in enumerate(labels) if label in batch} for labels in extras]
+    num_rows = len(op.inputs) - len(form.extras)
+    of_extras = [{dim: label for dim, label in enumerate(labels) if label in batch} for labels in form.extras]
     if any(is_smooth and len(dims) < len(batch) for dims, is_smooth in zip(of_extras, grads, strict=False)):
         return set()
     with_grads = [dims for dims, is_smooth in zip(of_extras, grads, strict=False) if is_smooth]
@@ -280,8 +285,9 @@ def _forward_dims(op: Equation, dims: Recorder) -> None:
 @rule(BACKWARD, padding=Padding(_resized, dims=_batch_dims))
 def _backward_dims(op: Equation, dims: Recorder) -> None:
     form = op.params["form"]
-    q, _, v, of_out, *rows = op.inputs[:NUM_ROWS]
-    _join(dims, form, op.inputs[:3], op.inputs[NUM_ROWS:])
+    num_rows = len(op.inputs) - len(form.extras)
+    q, _, v, of_out, *rows = op.inputs[:num_rows]
+    _join(dims, form, op.inputs[:3], op.inputs[num_rows:])
     _join_rows(dims, form, q, (of_out, *rows))
     dims.join(v, form.num_batch + 1, of_out, form.keys)
     for operand, gradient in zip(wanted_of(op.params["grads"], op.inputs), op.outputs, strict=True):

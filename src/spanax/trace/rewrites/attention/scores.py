@@ -6,10 +6,9 @@ their operands. Positions are generated per block, so the full score matrix is n
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -59,6 +58,8 @@ class Form:
       sizes: size of each label.
       steps: in order; the last step produces the logits.
       extras: for each external operand, the labels of its dims.
+      same: for each external operand, the first that is the same array, under other labels.
+      sink: the step of the logit of a sink of each row, a term of the softmax's sum without a weight, if there is one.
       precision: precision of each of the two products.
       dtype: traced dtype of q.k.
     """
@@ -70,6 +71,8 @@ class Form:
     extras: tuple[tuple[int, ...], ...]
     precision: tuple[Any, Any]
     dtype: Any
+    same: tuple[int, ...] = ()
+    sink: int | None = None
 
     @property
     def queries(self) -> int:
@@ -82,19 +85,6 @@ class Form:
         return self.queries + 1
 
 
-def scaled(form: Form, scale: float) -> Form:
-    """Returns the attention with the same dims whose logits are q.k times a number, without a mask."""
-    score = next(step for step in form.steps if step.name == "score")
-    (product,) = jax.make_jaxpr(lax.mul)(0.0, 0.0).eqns
-    steps = (
-        replace(score, args=()),
-        Step("literal", None, (("value", scale),), (), (), (), form.dtype),
-        Step("broadcast_in_dim", None, (("broadcast_dimensions", ()),), (1,), score.labels, score.shape, form.dtype),
-        Step("mul", product.primitive, (*product.params.items(),), (0, 2), score.labels, score.shape, form.dtype),
-    )
-    return replace(form, steps=steps)
-
-
 def logits(form: Form, score: Any, extras: Sequence[Any], sizes: Sequence[int], offsets: Mapping[int, Any]) -> Any:
     """Returns the logits of one block, of shape (batch, rows, queries, keys).
 
@@ -105,15 +95,34 @@ def logits(form: Form, score: Any, extras: Sequence[Any], sizes: Sequence[int], 
       sizes: size of each label in this block.
       offsets: start of the block along each label; 0 for missing labels.
     """
-    results: list[Any] = []
-    for step in form.steps:
+    last = len(form.steps) - 1
+    return evaluated(form, [last], extras, sizes, score, offsets)[last]
+
+
+def evaluated(
+    form: Form,
+    steps: Sequence[int],
+    extras: Sequence[Any],
+    sizes: Sequence[int],
+    score: Any = None,
+    offsets: Mapping[int, Any] | None = None,
+) -> dict[int, Any]:
+    """Returns the values of some steps for one block, of shape (batch, rows, queries, keys).
+
+    A label along which a value does not vary may have size 1.
+    """
+    needed = set(steps)
+    for index in range(len(form.steps) - 1, -1, -1):
+        needed |= set(form.steps[index].args) if index in needed else set()
+    results: dict[int, Any] = {}
+    for index in sorted(needed):
+        step = form.steps[index]
         shape = tuple(
             size if label == NONE else sizes[label] for size, label in zip(step.shape, step.labels, strict=True)
         )
-        ins = [results[index] for index in step.args]
-        results.append(_run(form, step, ins, shape, score, extras, offsets))
-    last = form.steps[-1]
-    return _in_order(form, results[-1], last.labels, sizes)
+        ins = [results[arg] for arg in step.args]
+        results[index] = _run(form, step, ins, shape, score, extras, offsets or {})
+    return {index: _in_order(form, results[index], form.steps[index].labels, sizes) for index in steps}
 
 
 def _run(
@@ -142,15 +151,20 @@ def _run(
         return lax.broadcast_in_dim(ins[0], shape, step.param("broadcast_dimensions"))
     if step.name in ("reshape", "squeeze", "expand_dims"):
         return lax.reshape(ins[0], shape)
+    if step.name == "gather":
+        dims = step.param("dimension_numbers")
+        sizes = [1 if dim in dims.collapsed_slice_dims else size for dim, size in enumerate(ins[0].shape)]
+        return lax.gather(*ins, dims, sizes, mode=step.param("mode"))
     return step.primitive.bind(*ins, **dict(step.params))
 
 
 def _in_order(form: Form, array: Any, labels: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Returns an array transposed and reshaped to (batch, rows, queries, keys)."""
+    """Returns an array transposed and reshaped to (batch, rows, queries, keys), with size 1 for missing labels."""
     labeled = [dim for dim, label in enumerate(labels) if label != NONE]
     array = lax.reshape(array, tuple(array.shape[dim] for dim in labeled))
     array = lax.transpose(array, sorted(range(len(labeled)), key=lambda i: labels[labeled[i]]))
-    return lax.reshape(array, tuple(sizes))
+    present = {label for label in labels if label != NONE}
+    return lax.reshape(array, tuple(size if label in present else 1 for label, size in enumerate(sizes)))
 
 
 LARGEST_SCORE = 1e6
@@ -158,6 +172,9 @@ LARGEST_SCORE = 1e6
 
 MASKED = -1e8
 """A logit bounded above by this is masked: its softmax weight is exactly 0 next to any unmasked logit."""
+
+VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze expand_dims stop_gradient copy".split())
+"""Steps whose values are those of their operand."""
 
 Range = tuple[np.ndarray, np.ndarray]
 """Lower and upper bound of a value."""
@@ -182,16 +199,18 @@ def masked_blocks(form: Form, num_parts: int) -> np.ndarray:
     if not is_masked.any():
         return np.array(is_masked)
     is_exact = bool((np.broadcast_to(high, is_masked.shape)[is_masked] == -np.inf).all())
-    return np.array(is_masked & (is_exact or _sees_itself(form)))
+    return np.array(is_masked & (is_exact or sees_itself(form)))
 
 
-def _sees_itself(form: Form) -> bool:
+def sees_itself(form: Form) -> bool:
+    """Returns whether every query sees the key at its own position, for every input."""
     t = form.sizes[form.queries]
     s = form.sizes[form.keys]
     if t != s:
         return False
     positions = np.arange(t, dtype=float)
-    low, _ = bounds(form, {form.queries: (positions, positions), form.keys: (positions, positions)})
+    at = {form.queries: (positions, positions), form.keys: (positions, positions)}
+    low, _ = ranges(form, at, is_diagonal=True)[-1]
     return bool((low > MASKED).all())
 
 
@@ -199,10 +218,22 @@ def bounds(
     form: Form,
     at: Mapping[int, Range],
     score: tuple[float, float] = (-LARGEST_SCORE, LARGEST_SCORE),
-    *,
-    is_exact: bool = False,
 ) -> Range:
-    """Returns bounds on the logits from intervals of positions and of q.k; `is_exact` ignores rounding."""
+    """Returns bounds on the logits from intervals of positions and of q.k."""
+    return ranges(form, at, score)[-1]
+
+
+def ranges(
+    form: Form,
+    at: Mapping[int, Range],
+    score: tuple[float, float] = (-LARGEST_SCORE, LARGEST_SCORE),
+    *,
+    is_diagonal: bool = False,
+) -> list[Range]:
+    """Returns bounds on the value of each step from intervals of positions and of q.k.
+
+    With `is_diagonal`, queries and keys are at the same positions: what one function computes of both is equal there.
+    """
     anything = np.asarray(-np.inf), np.asarray(np.inf)
     ranges: list[Range] = []
     for step in form.steps:
@@ -215,15 +246,45 @@ def bounds(
             dim = step.param("dimension")
             extent = np.asarray(0.0), np.asarray(step.shape[dim] - 1.0)
             bound = at.get(step.labels[dim], extent)
+        elif is_diagonal and _is_reflexive(form, step):
+            bound = (np.asarray(1.0), np.asarray(1.0))
+        elif step.name in _OF_INTEGERS and jnp.issubdtype(step.dtype, jnp.integer):
+            bound = _OF_INTEGERS[step.name](*operands)
         elif step.name in _RANGES and (step.name not in FLAGS or step.dtype == np.bool_):
             bound = _RANGES[step.name](*operands)
         else:
             bound = (np.asarray(0.0), np.asarray(1.0)) if step.dtype == np.bool_ else anything
-        ranges.append(anything if any(np.isnan(arg).any() for arg in bound) else _rounded(bound, step, is_exact))
-    return ranges[-1]
+        ranges.append(anything if any(np.isnan(arg).any() for arg in bound) else _rounded(bound, step))
+    return ranges
 
 
-def _rounded(bound: Range, step: Step, is_exact: bool) -> Range:
+def _is_alike(form: Form, step: int, other: int) -> bool:
+    """Whether two steps compute one function of positions, one of the queries and the other of the keys."""
+    a, b = (form.steps[before_views(form, each)] for each in (step, other))
+    swapped = {form.queries: form.keys}
+    labels = [tuple(swapped.get(label, label) for label in each.labels if label != NONE) for each in (a, b)]
+    if a.name != b.name or labels[0] != labels[1] or len(a.args) != len(b.args):
+        return False
+    if a.name == "extra":
+        return form.same[a.param("at")] == form.same[b.param("at")]
+    is_equal = a.params == b.params or a.name == "iota"
+    return is_equal and all(_is_alike(form, *pair) for pair in zip(a.args, b.args, strict=True))
+
+
+def _is_reflexive(form: Form, step: Step) -> bool:
+    """Whether a step compares equal functions of the positions of queries and of keys; floats may be NaN."""
+    is_equality = step.name == "eq" and form.steps[step.args[0]].dtype.kind in "biu"
+    return is_equality and _is_alike(form, *step.args)
+
+
+def before_views(form: Form, step: int) -> int:
+    """Returns the step whose values another one only arranges otherwise."""
+    while form.steps[step].name in VIEWS:
+        (step,) = form.steps[step].args
+    return step
+
+
+def _rounded(bound: Range, step: Step) -> Range:
     """Returns a range widened by the rounding error of the dtype."""
     low, high = bound
     if step.dtype == np.bool_:
@@ -232,7 +293,7 @@ def _rounded(bound: Range, step: Step, is_exact: bool) -> Range:
         return is_one.astype(float), (~is_zero).astype(float)
     if jnp.issubdtype(step.dtype, jnp.integer):
         return np.floor(low), np.ceil(high)
-    if step.dtype.itemsize < 4 and not is_exact and step.name != "literal":
+    if step.dtype.itemsize < 4 and step.name != "literal":
         epsilon = 2.0 ** -jnp.finfo(step.dtype).nmant
         return low - np.where(np.isfinite(low), epsilon * abs(low), 0), high + np.where(
             np.isfinite(high), epsilon * abs(high), 0
@@ -257,6 +318,35 @@ def _divided(a: Range, b: Range) -> Range:
     if ((b[0] <= 0) & (b[1] >= 0)).any() or not all(np.isfinite(bound).all() for bound in (*a, *b)):
         return np.asarray(-np.inf), np.asarray(np.inf)
     return _corners(np.divide)(a, b)
+
+
+def _quotient(a: Range, b: Range) -> Range:
+    """Returns the range of a division of integers, which rounds toward zero."""
+    low, high = _divided(a, b)
+    return np.trunc(low), np.trunc(high)
+
+
+def _remainder(a: Range, b: Range) -> Range:
+    """Returns the range of a remainder: exact within one period of a known divisor."""
+    divisor = b[0]
+    if (b[0] != b[1]).any() or (divisor <= 0).any() or not all(np.isfinite(bound).all() for bound in a):
+        return np.asarray(-np.inf), np.asarray(np.inf)
+    low, high = (np.fmod(bound, divisor) for bound in a)
+    is_one_period = np.trunc(a[0] / divisor) == np.trunc(a[1] / divisor)
+    least = np.where(a[0] < 0, 1 - divisor, 0)
+    return np.where(is_one_period, low, least), np.where(is_one_period, high, np.where(a[1] > 0, divisor - 1, 0))
+
+
+def _shifted(a: Range, b: Range) -> Range:
+    """Returns the range of a shift to the right of integers that are not negative."""
+    if (b[0] != b[1]).any() or (b[0] < 0).any() or not np.isfinite(a[1]).all() or (a[0] < 0).any():
+        return np.asarray(-np.inf), np.asarray(np.inf)
+    return np.floor(a[0] / 2.0 ** b[0]), np.floor(a[1] / 2.0 ** b[0])
+
+
+def _absolute(a: Range) -> Range:
+    ends = np.abs(a[0]), np.abs(a[1])
+    return np.where((a[0] <= 0) & (a[1] >= 0), 0.0, np.minimum(*ends)), np.maximum(*ends)
 
 
 def _less(a: Range, b: Range) -> Range:
@@ -307,6 +397,8 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "max": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
     "min": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
     "neg": lambda a: (-a[1], -a[0]),
+    "abs": _absolute,
+    "sign": lambda a: (np.sign(a[0]), np.sign(a[1])),
     "tanh": lambda a: (np.tanh(a[0]), np.tanh(a[1])),
     "lt": _less,
     "gt": lambda a, b: _less(b, a),
@@ -321,6 +413,13 @@ _RANGES: dict[str, Callable[..., Range]] = {
 }
 for _name in "broadcast_in_dim transpose reshape squeeze expand_dims stop_gradient copy convert_element_type".split():
     _RANGES[_name] = _same
+
+_OF_INTEGERS: dict[str, Callable[..., Range]] = {
+    "div": _quotient,
+    "rem": _remainder,
+    "shift_right_logical": _shifted,
+    "shift_right_arithmetic": _shifted,
+}
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from spanax.sealed import digest
 from spanax.train.data.formats.table import Table
 from spanax.train.data.text.chat_template import ASSISTANT, ChatTemplate, ConversationError, Pieces, required
 from spanax.train.data.text.tokenizer import GROUP_CHARS, Tokenizer, TrainingText, begin_ids, encoding_errors
-from spanax.train.data.text.tokens import Tokens
+from spanax.train.data.text.tokens import Column, Tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -66,6 +66,45 @@ class Conversations(Tokens):
     def starts(self) -> np.ndarray:
         """Where each conversation begins, and the end of the last, of shape [N + 1]."""
         return np.append(np.flatnonzero(self.ids & BEGINS), len(self.ids))
+
+
+@dataclass(frozen=True)
+class Documents(Conversations):
+    """The documents of one split, of which every token counts but the first."""
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The size of the smallest vocabulary with every id."""
+        return replace(self, ids=self.ids & IDS).vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
+
+
+def documents_of(
+    column: Column, tokenizer: Tokenizer | None, cache_dir: str | os.PathLike[str] | None = None
+) -> Documents:
+    """Returns the texts or token ids of a column, each row apart; `tokenizer` is None for token ids.
+
+    Raises:
+      DataError: an id does not fit beside the bits.
+    """
+    table = column.table
+    encoding = tokenizer.name if tokenizer else "ids"
+    settings = f"documents {column.field} {encoding} {tokenizer and tokenizer.end_id} {table.holds_out}"
+    ids = table.stored(settings, np.dtype(np.uint32), _marked(column, tokenizer), cache_dir)
+    name = f"{table.name}[{column.field}] documents, {table.split} {encoding} {digest(table.digest, settings)}"
+    return Documents(name, ids, tokenizer)
+
+
+def _marked(column: Column, tokenizer: Tokenizer | None) -> Iterator[tuple[bool, np.ndarray]]:
+    """Yields the ids of documents, with bits."""
+    begins = True
+    for is_held_out, is_last, ids in column.documents(tokenizer):
+        if len(ids) and ids.max() > IDS:
+            raise DataError(f"token {ids.max():,} of '{column.table.name}' is above {IDS:,}.", fix="smaller token ids")
+        marked = ids.astype(np.uint32) | COUNTS
+        if begins and len(marked):
+            marked[0] ^= COUNTS | BEGINS
+        begins = is_last or (begins and not len(marked))
+        yield is_held_out, marked
 
 
 @dataclass(frozen=True)

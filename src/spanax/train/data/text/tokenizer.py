@@ -71,19 +71,20 @@ class Tokenizer:
             return np.frombuffer(text, np.uint8)
         return np.concatenate([ids for _, _, ids in self._encoded([(False, text)])])
 
-    def encode_documents(self, documents: Iterable[tuple[bool, bytes]]) -> Iterator[tuple[bool, np.ndarray]]:
+    def encode_documents(self, documents: Iterable[tuple[bool, bytes]]) -> Iterator[tuple[bool, bool, np.ndarray]]:
         """Yields the ids of documents, each followed by the end-of-text token, or by a newline if there is none.
 
-        A long document is yielded in parts. The bool of a document, whether it is held out, stays with its ids.
+        A long document is yielded in parts: the bool of the document, whether it is held out, whether a part is its
+        last, and the ids.
         """
         if self.end_id is None:
             documents = ((is_held_out, text + b"\n") for is_held_out, text in documents)
         if self.engine is None:
-            yield from ((is_held_out, np.frombuffer(text, np.uint8)) for is_held_out, text in documents)
+            yield from ((is_held_out, True, np.frombuffer(text, np.uint8)) for is_held_out, text in documents)
             return
         for is_held_out, is_last, ids in self._encoded(documents):
             has_end = is_last and self.end_id is not None
-            yield is_held_out, np.append(ids, ids.dtype.type(self.end_id)) if has_end else ids
+            yield is_held_out, is_last, np.append(ids, ids.dtype.type(self.end_id)) if has_end else ids
 
     def to_json(self) -> str:
         """Returns the tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""

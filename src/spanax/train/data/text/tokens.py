@@ -136,10 +136,16 @@ class Column:
         table = self.table
         encoding = tokenizer.name if tokenizer else "ids"
         settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(table.holds_out))
-        items = tokenizer.encode_documents(self._texts()) if tokenizer else self._ids()
+        items = ((is_held_out, ids) for is_held_out, _, ids in self.documents(tokenizer))
         ids = table.stored(str(settings), tokenizer.dtype if tokenizer else np.dtype(np.uint32), items, cache_dir)
         name = f"{table.name}[{self.field}] {table.split} {encoding} {digest(table.digest, *settings)}"
         return Tokens(name, ids, tokenizer)
+
+    def documents(self, tokenizer: Tokenizer | None) -> Iterator[tuple[bool, bool, np.ndarray]]:
+        """Yields the ids of the rows, in parts: whether a row is held out, whether a part is its last, and the ids."""
+        if tokenizer:
+            return tokenizer.encode_documents(self._texts())
+        return ((is_held_out, True, ids) for is_held_out, ids in self._ids())
 
     def _texts(self) -> Iterator[tuple[bool, bytes]]:
         for number, (is_held_out, value) in enumerate(self.table.values(self.field)):
