@@ -12,6 +12,7 @@ from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
+from spanax.plan.sharding.sorted_rows import RowSharding, row_sharding
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
@@ -34,6 +35,7 @@ class OperandSharding:
       summed: the mesh axes over which the results of shards are then summed.
       parts: the number of shards of the groups of a convolution.
       attention: the sharding of a fused attention operation.
+      rows: the sharding of an operation on rows that each device sorts for itself.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -44,6 +46,7 @@ class OperandSharding:
     summed: tuple[str, ...] = ()
     parts: int = 1
     attention: AttentionSharding | None = None
+    rows: RowSharding | None = None
     is_isolated: bool = False
 
 
@@ -63,6 +66,9 @@ def operand_sharding(
     if attention is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
+    rows = row_sharding(traced, op, constraints, resolver.mesh)
+    if rows is not None:
+        return OperandSharding(rows.inputs, rows.outputs, is_local=True, rows=rows)
     if op.name in CONTRACTIONS:
         sharding = _in_groups(resolver, traced, op, constraints) or _exchanged(traced, op, constraints)
         return sharding or _contracted(resolver, traced, op, constraints)

@@ -89,7 +89,13 @@ def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> 
 
 
 def spmd_partition(
-    graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
+    graph: Graph,
+    classes: Sequence[Labels],
+    op: Op,
+    ins: Sequence[Masks],
+    outs: Sequence[Masks],
+    *,
+    by_row: bool = False,
 ) -> PartitionedOp:
     """Returns how one operation is partitioned.
 
@@ -99,13 +105,16 @@ def spmd_partition(
       op: an operation without bodies.
       ins: the sharding of each operand.
       outs: the requested sharding of each result.
+      by_row: whether each device has its own rows of a ragged matmul, and the sizes of their groups.
     """
     if op.name in CONTRACTIONS:
-        return _contraction(graph, op, ins, outs[0])
+        return _contraction(graph, op, ins, outs[0], by_row)
     return _other(graph, classes, op, ins, outs)
 
 
-def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
+def _contraction(
+    graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks, by_row: bool = False
+) -> PartitionedOp:
     summed, passed = op.dim_map.contraction
     operands = [list(masks) for masks in ins[:2]]
     sizes = [math.prod(graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]
@@ -114,7 +123,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
     partial = [0] * len(summed)
     result = [0] * len(requested)
-    shifts, divisible = _with_all_groups(op, operands, requested)
+    shifts, divisible = ([], requested) if by_row else _with_all_groups(op, operands, requested)
     for axis in _bits(union([*operands[0], *operands[1], *divisible])):
         dims = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
         target = next((dim for dim, mask in enumerate(divisible) if mask & axis), None)

@@ -199,7 +199,8 @@ class _TermCounter:
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
             rows += matmul_rows(graph, group, use, sharded.resolver.mesh, *properties)
         if op.name in CONTRACTIONS and division.partition:
-            is_expanded = self._compiler.expands_ragged and sums_rows(op)
+            by_row = division.operands is not None and division.operands.rows is not None
+            is_expanded = self._compiler.expands_ragged and sums_rows(op) and not by_row
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
             experts = expert_axes(sharded, op, division.partition)
             rows.append(matmul_row(sharded, group, partition, self._distinct_runs(group), experts))

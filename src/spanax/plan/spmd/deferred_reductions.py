@@ -6,11 +6,12 @@ value that is linear in a sum and used only by a carry.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.partition import union
+from spanax.plan.sharding.sorted_rows import row_axes
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.accumulation import is_sum, results_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
@@ -30,11 +31,13 @@ class DeferredReductions:
       axes: values of which every device has a partial sum, each with the mesh axes of the pending reduction.
       sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator.
       ends: results of loops that are reduced right after the loop, each with the mesh axes.
+      counts: the values among `axes` that count the rows of each device, and are reduced where all rows count.
     """
 
     axes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     sums: Mapping[Op, tuple[Dims | None, ...]] = field(default_factory=dict)
     ends: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    counts: frozenset[int] = frozenset()
 
     def of(self, value: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a value has yet to be reduced."""
@@ -46,7 +49,20 @@ def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions
 
     Values that a pipeline stores or sends between stages are reduced before.
     """
-    return _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
+    late = _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
+    counts = counts_by_device(sharded)
+    return replace(late, axes={**late.axes, **counts.axes}, counts=counts.counts)
+
+
+def counts_by_device(sharded: ShardedProgram) -> DeferredReductions:
+    """Returns the counts of the rows that each device sorts for itself, by the mesh axes that shard its rows."""
+    found = sharded.traced.sorted_rows
+    graph = sharded.traced.graph
+    axes = {}
+    for value, dim in found.counts.items():
+        if by := row_axes(dim, graph, sharded.constraints, sharded.resolver.mesh):
+            axes[value] = by
+    return DeferredReductions(axes, counts=frozenset(axes))
 
 
 def deferred_reductions(sharded: ShardedProgram) -> DeferredReductions | None:

@@ -11,6 +11,7 @@ from spanax.plan.sharding.lookups import LOOKUPS
 from spanax.plan.sharding.operands import OperandSharding, operand_sharding
 from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver
+from spanax.plan.sharding.sorted_rows import row_partition
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -175,6 +176,8 @@ class ShardedProgram:
                 requested[index] = self.masks_of(op.outputs[index], constraint)
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
+        elif use is not None and use.rows is not None:
+            partitioned = row_partition(self.traced, op, use.rows, ins, requested)
         else:
             partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
         shifts += partitioned.shifts

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spanax.plan.sharding.lookups import without
 from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.sharding.xla_workarounds import is_extended
@@ -33,6 +34,7 @@ from spanax.step.replay.partial_sums import (
     scatters,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
+from spanax.step.replay.sorted_rows import rows_by_device
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
@@ -80,7 +82,10 @@ class Replay:
             with as_traced(readers[value][0]) if value in readers else nullcontext():
                 values[value] = self.constrained(arg, self.constraints[value], self.unreduced.of(value))
         self.ops(body.ops, values)
-        return self.read(values, body.outputs)
+        results = self.read(values, body.outputs)
+        if body is not self.graph.body:
+            return results
+        return [self._counted(value, array) for value, array in zip(body.outputs, results, strict=True)]
 
     def ops(self, ops: Iterable[Op], values: Values) -> None:
         """Evaluates operations in order; reads operands from `values` and adds the results to it."""
@@ -104,6 +109,8 @@ class Replay:
             constraint = Constraint(((),) * (array.ndim - len(leading)), is_open=True)
         if constraint is None or is_single or jax.typeof(array).memory_space == jax.memory.Space.Host:
             return array
+        taken = {axis for by in leading for axis in ((by,) if isinstance(by, str) else by or ())}
+        constraint = replace(constraint, spec=without(constraint.spec, taken)) if taken else constraint
         spec = _partition_spec(constraint, self.manual, leading)
         _check_fits(array.shape, spec, self.mesh)
         return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
@@ -111,6 +118,8 @@ class Replay:
     def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         if op in self.instead:
             return self.instead[op](ins)
+        if not self.unreduced.counts.isdisjoint(op.inputs):
+            ins = [self._as_read(op, *each) for each in zip(op.inputs, ins, strict=True)]
         if op.bodies:
             return self._with_bodies(op, ins)
         lookup = self._sharded_lookup(op, ins)
@@ -126,12 +135,33 @@ class Replay:
             return ins[:1]
         if self.defers_errors and is_callback(op):
             return with_deferred_errors(self.graph, op, ins)
+        if use is not None and use.rows is not None and self.mesh.size > 1:
+            outs = rows_by_device(op, ins, use.rows, self.mesh, self.manual)
+            left = [self.unreduced.of(value) for value in op.outputs]
+            summed = [() if dim is not None else use.rows.axes for dim in use.rows.op.outputs]
+            named = zip(op.outputs, outs, summed, left, strict=True)
+            return [self.reduced(out, self.constraints[value], axes, kept) for value, out, axes, kept in named]
         if op.outputs and self.unreduced.of(op.outputs[0]):
             return evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         if use is not None and use.is_local and self.mesh.size > 1:
             return _shard_by_shard(self, op, ins, use)
         outs = _single_contraction(self, op, ins, use)
         return op.bind(ins) if outs is None else outs
+
+    def _as_read(self, op: Op, value: int, array: Any) -> Any:
+        """Returns the operand of an operation: counts of each device's rows for what computes these, else their sum."""
+        counts = self.unreduced.counts
+        if op.bodies:
+            is_kept = any(outer == value and inner in counts for outer, inner in self.graph.wires(op).inputs)
+        else:
+            use = self.uses.get(op)
+            is_kept = counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
+        return array if is_kept else self._counted(value, array)
+
+    def _counted(self, value: int, array: Any) -> Any:
+        """Returns a value; counts of each device's rows are added."""
+        axes = self.unreduced.of(value) if value in self.unreduced.counts else ()
+        return self.reduced(array, self.constraints[value], axes)
 
     def _sharded_lookup(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
         """Computes a lookup in a sharded table inside of a stage, where the compiler cannot; None for others."""

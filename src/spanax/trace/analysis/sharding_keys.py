@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.ragged_rows import ragged_rows
+from spanax.trace.analysis.ragged_rows import Dim, ragged_rows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
@@ -42,7 +42,9 @@ class ShardingKey:
     number: int = field(compare=False)
 
 
-def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int]) -> list[ShardingKey]:
+def sharding_keys(
+    graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int], rows: Collection[Dim] = frozenset()
+) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object.
 
     Args:
@@ -50,9 +52,10 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Co
       axes: the classes of its dims.
       routed: the classes of values that select experts.
       once: values in loops that are gathered once, before the loop, or reduced once, after it.
+      rows: the dims of sorted rows that each device may sort for itself.
     """
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.replicated | ragged_rows(graph):
+    for value, dim in (axes.replicated | ragged_rows(graph)).difference(rows):
         unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes

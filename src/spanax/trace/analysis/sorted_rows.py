@@ -1,0 +1,442 @@
+"""Rows sorted by expert, which every device may sort for its own tokens.
+
+Between the sort and the operations that put rows back, all rows are computed row by row, or by ragged matmuls whose
+groups are the numbers of rows of each expert. Nothing depends on the order of rows then: each device may sort the rows
+of its own tokens. What only looks like this is not among the results, and its rows are gathered.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
+from spanax.trace.jaxpr.index_arrays import IndexArrays
+from spanax.trace.jaxpr.provenance import reachable
+
+Dim = tuple[int, int]
+"""A value, and one of its dims."""
+
+CHOOSING = {"top_k": 1, "argmax": 0}
+"""The primitives that choose experts, each with the position of its indices among its results."""
+
+SUMMED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+"""Reductions that do not depend on the order of their terms."""
+
+RENAMED = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"})
+"""Operations between counts and their use as the sizes of groups."""
+
+
+@dataclass(frozen=True)
+class RowOp:
+    """An operation that each device computes for its own rows.
+
+    Attributes:
+      rows: a sorted dim, which is sharded as the dims below.
+      inputs: for each operand, the dim of its rows, or of the tokens or choices that rows are taken from; None: whole.
+      outputs: the same for each result; None: the sum over all rows.
+      column: the column of the indices that is a row of a table; None without indices.
+      counts: the position of the operand with the sizes of the groups; None without.
+    """
+
+    rows: Dim
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    column: int | None = None
+    counts: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SortedRows:
+    """The rows of a program that each device may sort for itself.
+
+    Attributes:
+      dims: the dims of sorted rows, and of the places where the rows of choices are.
+      ops: the operations that each device computes for its own rows.
+      counts: the numbers of rows of each expert, where they are the sizes of groups, each with the sorted dim.
+      added: those that an operation computes, and of which anything else needs the numbers over all devices.
+    """
+
+    dims: frozenset[Dim] = frozenset()
+    ops: Mapping[Op, RowOp] = field(default_factory=dict)
+    counts: Mapping[int, Dim] = field(default_factory=dict)
+    added: frozenset[int] = frozenset()
+
+
+class _OrderMatters(Exception):
+    """An operation depends on the order of rows, or cannot be shown not to."""
+
+
+def sorted_rows(graph: Graph) -> SortedRows:
+    """Returns the rows that each device may sort for itself."""
+    sorts = [op for op in graph.ops() if _sorts_integers(graph, op)]
+    if not sorts or not any(op.name == RAGGED for op in graph.ops()):
+        return SortedRows()
+    arrays = IndexArrays(graph)
+    neighbors, uniform = _neighbors(graph)
+    touching = defaultdict[Dim, list[Op]](list)
+    for op in graph.ops():
+        for value in {*op.inputs, *op.outputs}:
+            for dim in range(len(graph.shape(value))):
+                touching[value, dim].append(op)
+    dims = set[Dim]()
+    ops = dict[Op, RowOp]()
+    counts = dict[int, Dim]()
+    added = set[int]()
+    for sort in sorts:
+        rows = frozenset[Dim]().union(*(reachable((value, 0), neighbors) for value in sort.outputs))
+        if (sort.outputs[0], 0) in dims or sort in ops:
+            continue
+        ordered = dict.fromkeys(op for dim in rows for op in touching[dim])
+        region = _Region(arrays, rows, uniform, (sort.outputs[0], 0), [op for op in sorts if (op.outputs[0], 0) in rows])
+        try:
+            region.check(sorted(ordered, key=graph.positions.__getitem__))
+        except _OrderMatters:
+            continue
+        dims |= rows | {(value, 0) for op in region.ops if op.name == "sort" for value in op.outputs}
+        ops |= region.ops
+        counts |= region.counts
+        added |= {value for value, chain in region.chains.items() if region.is_read(chain)}
+    return SortedRows(frozenset(dims), ops, counts, frozenset(added))
+
+
+def _sorts_integers(graph: Graph, op: Op) -> bool:
+    """Returns whether an operation sorts one dim of choices, by one key of integers."""
+    if op.name != "sort" or op.params["num_keys"] != 1 or len(graph.shape(op.inputs[0])) != 1:
+        return False
+    return bool(jnp.issubdtype(graph.avals[op.inputs[0]].dtype, jnp.integer))
+
+
+def _neighbors(graph: Graph) -> tuple[Mapping[Dim, Collection[Dim]], frozenset[Dim]]:
+    """Returns the dims with the same rows, also outside and inside of loops, and those whose rows are all equal.
+
+    What a sort or a cumulative sum works along has other rows before than after. Equal rows have no order.
+    """
+    uniform = set[Dim]()
+    groups = list[list[Dim]]()
+    for op in graph.ops():
+        if op.bodies:
+            wires = graph.wires(op)
+            for outer, inner in (*wires.inputs, *wires.outputs, *wires.carried):
+                rank = len(graph.shape(inner))
+                extra = len(graph.shape(outer)) - rank
+                groups += [[(outer, extra + dim), (inner, dim)] for dim in range(rank)]
+            continue
+        values = (*op.inputs, *op.outputs)
+        along = op.dim_map.dims(Kind.ALONG) if op.family is Family.CUMULATIVE else set()
+        groups += [
+            [(values[array], dim) for array, dim in relation.dims]
+            for relation in op.dim_map.of_kind(Kind.SAME)
+            if along.isdisjoint(relation.dims)
+        ]
+        repeated = {(values[array], dim) for array, dim in op.dim_map.dims(Kind.REPEATED)}
+        uniform |= repeated
+        if op.is_elementwise:
+            uniform |= {
+                (op.outputs[0], dim)
+                for dim in range(len(graph.shape(op.outputs[0])))
+                if all(not graph.shape(value) or (value, dim) in uniform for value in op.inputs)
+            }
+    result = defaultdict[Dim, list[Dim]](list)
+    for group in groups:
+        kept = [dim for dim in group if dim not in uniform]
+        for dim in kept:
+            result[dim] += kept
+    return result, frozenset(uniform)
+
+
+class _Region:
+    """The operations on the rows of some sorts, checked one by one."""
+
+    def __init__(
+        self, arrays: IndexArrays, rows: frozenset[Dim], uniform: frozenset[Dim], first: Dim, sorts: Sequence[Op]
+    ):
+        self._arrays = arrays
+        self._graph = arrays.graph
+        self._rows = rows
+        self._uniform = uniform
+        self._first = first
+        self._sorts = sorts
+        (self._num_rows,) = self._graph.shape(first[0])
+        self._slots = dict[int, np.ndarray]()  # what a sort takes along, by its choice
+        self._places = dict[int, np.ndarray]()  # where the row of each choice is
+        self.ops: dict[Op, RowOp] = {}
+        self.counts: dict[int, Dim] = {}
+        self.chains = defaultdict[int, set[int]](set)  # the counts that an operation computes, on their way to matmuls
+
+    def check(self, ops: Sequence[Op]) -> None:
+        """Checks all operations on rows, in order.
+
+        Raises:
+          _OrderMatters: the result of one depends on the order of rows.
+        """
+        self._keys = self._sorts[0].inputs[0]
+        for sort in self._sorts:
+            self._add_sort(sort)
+        for op in ops:
+            if op in self._sorts:
+                continue
+            if op.bodies:
+                self._check_wires(op)
+            elif op.name == RAGGED:
+                self._add_ragged(op)
+            elif op.name == "sort":
+                self._add_inverse(op)
+            elif op.family in (Family.GATHER, Family.SCATTER_ADD) or op.name == "scatter":
+                self._add_lookup(op)
+            else:
+                self._check_rows(op)
+        self._check_places()
+        self._need(all((value, dim) not in self._rows for value, dim in self._shown()))
+
+    def is_read(self, counts: Set[int]) -> bool:
+        """Returns whether anything but the sizes of groups reads counts."""
+        graph = self._graph
+        pairs = {pair for value in counts for op in graph.readers[value] if op.bodies for pair in graph.wires(op).inputs}
+        return (
+            not counts.isdisjoint(graph.body.outputs)
+            or any(outer in counts and inner not in counts for outer, inner in pairs)
+            or any(
+                not (op.bodies or op.name == RAGGED or counts.issuperset(op.outputs))
+                for value in counts
+                for op in graph.readers[value]
+            )
+        )
+
+    def _shown(self) -> Iterator[Dim]:
+        """Yields the dims of what the program takes and returns."""
+        body = self._graph.body
+        return ((value, dim) for value in (*body.inputs, *body.outputs) for dim in range(len(self._graph.shape(value))))
+
+    def _need(self, condition: object) -> None:
+        if not condition:
+            raise _OrderMatters
+
+    def _of(self, op: Op) -> set[tuple[int, int]]:
+        """Returns the dims of rows of an operation, by the position of the operand or result."""
+        values = (*op.inputs, *op.outputs)
+        shape = self._graph.shape
+        return {(i, dim) for i, v in enumerate(values) for dim in range(len(shape(v))) if (v, dim) in self._rows}
+
+    def _add_sort(self, sort: Op) -> None:
+        self._need(sort.inputs[0] == self._keys or self._arrays.are_equal(sort.inputs[0], self._keys))
+        self._need(all((value, 0) not in self._rows for value in sort.inputs))
+        self._need(all(len(self._graph.shape(value)) == 1 for value in sort.inputs))
+        for before, after in zip(sort.inputs[1:], sort.outputs[1:], strict=True):
+            elements = self._arrays.elements(before, {})
+            if elements is not None:
+                self._slots[after] = elements
+        whole = (0,) * len(sort.inputs)
+        self.ops[sort] = RowOp(self._first, whole, whole)
+
+    def _check_wires(self, op: Op) -> None:
+        """Checks that no loop iterates along rows."""
+        wires = self._graph.wires(op)
+        for outer, inner in (*wires.inputs, *wires.outputs):
+            extra = len(self._graph.shape(outer)) - len(self._graph.shape(inner))
+            self._need(all((outer, dim) not in self._rows for dim in range(extra)))
+
+    def _check_rows(self, op: Op) -> None:
+        """Checks that an operation computes row by row, or sums over rows."""
+        summed = op.name in SUMMED or op.name == "dot_general"
+        along = op.dim_map.dims(Kind.ALONG)
+        for dim in self._of(op):
+            relations = [relation for relation in op.dim_map.relations if dim in (*relation.dims, *relation.other)]
+            self._need(relations and dim not in along)
+            for relation in relations:
+                is_sum = summed and relation.kind is Kind.CONTRACTED
+                self._need(relation.kind is Kind.SAME or (is_sum and self._are_rows(op, relation.dims)))
+
+    def _are_rows(self, op: Op, dims: Sequence[tuple[int, int]]) -> bool:
+        values = (*op.inputs, *op.outputs)
+        return all({(values[array], dim)} & (self._rows | self._uniform) for array, dim in dims)
+
+    def _add_ragged(self, op: Op) -> None:
+        """Checks that the groups of a ragged matmul are the rows of each expert."""
+        numbers = op.params["ragged_dot_dimension_numbers"]
+        (summed, _), batch = numbers.dot_dimension_numbers
+        (ragged,) = numbers.lhs_ragged_dimensions
+        shape = self._graph.shape
+        self._need(not any(batch) and len(shape(op.inputs[0])) == 2 and len(shape(op.inputs[2])) == 1)
+        if ragged in summed:
+            expected = {(0, ragged), (1, numbers.dot_dimension_numbers[0][1][summed.index(ragged)])}
+        else:
+            expected = {(0, ragged), (len(op.inputs), 0)}
+        self._need(self._of(op) == expected)
+        self._add_counts(op.inputs[2])
+        dims = dict(expected)
+        inputs = tuple(dims.get(index) for index in range(len(op.inputs)))
+        self.ops[op] = RowOp(self._first, inputs, (dims.get(len(op.inputs)),), counts=2)
+
+    def _add_lookup(self, op: Op) -> None:
+        """Checks a lookup by sorted indices, or its gradient, or one of rows by where they are.
+
+        Each device has the rows of the table that its own indices name if they are a function of its own choices. Any
+        other lookup, such as one by expert, has the same results in any order of its indices, and needs the whole
+        table.
+        """
+        table, indices = op.inputs[:2]
+        is_read = op.family is Family.GATHER
+        others = len(op.inputs) if is_read else 2  # the position of the values looked up, or to add
+        rows = self._of(op)
+        numbers = op.params["dimension_numbers"]
+        is_by_row = (1, 0) in rows
+        in_table = {dim for array, dim in rows if array == 0 or (array == len(op.inputs) and not is_read)}
+        windows = numbers.offset_dims if is_read else numbers.update_window_dims
+        rank = len(self._graph.shape(op.outputs[0] if is_read else op.inputs[2]))
+        first = next(each for each in range(rank) if each not in windows)
+        self._need(not is_by_row or (others, first) in rows)
+        column = self._aligned(op, self._slots if is_by_row else self._places)
+        if column is None:
+            self._need(is_by_row and not in_table and op.family is not Family.SCATTER)
+            self._need(rows == {(1, 0), (others, first)})
+            if is_read:
+                self.ops[op] = RowOp(self._first, (None, 0), (first,))
+            elif self._all(table, 0):
+                self.ops[op] = RowOp(self._first, (None, 0, first), (None,))
+            return
+        indexed = numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims
+        dim = indexed[column]
+        self._need(in_table == (set() if is_by_row else {dim}))
+        inputs = (dim, 0) if is_read else (dim, 0, first)
+        self.ops[op] = RowOp(self._first, inputs, (first,) if is_read else (dim,), column)
+
+    def _all(self, value: int, element: int) -> bool:
+        """Returns whether all elements of a value are one number."""
+        elements = self._arrays.elements(value, {})
+        return elements is not None and not any(elements.strides) and bool(np.all(elements == element))
+
+    def _aligned(self, op: Op, known: Mapping[int, np.ndarray]) -> int | None:
+        """Returns the column of the indices of a lookup that names, for each choice, its own row of the table."""
+        numbers = op.params["dimension_numbers"]
+        is_read = op.family is Family.GATHER
+        indexed = numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims
+        batching = numbers.operand_batching_dims
+        shape = self._graph.shape(op.inputs[1])
+        elements = None if batching or not known else self._arrays.elements(op.inputs[1], known)
+        if elements is None or self._num_rows % shape[0] or elements[..., 0].size != self._num_rows:
+            return None
+        for column, dim in enumerate(indexed):
+            size = self._graph.shape(op.inputs[0])[dim]
+            expected = np.arange(self._num_rows) * size // self._num_rows
+            is_row = op.params["slice_sizes"][dim] == 1 if is_read else dim in numbers.inserted_window_dims
+            if is_row and self._num_rows % size == 0 and np.array_equal(elements[..., column].ravel(), expected):
+                return column
+        return None
+
+    def _add_inverse(self, op: Op) -> None:
+        """Adds a sort that finds the place of the row of each choice: the inverse permutation."""
+        self._need(op.params["num_keys"] == 1 and len(op.inputs) == 2)
+        self._need(self._of(op) == {(0, 0)} and len(self._graph.shape(op.inputs[0])) == 1)
+        for operand, known in zip(op.inputs, (self._slots, {}), strict=True):
+            elements = self._arrays.elements(operand, known)
+            self._need(elements is not None and np.array_equal(elements, np.arange(self._num_rows)))
+        self._places[op.outputs[1]] = np.arange(self._num_rows)
+        self.ops[op] = RowOp(self._first, (0, 0), (0, 0))
+
+    def _check_places(self) -> None:
+        """Checks that the places of rows are only used to look rows up: they differ where devices sort."""
+        graph = self._graph
+        pairs = {pair for op in graph.ops() if op.bodies for pair in _pairs(graph, op)} if self._places else ()
+        equal = defaultdict[int, list[int]](list)
+        for first, second in pairs:
+            equal[first].append(second)
+            equal[second].append(first)
+        seen = set[int]()
+        pending = [*self._places]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            self._need(value not in graph.body.outputs)
+            pending += equal[value]
+            for op in graph.readers[value]:
+                if op.bodies or (op in self.ops and self.ops[op].column is not None and op.inputs.index(value) == 1):
+                    continue
+                self._need(op.is_elementwise or op.name in RENAMED or op.name == "broadcast_in_dim")
+                pending += op.outputs
+
+    def _add_counts(self, sizes: int) -> None:
+        """Checks that the sizes of groups are the numbers of choices of each expert."""
+        passed = set[int]()
+        value = self._arrays.source(sizes, passed)
+        op = self._graph.producers.get(value)
+        while op is not None and op.name in RENAMED and self._graph.shape(op.inputs[0]) == self._graph.shape(sizes):
+            value = self._arrays.source(op.inputs[0], passed)
+            op = self._graph.producers.get(value)
+        self._need(op is not None)
+        assert op is not None
+        if op not in self.ops:
+            if op.family is Family.SCATTER_ADD:
+                keys = self._counted(op)
+            else:
+                self._need(op.name == "reduce_sum")
+                keys = self._counted_one_hots(op)
+            self._compare(*keys)
+            inputs = (None, 0, 0) if op.family is Family.SCATTER_ADD else (0,)
+            self.ops[op] = RowOp(self._first, inputs, (None,))
+        self.counts |= dict.fromkeys(passed, self._first)
+        self.chains[op.outputs[0]] |= passed
+
+    def _counted(self, op: Op) -> tuple[int, int]:
+        """Returns the indices at which a scatter adds ones to zeros, and the number of elements for each."""
+        zeros, indices, ones = op.inputs[:3]
+        self._need(self._all(zeros, 0) and self._all(ones, 1))
+        numbers = op.params["dimension_numbers"]
+        self._need(not numbers.operand_batching_dims and not numbers.update_window_dims)
+        self._need(len(self._graph.shape(zeros)) == 1)
+        return indices, 1
+
+    def _counted_one_hots(self, op: Op) -> tuple[int, int]:
+        """Returns the operand of a comparison with all experts whose results are summed, and the number of experts."""
+        value = op.outputs[0]
+        (num_groups,) = self._graph.shape(value)
+        while op.name == "reduce_sum" or op.name == "convert_element_type":
+            rank = len(self._graph.shape(op.inputs[0]))
+            self._need(op.name != "reduce_sum" or rank - 1 not in op.params["axes"])
+            producer = self._graph.producers.get(self._arrays.source(op.inputs[0]))
+            self._need(producer is not None)
+            assert producer is not None
+            op = producer
+        self._need(op.name == "eq")
+        for operand, other in (op.inputs, op.inputs[::-1]):
+            groups = self._arrays.elements(other, {})
+            if groups is not None:
+                expected = np.arange(num_groups)
+                self._need(groups.shape[-1] == num_groups and not any(groups.strides[:-1]))
+                self._need(np.array_equal(groups.reshape(-1, num_groups)[0], expected))
+                return operand, num_groups
+        raise _OrderMatters
+
+    def _compare(self, counted: int, times: int) -> None:
+        """Checks that what is counted are the keys that are sorted, in the order of choices."""
+        leaves = [self._arrays.leaves(value) for value in (counted, self._keys)]
+        self._need(all(len(each) == 1 for each in leaves))
+        (chosen,), (sorted_,) = leaves
+        self._need(chosen == sorted_ or self._arrays.are_equal(chosen, sorted_))
+        op = self._graph.producers.get(chosen)
+        self._need(op is not None and op.outputs.index(chosen) == CHOOSING.get(op.name))
+        assert op is not None
+        axis = op.params.get("axis", op.params.get("axes", (-1,)))
+        num_experts = self._graph.shape(op.inputs[0])[axis[0] if isinstance(axis, tuple) else axis]
+        shape = self._graph.shape(chosen)
+        size = int(np.prod(shape))
+        for start in range(0, num_experts, size):
+            some = ((start + np.arange(size)) % num_experts).astype(self._graph.avals[chosen].dtype).reshape(shape)
+            elements, keys = (
+                self._arrays.elements(value, {leaf: some})
+                for value, leaf in ((counted, chosen), (self._keys, sorted_))
+            )
+            assert elements is not None and keys is not None
+            last = elements.reshape(-1, times)[:, 0] if times == 1 else elements[..., 0].ravel()
+            self._need(times == 1 or elements.strides[-1] == 0)
+            self._need(np.array_equal(last, keys.ravel()))
+
+
+def _pairs(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
+    wires = graph.wires(op)
+    yield from (*wires.inputs, *wires.outputs, *wires.carried)
