@@ -66,7 +66,7 @@ def operand_sharding(
     if attention is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
-    rows = row_sharding(traced, op, constraints, resolver.mesh)
+    rows = row_sharding(resolver, traced, op, constraints)
     if rows is not None:
         return OperandSharding(rows.inputs, rows.outputs, is_local=True, rows=rows)
     if op.name in CONTRACTIONS:

@@ -112,9 +112,7 @@ def spmd_partition(
     return _other(graph, classes, op, ins, outs)
 
 
-def _contraction(
-    graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks, by_row: bool = False
-) -> PartitionedOp:
+def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks, by_row: bool = False) -> PartitionedOp:
     summed, passed = op.dim_map.contraction
     operands = [list(masks) for masks in ins[:2]]
     sizes = [math.prod(graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]

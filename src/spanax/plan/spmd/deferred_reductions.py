@@ -7,6 +7,7 @@ value that is linear in a sum and used only by a carry.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
@@ -31,6 +32,7 @@ class DeferredReductions:
       axes: values of which every device has a partial sum, each with the mesh axes of the pending reduction.
       sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator.
       ends: results of loops that are reduced right after the loop, each with the mesh axes.
+      varying: the values among `axes` that are no sums: rows of the experts of each device.
       counts: the values among `axes` that count the rows of each device, and are reduced where all rows count.
     """
 
@@ -38,10 +40,17 @@ class DeferredReductions:
     sums: Mapping[Op, tuple[Dims | None, ...]] = field(default_factory=dict)
     ends: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     counts: frozenset[int] = frozenset()
+    varying: frozenset[int] = frozenset()
 
     def of(self, value: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a value has yet to be reduced."""
         return self.axes.get(value, ())
+
+    @cached_property
+    def added(self) -> "DeferredReductions":
+        """The same where counts are added already."""
+        axes = {value: by for value, by in self.axes.items() if value not in self.counts}
+        return replace(self, axes=axes, counts=frozenset())
 
 
 def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions:
@@ -51,18 +60,21 @@ def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions
     """
     late = _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
     counts = counts_by_device(sharded)
-    return replace(late, axes={**late.axes, **counts.axes}, counts=counts.counts)
+    return replace(counts, axes={**late.axes, **counts.axes}, sums=late.sums, ends=late.ends)
 
 
 def counts_by_device(sharded: ShardedProgram) -> DeferredReductions:
-    """Returns the counts of the rows that each device sorts for itself, by the mesh axes that shard its rows."""
+    """Returns what differs between devices of the rows that each sorts: counts, and rows of experts that stay."""
     found = sharded.traced.sorted_rows
     graph = sharded.traced.graph
     axes = {}
     for value, dim in found.counts.items():
         if by := row_axes(dim, graph, sharded.constraints, sharded.resolver.mesh):
             axes[value] = by
-    return DeferredReductions(axes, counts=frozenset(axes))
+    counts = frozenset(axes)
+    staying = sharded.resolver.assignment.staying
+    varying = found.varying if staying else frozenset()
+    return DeferredReductions({**axes, **dict.fromkeys(varying, staying)}, counts=counts, varying=varying)
 
 
 def deferred_reductions(sharded: ShardedProgram) -> DeferredReductions | None:

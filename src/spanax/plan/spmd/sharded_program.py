@@ -177,7 +177,7 @@ class ShardedProgram:
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
         elif use is not None and use.rows is not None:
-            partitioned = row_partition(self.traced, op, use.rows, ins, requested)
+            partitioned = row_partition(self.resolver, self.traced, op, use.rows, ins, requested)
         else:
             partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
         shifts += partitioned.shifts

@@ -34,7 +34,7 @@ from spanax.step.replay.partial_sums import (
     scatters,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
-from spanax.step.replay.sorted_rows import rows_by_device
+from spanax.step.replay.sorted_rows import row_by_row, rows_by_device
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
@@ -118,8 +118,7 @@ class Replay:
     def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         if op in self.instead:
             return self.instead[op](ins)
-        if not self.unreduced.counts.isdisjoint(op.inputs):
-            ins = [self._as_read(op, *each) for each in zip(op.inputs, ins, strict=True)]
+        ins = self._as_read(op, ins)
         if op.bodies:
             return self._with_bodies(op, ins)
         lookup = self._sharded_lookup(op, ins)
@@ -136,27 +135,42 @@ class Replay:
         if self.defers_errors and is_callback(op):
             return with_deferred_errors(self.graph, op, ins)
         if use is not None and use.rows is not None and self.mesh.size > 1:
-            outs = rows_by_device(op, ins, use.rows, self.mesh, self.manual)
-            left = [self.unreduced.of(value) for value in op.outputs]
-            summed = [() if dim is not None else use.rows.axes for dim in use.rows.op.outputs]
-            named = zip(op.outputs, outs, summed, left, strict=True)
-            return [self.reduced(out, self.constraints[value], axes, kept) for value, out, axes, kept in named]
+            arrays = rows_by_device(op, ins, use.rows, self.mesh, self.manual)
+            if not use.rows.summed or not self.unreduced.counts.isdisjoint(op.outputs):
+                return arrays
+            return [self.reduced(arrays[0], self.constraints[op.outputs[0]], use.rows.summed)]
+        if not self.unreduced.varying.isdisjoint(op.outputs):
+            numbers = [len(self._pending(*each)) for each in zip(op.inputs, ins, strict=True)]
+            axes = self.unreduced.of(op.outputs[0])
+            return row_by_row(op, ins, numbers, [self.mesh.shape[axis] for axis in axes])
         if op.outputs and self.unreduced.of(op.outputs[0]):
-            return evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
+            return evaluate_partial_sums(self.graph, op, ins, self._terms(op), self.mesh, self.manual)
         if use is not None and use.is_local and self.mesh.size > 1:
             return _shard_by_shard(self, op, ins, use)
         outs = _single_contraction(self, op, ins, use)
         return op.bind(ins) if outs is None else outs
 
-    def _as_read(self, op: Op, value: int, array: Any) -> Any:
-        """Returns the operand of an operation: counts of each device's rows for what computes these, else their sum."""
+    def _terms(self, op: Op) -> DeferredReductions:
+        """Returns the deferred reductions of the operands of an operation, which may need counts of all rows."""
+        use = self.uses.get(op)
+        by_device = self.unreduced.counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
+        return self.unreduced if by_device else self.unreduced.added
+
+    def _as_read(self, op: Op, ins: Sequence[Any]) -> Sequence[Any]:
+        """Returns the operands of an operation, with counts added unless it needs those of each device."""
         counts = self.unreduced.counts
+        if counts.isdisjoint(op.inputs):
+            return ins
         if op.bodies:
-            is_kept = any(outer == value and inner in counts for outer, inner in self.graph.wires(op).inputs)
+            kept = {outer for outer, inner in self.graph.wires(op).inputs if inner in counts}
         else:
-            use = self.uses.get(op)
-            is_kept = counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
-        return array if is_kept else self._counted(value, array)
+            kept = set(op.inputs) if self._terms(op) is self.unreduced else set()
+        pairs = zip(op.inputs, ins, strict=True)
+        return [array if value in kept else self._counted(value, array) for value, array in pairs]
+
+    def _pending(self, value: int, array: Any) -> tuple[str, ...]:
+        """Returns the mesh axes of the leading dims of an array; counts may have been added."""
+        return self.unreduced.of(value) if np.ndim(array) > len(self.graph.shape(value)) else ()
 
     def _counted(self, value: int, array: Any) -> Any:
         """Returns a value; counts of each device's rows are added."""
@@ -173,7 +187,7 @@ class Replay:
     def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding) -> Sequence[Any]:
         """Returns operands in the shardings that an operation needs."""
         for targets in filter(None, (use.first, use.inputs)):
-            leading = map(self.unreduced.of, op.inputs)
+            leading = map(self._terms(op).of, op.inputs)
             ins = [self.constrained(*operand) for operand in zip(ins, targets, leading, strict=True)]
         return [lax.optimization_barrier(ins[0]), *ins[1:]] if use.is_isolated else ins
 
@@ -204,7 +218,7 @@ class Replay:
         if op.name in LOOPS:
             pairs = const_pairs(self.graph, op)
             consts = [
-                self.constrained(array, self.constraints[inner], self.unreduced.of(outer))
+                self.constrained(array, self.constraints[inner], self._pending(outer, array))
                 for (outer, inner), array in zip(pairs, ins, strict=False)
             ]
             ins = [*consts, *ins[len(consts) :]]
@@ -212,6 +226,8 @@ class Replay:
             outs: Sequence[Any] = self._looped(op, ins)
         else:
             outs = with_bodies(op, ins, self.body, self._shape)
+            triples = zip(op.outputs, op.bodies[0].outputs, outs, strict=True)  # counts may leave a remat to be added
+            outs = [out if self.unreduced.of(value) else self._counted(inner, out) for value, inner, out in triples]
         deferred = self.unreduced.of
         constraints = self.constraints
         return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
@@ -224,7 +240,7 @@ class Replay:
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
         operands = [
-            add_partial_sum_dims(array, deferred(value), deferred(inner), axis_sizes)
+            add_partial_sum_dims(array, self._pending(value, array), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
         operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))

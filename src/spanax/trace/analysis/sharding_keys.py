@@ -29,6 +29,7 @@ class ShardingKey:
       origin: what it was computed from (`Origin`).
       is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
       replicated: dims that its operation works along, so that they cannot be sharded freely.
+      rows: dims of rows sorted by expert, which each device may sort for itself.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
       number: its index among the distinct keys of a traced function, for caches.
     """
@@ -38,6 +39,7 @@ class ShardingKey:
     origin: int
     is_computed: bool
     replicated: frozenset[int]
+    rows: frozenset[int]
     is_routed: bool
     number: int = field(compare=False)
 
@@ -57,6 +59,9 @@ def sharding_keys(
     unsharded_dims: dict[int, set[int]] = {}
     for value, dim in (axes.replicated | ragged_rows(graph)).difference(rows):
         unsharded_dims.setdefault(value, set()).add(dim)
+    sorted_dims: dict[int, set[int]] = {}
+    for value, dim in rows:
+        sorted_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
@@ -75,6 +80,7 @@ def sharding_keys(
             int(origin),
             is_activation[value] or is_operand or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
+            frozenset(sorted_dims.get(value, ())),
             labels in routed,
             len(known),
         )
@@ -102,7 +108,7 @@ def joined_keys(
         if key.number not in known:
             labels = key.labels
             is_marked = label_key(labels) in weights, *(labels in some for some in marked)
-            others = key.shape, key.origin, key.is_computed, key.replicated, key.is_routed
+            others = key.shape, key.origin, key.is_computed, key.replicated, key.rows, key.is_routed
             color = (in_colors(labels, colors), others, is_marked)
             known[key.number] = replace(key, number=numbers.setdefault(color, len(numbers)))
     return [known[key.number] for key in keys]

@@ -6,7 +6,7 @@ of its own tokens. What only looks like this is not among the results, and its r
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class RowOp:
       outputs: the same for each result; None: the sum over all rows.
       column: the column of the indices that is a row of a table; None without indices.
       counts: the position of the operand with the sizes of the groups; None without.
+      beyond: of a sort by expert, what each operand has in place of a row of another device; None: anything. The first
+        is the number of experts.
     """
 
     rows: Dim
@@ -47,6 +49,7 @@ class RowOp:
     outputs: tuple[int | None, ...]
     column: int | None = None
     counts: int | None = None
+    beyond: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +61,20 @@ class SortedRows:
       ops: the operations that each device computes for its own rows.
       counts: the numbers of rows of each expert, where they are the sizes of groups, each with the sorted dim.
       added: those that an operation computes, and of which anything else needs the numbers over all devices.
+      groups: the dims of experts of the weights in ragged matmuls.
+      varying: the values that differ between devices with the same tokens and other experts.
+      moved: the elements that move if experts stay on their devices, and if they are gathered.
+      can_stay: whether each device can compute its experts for the tokens of others.
     """
 
     dims: frozenset[Dim] = frozenset()
     ops: Mapping[Op, RowOp] = field(default_factory=dict)
     counts: Mapping[int, Dim] = field(default_factory=dict)
     added: frozenset[int] = frozenset()
+    groups: tuple[Dim, ...] = ()
+    varying: frozenset[int] = frozenset()
+    moved: tuple[float, float] = (0.0, 0.0)
+    can_stay: bool = False
 
 
 class _OrderMatters(Exception):
@@ -86,12 +97,15 @@ def sorted_rows(graph: Graph) -> SortedRows:
     ops = dict[Op, RowOp]()
     counts = dict[int, Dim]()
     added = set[int]()
+    regions = list[_Region]()
     for sort in sorts:
         rows = frozenset[Dim]().union(*(reachable((value, 0), neighbors) for value in sort.outputs))
         if (sort.outputs[0], 0) in dims or sort in ops:
             continue
         ordered = dict.fromkeys(op for dim in rows for op in touching[dim])
-        region = _Region(arrays, rows, uniform, (sort.outputs[0], 0), [op for op in sorts if (op.outputs[0], 0) in rows])
+        region = _Region(
+            arrays, rows, uniform, (sort.outputs[0], 0), [op for op in sorts if (op.outputs[0], 0) in rows]
+        )
         try:
             region.check(sorted(ordered, key=graph.positions.__getitem__))
         except _OrderMatters:
@@ -99,8 +113,23 @@ def sorted_rows(graph: Graph) -> SortedRows:
         dims |= rows | {(value, 0) for op in region.ops if op.name == "sort" for value in op.outputs}
         ops |= region.ops
         counts |= region.counts
-        added |= {value for value, chain in region.chains.items() if region.is_read(chain)}
-    return SortedRows(frozenset(dims), ops, counts, frozenset(added))
+        added |= {value for value, chain in region.chains.items() if region.is_read(frozenset(chain))}
+        regions.append(region)
+    return SortedRows(
+        frozenset(dims),
+        ops,
+        counts,
+        frozenset(added),
+        tuple((op.inputs[1], dim) for op in ops if op.name == RAGGED for dim in _group_dims(op)),
+        frozenset(value for value, _ in dims).union(*(region.places for region in regions)),
+        (sum(region.tokens for region in regions), sum(region.weights for region in regions)),
+        all(region.can_stay for region in regions),
+    )
+
+
+def _group_dims(op: Op) -> Sequence[int]:
+    dims: Sequence[int] = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+    return dims
 
 
 def _sorts_integers(graph: Graph, op: Op) -> bool:
@@ -163,6 +192,12 @@ class _Region:
         (self._num_rows,) = self._graph.shape(first[0])
         self._slots = dict[int, np.ndarray]()  # what a sort takes along, by its choice
         self._places = dict[int, np.ndarray]()  # where the row of each choice is
+        self._beyond = dict[int, np.ndarray]()  # what stands for rows and places of other devices
+        self._num_experts = 0
+        self.places = set[int]()
+        self.tokens = 0
+        self.weights = 0
+        self.can_stay = True
         self.ops: dict[Op, RowOp] = {}
         self.counts: dict[int, Dim] = {}
         self.chains = defaultdict[int, set[int]](set)  # the counts that an operation computes, on their way to matmuls
@@ -174,6 +209,7 @@ class _Region:
           _OrderMatters: the result of one depends on the order of rows.
         """
         self._keys = self._sorts[0].inputs[0]
+        self._num_experts = self._chosen_of(self._keys)
         for sort in self._sorts:
             self._add_sort(sort)
         for op in ops:
@@ -192,10 +228,12 @@ class _Region:
         self._check_places()
         self._need(all((value, dim) not in self._rows for value, dim in self._shown()))
 
-    def is_read(self, counts: Set[int]) -> bool:
+    def is_read(self, counts: frozenset[int]) -> bool:
         """Returns whether anything but the sizes of groups reads counts."""
         graph = self._graph
-        pairs = {pair for value in counts for op in graph.readers[value] if op.bodies for pair in graph.wires(op).inputs}
+        pairs = {
+            pair for value in counts for op in graph.readers[value] if op.bodies for pair in graph.wires(op).inputs
+        }
         return (
             not counts.isdisjoint(graph.body.outputs)
             or any(outer in counts and inner not in counts for outer, inner in pairs)
@@ -225,12 +263,16 @@ class _Region:
         self._need(sort.inputs[0] == self._keys or self._arrays.are_equal(sort.inputs[0], self._keys))
         self._need(all((value, 0) not in self._rows for value in sort.inputs))
         self._need(all(len(self._graph.shape(value)) == 1 for value in sort.inputs))
+        beyond = list[int | None]([self._num_experts])
+        self._beyond[sort.outputs[0]] = np.full(self._num_rows, self._num_experts)
         for before, after in zip(sort.inputs[1:], sort.outputs[1:], strict=True):
             elements = self._arrays.elements(before, {})
+            beyond.append(None if elements is None else int(elements.max()) + 1)
             if elements is not None:
                 self._slots[after] = elements
+                self._beyond[after] = np.full_like(elements, beyond[-1])
         whole = (0,) * len(sort.inputs)
-        self.ops[sort] = RowOp(self._first, whole, whole)
+        self.ops[sort] = RowOp(self._first, whole, whole, beyond=tuple(beyond))
 
     def _check_wires(self, op: Op) -> None:
         """Checks that no loop iterates along rows."""
@@ -249,6 +291,7 @@ class _Region:
             for relation in relations:
                 is_sum = summed and relation.kind is Kind.CONTRACTED
                 self._need(relation.kind is Kind.SAME or (is_sum and self._are_rows(op, relation.dims)))
+                self.can_stay &= not is_sum  # it would sum what stands for rows of other devices, too
 
     def _are_rows(self, op: Op, dims: Sequence[tuple[int, int]]) -> bool:
         values = (*op.inputs, *op.outputs)
@@ -268,6 +311,8 @@ class _Region:
         self._need(self._of(op) == expected)
         self._add_counts(op.inputs[2])
         dims = dict(expected)
+        self.can_stay &= shape(op.inputs[2]) == (self._num_experts,)
+        self.weights += int(np.prod(shape(op.outputs[0] if ragged in summed else op.inputs[1])))
         inputs = tuple(dims.get(index) for index in range(len(op.inputs)))
         self.ops[op] = RowOp(self._first, inputs, (dims.get(len(op.inputs)),), counts=2)
 
@@ -297,12 +342,23 @@ class _Region:
                 self.ops[op] = RowOp(self._first, (None, 0), (first,))
             elif self._all(table, 0):
                 self.ops[op] = RowOp(self._first, (None, 0, first), (None,))
+            self.can_stay &= is_read or (op in self.ops and self._is_dropped(op, 0))
             return
         indexed = numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims
         dim = indexed[column]
         self._need(in_table == (set() if is_by_row else {dim}))
         inputs = (dim, 0) if is_read else (dim, 0, first)
+        self.can_stay &= self._is_dropped(op, column) and (op.name != "scatter" or self._all(table, 0))
+        self.tokens += int(np.prod(self._graph.shape(table if is_by_row else op.outputs[0] if is_read else op.inputs[2])))
         self.ops[op] = RowOp(self._first, inputs, (first,) if is_read else (dim,), column)
+
+    def _is_dropped(self, op: Op, column: int) -> bool:
+        """Returns whether what stands for rows of other devices is beyond the table of a lookup."""
+        numbers = op.params["dimension_numbers"]
+        is_read = op.family is Family.GATHER
+        dim = (numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims)[column]
+        elements = self._arrays.elements(op.inputs[1], self._beyond)
+        return elements is not None and bool(np.all(elements[..., column] >= self._graph.shape(op.inputs[0])[dim]))
 
     def _all(self, value: int, element: int) -> bool:
         """Returns whether all elements of a value are one number."""
@@ -335,6 +391,8 @@ class _Region:
             elements = self._arrays.elements(operand, known)
             self._need(elements is not None and np.array_equal(elements, np.arange(self._num_rows)))
         self._places[op.outputs[1]] = np.arange(self._num_rows)
+        self._beyond[op.outputs[1]] = np.full(self._num_rows, self._num_rows)
+        self.can_stay &= not self._graph.readers[op.outputs[0]]
         self.ops[op] = RowOp(self._first, (0, 0), (0, 0))
 
     def _check_places(self) -> None:
@@ -345,7 +403,7 @@ class _Region:
         for first, second in pairs:
             equal[first].append(second)
             equal[second].append(first)
-        seen = set[int]()
+        seen = self.places
         pending = [*self._places]
         while pending:
             value = pending.pop()
@@ -418,23 +476,30 @@ class _Region:
         self._need(all(len(each) == 1 for each in leaves))
         (chosen,), (sorted_,) = leaves
         self._need(chosen == sorted_ or self._arrays.are_equal(chosen, sorted_))
-        op = self._graph.producers.get(chosen)
-        self._need(op is not None and op.outputs.index(chosen) == CHOOSING.get(op.name))
-        assert op is not None
-        axis = op.params.get("axis", op.params.get("axes", (-1,)))
-        num_experts = self._graph.shape(op.inputs[0])[axis[0] if isinstance(axis, tuple) else axis]
+        num_experts = self._num_experts
         shape = self._graph.shape(chosen)
         size = int(np.prod(shape))
         for start in range(0, num_experts, size):
             some = ((start + np.arange(size)) % num_experts).astype(self._graph.avals[chosen].dtype).reshape(shape)
             elements, keys = (
-                self._arrays.elements(value, {leaf: some})
-                for value, leaf in ((counted, chosen), (self._keys, sorted_))
+                self._arrays.elements(value, {leaf: some}) for value, leaf in ((counted, chosen), (self._keys, sorted_))
             )
             assert elements is not None and keys is not None
             last = elements.reshape(-1, times)[:, 0] if times == 1 else elements[..., 0].ravel()
             self._need(times == 1 or elements.strides[-1] == 0)
             self._need(np.array_equal(last, keys.ravel()))
+
+
+    def _chosen_of(self, keys: int) -> int:
+        """Returns the number of experts that keys are chosen of."""
+        leaves = self._arrays.leaves(keys)
+        self._need(len(leaves) == 1)
+        (chosen,) = leaves
+        op = self._graph.producers.get(chosen)
+        self._need(op is not None and op.outputs.index(chosen) == CHOOSING.get(op.name))
+        assert op is not None
+        axis = op.params.get("axis", op.params.get("axes", (-1,)))
+        return self._graph.shape(op.inputs[0])[axis[0] if isinstance(axis, tuple) else axis]
 
 
 def _pairs(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
