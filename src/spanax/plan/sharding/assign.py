@@ -278,9 +278,7 @@ def expert_axes(program: Program, ranks: Mapping[str, Mapping[int, int]]) -> tup
     return tuple(axis for axis, labels in ranks.items() if found.can_stay and experts | rows <= labels.keys())
 
 
-def is_staying(
-    program: Program, ranks: Mapping[str, Mapping[int, int]], ways: Callable[[Sequence[str]], Any]
-) -> Any:
+def is_staying(program: Program, ranks: Mapping[str, Mapping[int, int]], ways: Callable[[Sequence[str]], Any]) -> Any:
     """Returns whether gathering tokens moves less than gathering experts: of one mesh, or an array for several."""
     step = program.step
     found = step.sorted_rows

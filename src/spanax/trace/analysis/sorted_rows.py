@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
+from spanax.trace.jaxpr.counted import RENAMED, Choices, choices_of, count_keys, counts_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
 from spanax.trace.jaxpr.index_arrays import IndexArrays
@@ -20,14 +21,8 @@ from spanax.trace.jaxpr.provenance import reachable
 Dim = tuple[int, int]
 """A value, and one of its dims."""
 
-CHOOSING = {"top_k": 1, "argmax": 0}
-"""The primitives that choose experts, each with the position of its indices among its results."""
-
 SUMMED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 """Reductions that do not depend on the order of their terms."""
-
-RENAMED = frozenset({"convert_element_type", "copy", "reshape", "squeeze", "stop_gradient"})
-"""Operations between counts and their use as the sizes of groups."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +188,7 @@ class _Region:
         self._slots = dict[int, np.ndarray]()  # what a sort takes along, by its choice
         self._places = dict[int, np.ndarray]()  # where the row of each choice is
         self._beyond = dict[int, np.ndarray]()  # what stands for rows and places of other devices
+        self._choices: Choices | None = None
         self._num_experts = 0
         self.places = set[int]()
         self.tokens = 0
@@ -209,7 +205,10 @@ class _Region:
           _OrderMatters: the result of one depends on the order of rows.
         """
         self._keys = self._sorts[0].inputs[0]
-        self._num_experts = self._chosen_of(self._keys)
+        self._choices = choices_of(self._arrays, self._keys)
+        self._need(self._choices is not None)
+        assert self._choices is not None
+        self._num_experts = self._choices.number
         for sort in self._sorts:
             self._add_sort(sort)
         for op in ops:
@@ -340,7 +339,7 @@ class _Region:
             self._need(rows == {(1, 0), (others, first)})
             if is_read:
                 self.ops[op] = RowOp(self._first, (None, 0), (first,))
-            elif self._all(table, 0):
+            elif self._arrays.are_all(table, 0):
                 self.ops[op] = RowOp(self._first, (None, 0, first), (None,))
             self.can_stay &= is_read or (op in self.ops and self._is_dropped(op, 0))
             return
@@ -348,8 +347,9 @@ class _Region:
         dim = indexed[column]
         self._need(in_table == (set() if is_by_row else {dim}))
         inputs = (dim, 0) if is_read else (dim, 0, first)
-        self.can_stay &= self._is_dropped(op, column) and (op.name != "scatter" or self._all(table, 0))
-        self.tokens += int(np.prod(self._graph.shape(table if is_by_row else op.outputs[0] if is_read else op.inputs[2])))
+        self.can_stay &= self._is_dropped(op, column) and (op.name != "scatter" or self._arrays.are_all(table, 0))
+        looked_up = op.outputs[0] if is_read else op.inputs[2]
+        self.tokens += int(np.prod(self._graph.shape(table if is_by_row else looked_up)))
         self.ops[op] = RowOp(self._first, inputs, (first,) if is_read else (dim,), column)
 
     def _is_dropped(self, op: Op, column: int) -> bool:
@@ -359,11 +359,6 @@ class _Region:
         dim = (numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims)[column]
         elements = self._arrays.elements(op.inputs[1], self._beyond)
         return elements is not None and bool(np.all(elements[..., column] >= self._graph.shape(op.inputs[0])[dim]))
-
-    def _all(self, value: int, element: int) -> bool:
-        """Returns whether all elements of a value are one number."""
-        elements = self._arrays.elements(value, {})
-        return elements is not None and not any(elements.strides) and bool(np.all(elements == element))
 
     def _aligned(self, op: Op, known: Mapping[int, np.ndarray]) -> int | None:
         """Returns the column of the indices of a lookup that names, for each choice, its own row of the table."""
@@ -420,86 +415,15 @@ class _Region:
 
     def _add_counts(self, sizes: int) -> None:
         """Checks that the sizes of groups are the numbers of choices of each expert."""
-        passed = set[int]()
-        value = self._arrays.source(sizes, passed)
-        op = self._graph.producers.get(value)
-        while op is not None and op.name in RENAMED and self._graph.shape(op.inputs[0]) == self._graph.shape(sizes):
-            value = self._arrays.source(op.inputs[0], passed)
-            op = self._graph.producers.get(value)
-        self._need(op is not None)
-        assert op is not None
-        if op not in self.ops:
-            if op.family is Family.SCATTER_ADD:
-                keys = self._counted(op)
-            else:
-                self._need(op.name == "reduce_sum")
-                keys = self._counted_one_hots(op)
-            self._compare(*keys)
-            inputs = (None, 0, 0) if op.family is Family.SCATTER_ADD else (0,)
-            self.ops[op] = RowOp(self._first, inputs, (None,))
-        self.counts |= dict.fromkeys(passed, self._first)
-        self.chains[op.outputs[0]] |= passed
-
-    def _counted(self, op: Op) -> tuple[int, int]:
-        """Returns the indices at which a scatter adds ones to zeros, and the number of elements for each."""
-        zeros, indices, ones = op.inputs[:3]
-        self._need(self._all(zeros, 0) and self._all(ones, 1))
-        numbers = op.params["dimension_numbers"]
-        self._need(not numbers.operand_batching_dims and not numbers.update_window_dims)
-        self._need(len(self._graph.shape(zeros)) == 1)
-        return indices, 1
-
-    def _counted_one_hots(self, op: Op) -> tuple[int, int]:
-        """Returns the operand of a comparison with all experts whose results are summed, and the number of experts."""
-        value = op.outputs[0]
-        (num_groups,) = self._graph.shape(value)
-        while op.name == "reduce_sum" or op.name == "convert_element_type":
-            rank = len(self._graph.shape(op.inputs[0]))
-            self._need(op.name != "reduce_sum" or rank - 1 not in op.params["axes"])
-            producer = self._graph.producers.get(self._arrays.source(op.inputs[0]))
-            self._need(producer is not None)
-            assert producer is not None
-            op = producer
-        self._need(op.name == "eq")
-        for operand, other in (op.inputs, op.inputs[::-1]):
-            groups = self._arrays.elements(other, {})
-            if groups is not None:
-                expected = np.arange(num_groups)
-                self._need(groups.shape[-1] == num_groups and not any(groups.strides[:-1]))
-                self._need(np.array_equal(groups.reshape(-1, num_groups)[0], expected))
-                return operand, num_groups
-        raise _OrderMatters
-
-    def _compare(self, counted: int, times: int) -> None:
-        """Checks that what is counted are the keys that are sorted, in the order of choices."""
-        leaves = [self._arrays.leaves(value) for value in (counted, self._keys)]
-        self._need(all(len(each) == 1 for each in leaves))
-        (chosen,), (sorted_,) = leaves
-        self._need(chosen == sorted_ or self._arrays.are_equal(chosen, sorted_))
-        num_experts = self._num_experts
-        shape = self._graph.shape(chosen)
-        size = int(np.prod(shape))
-        for start in range(0, num_experts, size):
-            some = ((start + np.arange(size)) % num_experts).astype(self._graph.avals[chosen].dtype).reshape(shape)
-            elements, keys = (
-                self._arrays.elements(value, {leaf: some}) for value, leaf in ((counted, chosen), (self._keys, sorted_))
-            )
-            assert elements is not None and keys is not None
-            last = elements.reshape(-1, times)[:, 0] if times == 1 else elements[..., 0].ravel()
-            self._need(times == 1 or elements.strides[-1] == 0)
-            self._need(np.array_equal(last, keys.ravel()))
-
-
-    def _chosen_of(self, keys: int) -> int:
-        """Returns the number of experts that keys are chosen of."""
-        leaves = self._arrays.leaves(keys)
-        self._need(len(leaves) == 1)
-        (chosen,) = leaves
-        op = self._graph.producers.get(chosen)
-        self._need(op is not None and op.outputs.index(chosen) == CHOOSING.get(op.name))
-        assert op is not None
-        axis = op.params.get("axis", op.params.get("axes", (-1,)))
-        return self._graph.shape(op.inputs[0])[axis[0] if isinstance(axis, tuple) else axis]
+        counts = counts_of(self._arrays, sizes)
+        self._need(counts is not None)
+        assert counts is not None and self._choices is not None
+        if counts.op not in self.ops:
+            self._need(count_keys(self._arrays, counts, self._keys, self._choices))
+            inputs = (None, 0, 0) if counts.op.family is Family.SCATTER_ADD else (0,)
+            self.ops[counts.op] = RowOp(self._first, inputs, (None,))
+        self.counts |= dict.fromkeys(counts.values, self._first)
+        self.chains[counts.op.outputs[0]] |= counts.values
 
 
 def _pairs(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:

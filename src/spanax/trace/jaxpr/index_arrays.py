@@ -137,6 +137,11 @@ class IndexArrays:
             pending += zip(one.inputs, other.inputs, strict=True)
         return True
 
+    def are_all(self, value: int, element: int) -> bool:
+        """Returns whether all elements of a value are one number."""
+        elements = self.elements(value, {})
+        return elements is not None and not any(elements.strides) and bool(np.all(elements == element))
+
     def _operands(self, number: int) -> list[int] | None:
         """Returns the sources that a value is computed of; None if it is no function of positions."""
         op = self.graph.producers.get(number)
