@@ -44,7 +44,7 @@ class Layer(nnx.Module):
 class LM(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
-        self.layers = nnx.vmap(Layer, in_axes=0, out_axes=0)(rngs.fork(split=LAYERS))
+        self.layers = nnx.vmap(Layer, in_axes=0, out_axes=0)(rngs.split(LAYERS))
 
     def __call__(self, ids):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

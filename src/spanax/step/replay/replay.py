@@ -179,7 +179,9 @@ class Replay:
 
     def _sharded_lookup(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
         """Computes a lookup in a sharded table inside of a stage, where the compiler cannot; None for others."""
-        if not self.manual or (op.outputs and self.unreduced.of(op.outputs[0])):
+        use = self.uses.get(op)
+        of_rows = use is not None and use.rows is not None
+        if not self.manual or of_rows or (op.outputs and self.unreduced.of(op.outputs[0])):
             return None
         lookup = match_sharded_lookup(self.graph, op, self.constraints, self.manual)
         return None if lookup is None else sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)

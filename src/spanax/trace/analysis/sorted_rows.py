@@ -331,7 +331,8 @@ class _Region:
         in_table = {dim for array, dim in rows if array == 0 or (array == len(op.inputs) and not is_read)}
         windows = numbers.offset_dims if is_read else numbers.update_window_dims
         rank = len(self._graph.shape(op.outputs[0] if is_read else op.inputs[2]))
-        first = next(each for each in range(rank) if each not in windows)
+        first = next((each for each in range(rank) if each not in windows), rank)
+        self._need(first < rank)
         self._need(not is_by_row or (others, first) in rows)
         column = self._aligned(op, self._slots if is_by_row else self._places)
         if column is None:
