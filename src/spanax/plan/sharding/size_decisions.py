@@ -134,10 +134,11 @@ def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 
 
 def _stayed(resolver: Resolver, ways: Ways) -> Iterator[Array]:
-    """Yields whether experts stay on their devices."""
+    """Yields whether experts stay on their devices, and which part of all rows may be theirs."""
     ranks = resolver.assignment.ranks
-    if expert_axes(resolver.program, ranks):
+    if axes := expert_axes(resolver.program, ranks):
         yield is_staying(resolver.program, ranks, ways) * np.ones_like(ways(()))
+        yield (resolver.program.step.sorted_rows.share(ways(axes)) * 1e6).astype(int)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

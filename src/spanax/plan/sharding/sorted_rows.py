@@ -23,6 +23,7 @@ class RowSharding:
       axes: the mesh axes that shard rows.
       staying: the mesh axes of the experts that stay on their devices.
       varying: whether each operand, then each result, differs between these devices.
+      share: the largest share of a device's rows that are of its own experts, which come first.
       summed: the mesh axes over which the result is a sum, which is reduced afterwards.
       inputs: the constraint of each operand; None for counts, of which each device has its own.
       outputs: the constraint of each result; None where it is a sum.
@@ -33,6 +34,7 @@ class RowSharding:
     staying: tuple[str, ...]
     varying: tuple[bool, ...]
     summed: tuple[str, ...]
+    share: float
     inputs: tuple[Constraint | None, ...]
     outputs: tuple[Constraint | None, ...]
 
@@ -67,7 +69,8 @@ def row_sharding(
     specs = [_by_rows(graph, value, dim, constraints[value], axes, others) for value, dim in pairs]
     inputs = tuple(None if index == row_op.counts else spec for index, spec in enumerate(specs[: len(op.inputs)]))
     outputs = tuple(None if summed else spec for spec in specs[len(op.inputs) :])
-    return RowSharding(row_op, axes, staying, varying, summed, inputs, outputs)
+    share = float(found.share(resolver.mesh.ways(staying))) if staying else 1.0
+    return RowSharding(row_op, axes, staying, varying, summed, share, inputs, outputs)
 
 
 def _by_rows(

@@ -11,7 +11,7 @@ import numpy as np
 from spanax.plan.sharding.partition import Masks, Reshard, reductions, transition, union
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
+from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows, with_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
@@ -199,11 +199,12 @@ class _TermCounter:
             properties = sharded.is_batched(of_q), dtype_name(graph.avals[of_q].dtype)
             rows += matmul_rows(graph, group, use, sharded.resolver.mesh, *properties)
         if op.name in CONTRACTIONS and division.partition:
-            by_row = division.operands is not None and division.operands.rows is not None
-            is_expanded = self._compiler.expands_ragged and sums_rows(op) and not by_row
+            by_row = None if division.operands is None else division.operands.rows
+            is_expanded = self._compiler.expands_ragged and sums_rows(op) and by_row is None
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
             experts = expert_axes(sharded, op, division.partition)
-            rows.append(matmul_row(sharded, group, partition, self._distinct_runs(group), experts))
+            row = matmul_row(sharded, group, partition, self._distinct_runs(group), experts)
+            rows.append(row if by_row is None else with_rows(row, by_row.share))
         return Counted(tuple(rows), tuple(moves))
 
     def _distinct_runs(self, group: OpGroup) -> int:

@@ -19,7 +19,7 @@ from spanax.trace.jaxpr.graph import RAGGED, Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 
-SIZED = LOOKUPS | RING
+SIZED = LOOKUPS | RING | {RAGGED}
 """Operations whose division also depends on the sizes of the mesh."""
 
 

@@ -97,11 +97,29 @@ class _OnDevice:
         if op.name == "sort":
             return self._sorted(parts) if row_op.beyond else self._places(parts)
         if op.name == RAGGED:
-            return op.bind([*parts[:2], self._own(parts[2]), *parts[3:]])
+            return self._multiplied(parts)
         return self._looked_up(parts) if op.family is Family.GATHER else self._added(parts)
 
     def _index(self, axes: Axes) -> Any:
         return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+
+    def _multiplied(self, parts: Sequence[Any]) -> list[Any]:
+        """Multiplies the first rows, among which are all of the experts of this device; results of others are zeros."""
+        row_op = self.rows.op
+        pairs = [(part, dim) for part, dim in zip(parts, row_op.inputs, strict=True) if dim is not None]
+        number = pairs[0][0].shape[pairs[0][1]]
+        first = math.ceil(number * self.rows.share)
+        some = [
+            part if dim is None else lax.slice_in_dim(part, 0, first, axis=dim)
+            for part, dim in zip(parts, row_op.inputs, strict=True)
+        ]
+        some[2] = self._own(parts[2]) if self.rows.staying else parts[2]
+        (out,) = self.op.bind(some)
+        (dim,) = row_op.outputs
+        if dim is None or first == number:
+            return [out]
+        padding = [(0, number - first if each == dim else 0, 0) for each in range(out.ndim)]
+        return [lax.pad(out, jnp.zeros((), out.dtype), padding)]
 
     def _own(self, counts: Any) -> Any:
         """Returns the counts of the experts of this device."""

@@ -8,6 +8,7 @@ of its own tokens. What only looks like this is not among the results, and its r
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,7 @@ class SortedRows:
       varying: the values that differ between devices with the same tokens and other experts.
       moved: the elements that move if experts stay on their devices, and if they are gathered.
       can_stay: whether each device can compute its experts for the tokens of others.
+      choices: the number of experts, and of different ones that each token chooses; (0, 0) where sorts differ in it.
     """
 
     dims: frozenset[Dim] = frozenset()
@@ -70,6 +72,15 @@ class SortedRows:
     varying: frozenset[int] = frozenset()
     moved: tuple[float, float] = (0.0, 0.0)
     can_stay: bool = False
+    choices: tuple[int, int] = (0, 0)
+
+    def share(self, ways: Any) -> Any:
+        """Returns the largest share of rows that may belong to the experts of one of `ways` devices.
+
+        Each token has at most one row for each of these experts.
+        """
+        number, each = self.choices
+        return np.minimum(each, number // ways) / each if each else np.ones_like(ways, float)
 
 
 class _OrderMatters(Exception):
@@ -110,6 +121,7 @@ def sorted_rows(graph: Graph) -> SortedRows:
         counts |= region.counts
         added |= {value for value, chain in region.chains.items() if region.is_read(frozenset(chain))}
         regions.append(region)
+    choices = {region.choices for region in regions}
     return SortedRows(
         frozenset(dims),
         ops,
@@ -119,6 +131,7 @@ def sorted_rows(graph: Graph) -> SortedRows:
         frozenset(value for value, _ in dims).union(*(region.places for region in regions)),
         (sum(region.tokens for region in regions), sum(region.weights for region in regions)),
         all(region.can_stay for region in regions),
+        next(iter(choices)) if len(choices) == 1 else (0, 0),
     )
 
 
@@ -226,6 +239,11 @@ class _Region:
                 self._check_rows(op)
         self._check_places()
         self._need(all((value, dim) not in self._rows for value, dim in self._shown()))
+
+    @property
+    def choices(self) -> tuple[int, int]:
+        """The number of experts, and of those that each token chooses."""
+        return (0, 0) if self._choices is None else (self._choices.number, self._choices.each)
 
     def is_read(self, counts: frozenset[int]) -> bool:
         """Returns whether anything but the sizes of groups reads counts."""

@@ -34,10 +34,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Choices:
-    """The indices of what a top-k or an argmax chooses, among `number` options."""
+    """The indices of what a top-k or an argmax chooses, among `number` options: `each` different ones at a time."""
 
     value: int
     number: int
+    each: int
 
 
 def choices_of(arrays: IndexArrays, keys: int) -> Choices | None:
@@ -48,7 +49,8 @@ def choices_of(arrays: IndexArrays, keys: int) -> Choices | None:
     if len(leaves) != 1 or op is None or op.outputs.index(value) != CHOOSING.get(op.name):
         return None
     axes = op.params.get("axes", (op.params.get("axis", -1),))
-    return Choices(value, arrays.graph.shape(op.inputs[0])[axes[0]])
+    each = arrays.graph.shape(value)[axes[0]] if op.name == "top_k" else 1
+    return Choices(value, arrays.graph.shape(op.inputs[0])[axes[0]], each)
 
 
 def counts_of(arrays: IndexArrays, sizes: int) -> Counts | None:
