@@ -32,11 +32,14 @@ CASES = [
 QUICK = [("sorted_moe", "expert=4,model=2", 1), ("sorted_taken", "fsdp=2,expert=2,model=2", 1)]
 """Experts that are gathered, and tokens that are."""
 
+EXACT = {"sorted_moe"}
+"""Models whose loss in microbatches is that of the batch. The other one updates a bias in every microbatch."""
+
 
 @functools.cache
 def program(name: str, microbatches: int = 1) -> spanax.Program:
     case = corpus.model(name)
-    rest = {"loss": case.loss, "microbatches": microbatches, "accumulate": "mean"}
+    rest = {"loss": case.loss, "microbatches": microbatches, "accumulate": "exact" if name in EXACT else "mean"}
     return spanax.trace(build=case.build, optimizer=SGD, batch=case.batch(corpus.SIZE), **rest)
 
 
@@ -60,7 +63,7 @@ def reference(name: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "mesh", "microbatches"), sampled(CASES, QUICK))
 def test_no_row_is_lost(name: str, mesh: str, microbatches: int) -> None:
     result = trained(name, planned(name, mesh, microbatches), microbatches)
-    for path, expected in reference(name, microbatches).items():
+    for path, expected in reference(name, 1 if name in EXACT else microbatches).items():
         scale = max(np.abs(expected).max(initial=0), 1e-3)
         assert np.abs(result[path] - expected).max(initial=0) <= 1e-5 * scale, path
 
