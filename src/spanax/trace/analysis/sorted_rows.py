@@ -16,7 +16,7 @@ import numpy as np
 from spanax.trace.jaxpr.counted import RENAMED, Choices, choices_of, count_keys, counts_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
-from spanax.trace.jaxpr.index_arrays import IndexArrays
+from spanax.trace.jaxpr.index_arrays import IndexArrays, indices, repeated
 from spanax.trace.jaxpr.provenance import reachable
 
 Dim = tuple[int, int]
@@ -281,13 +281,13 @@ class _Region:
         self._need(all((value, 0) not in self._rows for value in sort.inputs))
         self._need(all(len(self._graph.shape(value)) == 1 for value in sort.inputs))
         beyond = list[int | None]([self._num_experts])
-        self._beyond[sort.outputs[0]] = np.full(self._num_rows, self._num_experts)
+        self._beyond[sort.outputs[0]] = repeated(self._num_experts, self._num_rows)
         for before, after in zip(sort.inputs[1:], sort.outputs[1:], strict=True):
             elements = self._arrays.elements(before, {})
             beyond.append(None if elements is None else int(elements.max()) + 1)
             if elements is not None:
                 self._slots[after] = elements
-                self._beyond[after] = np.full_like(elements, beyond[-1])
+                self._beyond[after] = repeated(int(elements.max()) + 1, self._num_rows)
         whole = (0,) * len(sort.inputs)
         self.ops[sort] = RowOp(self._first, whole, whole, beyond=tuple(beyond))
 
@@ -391,7 +391,7 @@ class _Region:
             return None
         for column, dim in enumerate(indexed):
             size = self._graph.shape(op.inputs[0])[dim]
-            expected = np.arange(self._num_rows) * size // self._num_rows
+            expected = indices(self._num_rows, size)
             is_row = op.params["slice_sizes"][dim] == 1 if is_read else dim in numbers.inserted_window_dims
             if is_row and self._num_rows % size == 0 and np.array_equal(elements[..., column].ravel(), expected):
                 return column
@@ -403,9 +403,9 @@ class _Region:
         self._need(self._of(op) == {(0, 0)} and len(self._graph.shape(op.inputs[0])) == 1)
         for operand, known in zip(op.inputs, (self._slots, {}), strict=True):
             elements = self._arrays.elements(operand, known)
-            self._need(elements is not None and np.array_equal(elements, np.arange(self._num_rows)))
-        self._places[op.outputs[1]] = np.arange(self._num_rows)
-        self._beyond[op.outputs[1]] = np.full(self._num_rows, self._num_rows)
+            self._need(elements is not None and np.array_equal(elements, indices(self._num_rows, self._num_rows)))
+        self._places[op.outputs[1]] = indices(self._num_rows, self._num_rows)
+        self._beyond[op.outputs[1]] = repeated(self._num_rows, self._num_rows)
         self.can_stay &= not self._graph.readers[op.outputs[0]]
         self.ops[op] = RowOp(self._first, (0, 0), (0, 0))
 

@@ -3,6 +3,7 @@
 No device is needed, so a plan can know which rows an operation reads.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -42,15 +43,30 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }
 """The operations on elements of integers, by primitive."""
 
+
+@functools.lru_cache(maxsize=16)
+def repeated(number: int, size: int) -> np.ndarray:
+    """Returns an array of one number; the same one for equal arguments."""
+    return np.full(size, number, np.int32)
+
+
+@functools.lru_cache(maxsize=16)
+def indices(size: int, parts: int) -> np.ndarray:
+    """Returns, for each of so many positions, which of equal parts it is in; the same array for equal arguments."""
+    return np.arange(size, dtype=np.int64) * parts // size
+
+
 VIEWS = frozenset({"broadcast_in_dim", "concatenate", "convert_element_type", "iota", "reshape", "squeeze"})
 """The operations that keep the order of elements, and those that create positions."""
 
 
 class IndexArrays:
-    """The values of a graph that are computed of positions."""
+    """The values of a graph that are computed of positions; equal computations of one array are evaluated once."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
+        self._evaluated = dict[tuple[object, ...], np.ndarray]()
+        self._operands_of = dict[tuple[object, ...], Sequence[np.ndarray]]()
 
     @cached_property
     def _equal(self) -> dict[int, int]:
@@ -155,7 +171,16 @@ class IndexArrays:
 
     def _computed(self, number: int, ins: Sequence[np.ndarray]) -> np.ndarray:
         op = self.graph.producers.get(number)
-        return np.asarray(self.graph.constants[number]) if op is None else _evaluated(op, ins)
+        if op is None:
+            constant = np.asarray(self.graph.constants[number])
+            return self._evaluated.setdefault((constant.dtype, constant.item()), constant)
+        aval = op.eqn.outvars[0].aval
+        dims = (op.params.get("dimension"), op.params.get("broadcast_dimensions"))
+        key = (op.name, aval.shape, aval.dtype, dims, *map(id, ins))
+        if key not in self._evaluated:
+            self._operands_of[key] = ins  # what an id stands for stays alive
+            self._evaluated[key] = _evaluated(op, ins)
+        return self._evaluated[key]
 
 
 def _equal_values(graph: Graph) -> Iterator[tuple[int, int]]:
