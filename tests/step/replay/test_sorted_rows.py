@@ -3,9 +3,12 @@
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import spanax
 from byo import corpus
@@ -66,6 +69,41 @@ def test_no_row_is_lost(name: str, mesh: str, microbatches: int) -> None:
     for path, expected in reference(name, 1 if name in EXACT else microbatches).items():
         scale = max(np.abs(expected).max(initial=0), 1e-3)
         assert np.abs(result[path] - expected).max(initial=0) <= 1e-5 * scale, path
+
+
+class Repeated(nnx.Module):
+    """Experts that apply a loop under a remat to their rows, with equal rows from outside of both."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.router = nnx.Linear(8, 4, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 8)) * 0.3)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        chosen = jax.lax.top_k(self.router(x), 2)[1].reshape(-1)
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=4).astype(jnp.int32)
+        twos = jnp.full((len(order), 1), 2.0)
+
+        @jax.checkpoint
+        def multiplied(rows: jax.Array, twos: jax.Array, up: jax.Array) -> jax.Array:
+            added = jax.lax.ragged_dot(rows, up, sizes)
+            start = jnp.broadcast_to(twos, added.shape)
+            return jax.lax.scan(lambda rows, _: (jnp.tanh(rows * twos + added), None), start, None, length=2)[0]
+
+        return jnp.zeros_like(x).at[order // 2].add(multiplied(x[order // 2], twos, self.up[...]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("devices")
+def test_equal_rows_from_outside_of_a_loop_are_those_of_every_device() -> None:
+    def step(model: nnx.Module, x: jax.Array) -> Any:
+        return nnx.value_and_grad(lambda model: jnp.square(model(x)).mean())(model)
+
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    expected, actual = (
+        jax.tree.leaves(run(Repeated(nnx.Rngs(0)), x)) for run in (nnx.jit(step), spanax.jit(step, mesh="expert=4"))
+    )
+    for got, want in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("devices")

@@ -168,9 +168,17 @@ class Replay:
         pairs = zip(op.inputs, ins, strict=True)
         return [array if value in kept else self._counted(value, array) for value, array in pairs]
 
-    def _pending(self, value: int, array: Any) -> tuple[str, ...]:
-        """Returns the mesh axes of the leading dims of an array; counts may have been added."""
-        return self.unreduced.of(value) if np.ndim(array) > len(self.graph.shape(value)) else ()
+    def _pending(self, value: int, array: Any, spread: int | None = None) -> tuple[str, ...]:
+        """Returns the mesh axes of the leading dims of an array: none of counts that were added, or of equal rows."""
+        axes = self.unreduced.of(value) or (() if spread is None else self.unreduced.of(spread))
+        return axes if np.ndim(array) > len(self.graph.shape(value)) else ()
+
+    def _spread(self, value: int, like: int, array: Any) -> Any:
+        """Returns an array as the value needs it: one for each device, also of an array that has the rank of `like`."""
+        axes = self.unreduced.of(value) if value in self.unreduced.varying else ()
+        if not axes or np.ndim(array) > len(self.graph.shape(like)):
+            return array
+        return jax.numpy.broadcast_to(array, (*(self.mesh.shape[axis] for axis in axes), *np.shape(array)))
 
     def _counted(self, value: int, array: Any) -> Any:
         """Returns a value; counts of each device's rows are added."""
@@ -224,6 +232,11 @@ class Replay:
                 for (outer, inner), array in zip(pairs, ins, strict=False)
             ]
             ins = [*consts, *ins[len(consts) :]]
+        if self.unreduced.varying:
+            inner = dict(self.graph.wires(op).inputs)
+            ins = [
+                self._spread(inner.get(outer, outer), outer, array) for outer, array in zip(op.inputs, ins, strict=True)
+            ]
         if op.name == "scan":
             outs: Sequence[Any] = self._looped(op, ins)
         else:
@@ -242,15 +255,22 @@ class Replay:
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
         operands = [
-            add_partial_sum_dims(array, self._pending(value, array), deferred(inner), axis_sizes)
+            add_partial_sum_dims(array, self._pending(value, array, inner), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
         operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
         pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
+        targets = [*body.inputs[num_consts:num_fixed], *body.outputs[num_carried:]]
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
-            outs = zip(body.outputs, self.body(body, args), pending, strict=True)
-            return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
+            outs = [
+                self._spread(target, value, out)
+                for target, value, out in zip(targets, body.outputs, self.body(body, args), strict=True)
+            ]
+            return [
+                add_partial_sum_dims(out, self._pending(value, out, target), axes, axis_sizes)
+                for value, target, out, axes in zip(body.outputs, targets, outs, pending, strict=True)
+            ]
 
         outs = [*with_bodies(op, operands, iteration, self._shape)]
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
