@@ -241,7 +241,7 @@ class Replay:
             outs: Sequence[Any] = self._looped(op, ins)
         else:
             outs = with_bodies(op, ins, self.body, self._shape)
-            triples = zip(op.outputs, op.bodies[0].outputs, outs, strict=True)  # counts may leave a remat to be added
+            triples = zip(op.outputs, op.bodies[-1].outputs, outs, strict=True)  # counts may leave a remat to be added
             outs = [out if self.unreduced.of(value) else self._counted(inner, out) for value, inner, out in triples]
         deferred = self.unreduced.of
         constraints = self.constraints
