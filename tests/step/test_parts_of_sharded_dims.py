@@ -15,7 +15,8 @@ import spanax
 from sampling import sampled
 from spanax.errors import SpanaxError
 from spanax.plan.sharding.resolve import Constraint
-from spanax.step.replay.replay import ConstraintError, Replay
+from spanax.step.replay.replay import Replay
+from spanax.step.replay.specs import ConstraintError
 from spanax.trace.jaxpr.graph import Body, Graph
 
 EXPERTS, EMBED, MLP, TOKENS = 8, 8, 16, 32

@@ -16,7 +16,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.sharding.operands import OperandSharding, operand_shardings
 from spanax.plan.sharding.pieces import Forms
 from spanax.plan.sharding.resolve import Constraint
-from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
+from spanax.plan.spmd.deferred_reductions import counts_by_device, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.step.guard import Guard
 from spanax.step.guarded_step import GuardedStep
@@ -89,7 +89,8 @@ class PlacedProgram:
             pinned: list[Constraint | None] = [None] * len(constraints)
             if inputs_only:
                 return Replay(traced.graph, pinned, {}, self.mesh)
-            deferred = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
+            sharded = ShardedProgram(resolver, traced)
+            deferred = unreduced(sharded, plan.schedule) if is_step else counts_by_device(sharded)
             uses = operand_shardings(resolver, traced, constraints)
             unconstrained = _unconstrained(traced, uses, constraints)
             pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]

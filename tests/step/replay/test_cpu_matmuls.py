@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from spanax.plan.sharding.resolve import Constraint
-from spanax.step.replay.replay import Replay, single_contraction
+from spanax.step.replay.replay import Replay
+from spanax.step.replay.single_contraction import single_contraction
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 
 REPLICATED = Constraint(((), (), ()))

@@ -1,8 +1,9 @@
 """Assigns classes of dims to mesh axes in one program; records why other classes stay replicated."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
@@ -30,12 +31,14 @@ class Assignment:
     """For each mesh axis, the classes it shards and their rank (lowest first where a value has several).
 
     `reasons` maps a class that a mesh axis could have sharded to why it does not; `parts` maps a class of layers to how
-    the stages of a pipeline divide it.
+    the stages of a pipeline divide it. `staying` are the mesh axes of experts that stay on their devices, to which all
+    tokens of these axes are gathered, instead of the experts.
     """
 
     ranks: Mapping[str, Mapping[int, int]]
     reasons: Mapping[int, Reason]
     parts: Mapping[int, Parts] = field(default_factory=dict)
+    staying: tuple[str, ...] = ()
 
     def padded_size(self, label: int | None, size: int) -> int:
         """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
@@ -100,7 +103,10 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
     along = layout.sequence_axis
     if along and mesh.ways([along]) > 1:
         assigning.ranks[along] |= dict.fromkeys(assigning.sequences(along), SEQUENCES)
-    return Assignment(_with_experts(program, assigning.ranks, mesh), assigning.reasons, assigning.parts)
+    ranks = _with_experts(program, assigning.ranks, mesh)
+    axes = expert_axes(program, ranks)
+    stays = bool(axes) and bool(is_staying(program, ranks, mesh.ways))
+    return Assignment(ranks, assigning.reasons, assigning.parts, axes if stays else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,6 +290,28 @@ def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: M
         ]
         result[axis] = ranks[axis] | dict.fromkeys(sent, SENT_TO)
     return result
+
+
+def expert_axes(program: Program, ranks: Mapping[str, Mapping[int, int]]) -> tuple[str, ...]:
+    """Returns the mesh axes that shard both the experts of ragged matmuls and the tokens that are sorted for them."""
+    found = program.step.sorted_rows
+    classes = program.step.axes.classes
+    experts = {classes[value][dim] for value, dim in found.groups}
+    rows = {classes[value][dim] for value, dim in {op.rows for op in found.ops.values()}}
+    return tuple(axis for axis, labels in ranks.items() if found.can_stay and experts | rows <= labels.keys())
+
+
+def is_staying(program: Program, ranks: Mapping[str, Mapping[int, int]], ways: Callable[[Sequence[str]], Any]) -> Any:
+    """Returns whether gathering tokens moves less than gathering experts: of one mesh, or an array for several."""
+    step = program.step
+    found = step.sorted_rows
+    among = expert_axes(program, ranks)
+    rows = {step.axes.classes[value][dim] for value, dim in {op.rows for op in found.ops.values()}}
+    weights = {label for value, _ in found.groups for label in step.axes.classes[value]}
+    of_rows = [axis for axis, labels in ranks.items() if axis not in among and rows <= labels.keys()]
+    of_weights = [axis for axis in ranks if axis not in (*among, *of_rows) and not weights.isdisjoint(ranks[axis])]
+    tokens, experts = found.moved
+    return tokens * ways(of_weights) < experts * ways(of_rows)
 
 
 def divided_layers(program: Program) -> list[int]:

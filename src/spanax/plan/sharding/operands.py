@@ -14,6 +14,7 @@ from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, spec
 from spanax.plan.sharding.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.plan.sharding.pieces import between, piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
+from spanax.plan.sharding.sorted_rows import RowSharding, row_sharding
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
@@ -37,6 +38,7 @@ class OperandSharding:
         that its constraint has; empty if there are none.
       parts: the number of shards of the groups of a convolution.
       attention: the sharding of a fused attention operation.
+      rows: the sharding of an operation on rows that each device sorts for itself.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -47,6 +49,7 @@ class OperandSharding:
     summed: tuple[tuple[str, ...], ...] = ()
     parts: int = 1
     attention: AttentionSharding | None = None
+    rows: RowSharding | None = None
     is_isolated: bool = False
 
 
@@ -72,6 +75,9 @@ def operand_sharding(
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
     if op.name == OWN_KERNEL:
         return _own_kernel(resolver, traced, op, constraints)
+    rows = row_sharding(resolver, traced, op, constraints)
+    if rows is not None:
+        return OperandSharding(rows.inputs, rows.outputs, is_local=True, rows=rows)
     if op.name in CONTRACTIONS:
         middle = _between(constraints[op.outputs[0]])
         known = {value: constraints[value] for value in (*op.inputs, *op.outputs)}

@@ -96,6 +96,8 @@ def spmd_partition(
     ins: Sequence[Masks],
     outs: Sequence[Masks],
     pieces: Mapping[Dim, Dim] = MappingProxyType({}),
+    *,
+    by_row: bool = False,
 ) -> PartitionedOp:
     """Returns how one operation is partitioned.
 
@@ -106,13 +108,14 @@ def spmd_partition(
       ins: the sharding of each operand.
       outs: the requested sharding of each result.
       pieces: the dim of a result for each dim of an operand of which it is a piece, or the reverse.
+      by_row: whether each device has its own rows of a ragged matmul, and the sizes of their groups.
     """
     if op.name in CONTRACTIONS:
-        return _contraction(graph, op, ins, outs[0])
+        return _contraction(graph, op, ins, outs[0], by_row)
     return _in_pieces(op, ins, outs, pieces) if pieces else _other(graph, classes, op, ins, outs)
 
 
-def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
+def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks, by_row: bool = False) -> PartitionedOp:
     summed, passed = op.dim_map.contraction
     operands = [list(masks) for masks in ins[:2]]
     sizes = [math.prod(graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]
@@ -121,7 +124,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
     partial = [0] * len(summed)
     result = [0] * len(requested)
-    shifts, divisible = _with_all_groups(op, operands, requested)
+    shifts, divisible = ([], requested) if by_row else _with_all_groups(op, operands, requested)
     for axis in _bits(union([*operands[0], *operands[1], *divisible])):
         dims = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
         target = next((dim for dim, mask in enumerate(divisible) if mask & axis), None)

@@ -283,7 +283,18 @@ class Resolver:
         return Constraints(self, traced)
 
     def constraint(self, key: ShardingKey) -> Constraint | None:
-        """Returns the sharding of all values with one key during the step; None: left to the compiler."""
+        """Returns the sharding of all values with one key during the step; None: left to the compiler.
+
+        Where experts stay on their devices, each of these devices has the rows of all tokens.
+        """
+        result = self._constraint(key)
+        staying = self.assignment.staying if key.rows else ()
+        if result is None or not staying:
+            return result
+        spec = tuple(tuple(axis for axis in by if axis not in staying) for by in result.computed)
+        return Constraint(spec, result.is_open)
+
+    def _constraint(self, key: ShardingKey) -> Constraint | None:
         labels = key.labels
         shape = key.shape
         origin = key.origin

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from spanax.plan.sharding.assign import expert_axes, is_staying
 from spanax.plan.sharding.attention import attention_kernels, unit_of
 from spanax.plan.sharding.lookups import LOOKUPS, lookup_of, strategies
 from spanax.plan.sharding.resolve import Resolver
@@ -29,7 +30,7 @@ def size_decisions(resolver: Resolver, sizes: Array) -> Array:
     def ways(axes: tuple[str, ...]) -> Array:
         return np.asarray(np.prod([by_axis[axis] for axis in axes], axis=0, initial=1) * np.ones(sizes.shape[1], int))
 
-    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _looked_up)
+    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _looked_up, _stayed)
     rows = [row for part in parts for row in part(resolver, lambda axes: ways(tuple(sorted(axes))))]
     return np.asarray(rows, int).reshape(-1, sizes.shape[1])
 
@@ -148,6 +149,14 @@ def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
         if lookup is not None:
             moved = [numbers for *_, numbers in strategies(lookup, step, ways)]
             yield np.argmin(np.stack([numbers * np.ones_like(ways(()), float) for numbers in moved]), axis=0)
+
+
+def _stayed(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields whether experts stay on their devices, and which part of all rows may be theirs."""
+    ranks = resolver.assignment.ranks
+    if axes := expert_axes(resolver.program, ranks):
+        yield is_staying(resolver.program, ranks, ways) * np.ones_like(ways(()))
+        yield (resolver.program.step.sorted_rows.share(ways(axes)) * 1e6).astype(int)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import numpy as np
 from spanax.plan.sharding.partition import Masks, Reshard, reductions, transition, union
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows
+from spanax.plan.spmd.matmul_rows import dtype_name, expanded, expert_axes, matmul_row, sums_rows, with_rows
 from spanax.plan.spmd.own_kernels import kernel_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
@@ -202,10 +202,12 @@ class _TermCounter:
         if op.name == OWN_KERNEL:
             rows += kernel_rows(sharded, group)
         if op.name in CONTRACTIONS and division.partition:
-            is_expanded = self._compiler.expands_ragged and sums_rows(op)
+            by_row = None if division.operands is None else division.operands.rows
+            is_expanded = self._compiler.expands_ragged and sums_rows(op) and by_row is None
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
             experts = expert_axes(sharded, op, division.partition)
-            rows.append(matmul_row(sharded, group, partition, self._distinct_runs(group), experts))
+            row = matmul_row(sharded, group, partition, self._distinct_runs(group), experts)
+            rows.append(row if by_row is None else with_rows(row, by_row.share))
         return Counted(tuple(rows), tuple(moves))
 
     def _distinct_runs(self, group: OpGroup) -> int:

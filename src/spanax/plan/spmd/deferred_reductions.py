@@ -6,11 +6,13 @@ value that is linear in a sum and used only by a carry.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.partition import union
+from spanax.plan.sharding.sorted_rows import row_axes
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.accumulation import results_of, sums_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
@@ -31,15 +33,25 @@ class DeferredReductions:
       sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator. None at
         all for a kernel of the user's own.
       ends: results of loops that are reduced right after the loop, each with the mesh axes.
+      varying: the values among `axes` that are no sums: rows of the experts of each device.
+      counts: the values among `axes` that count the rows of each device, and are reduced where all rows count.
     """
 
     axes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     sums: Mapping[Op, tuple[Dims | None, ...]] = field(default_factory=dict)
     ends: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    counts: frozenset[int] = frozenset()
+    varying: frozenset[int] = frozenset()
 
     def of(self, value: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a value has yet to be reduced."""
         return self.axes.get(value, ())
+
+    @cached_property
+    def added(self) -> "DeferredReductions":
+        """The same where counts are added already."""
+        axes = {value: by for value, by in self.axes.items() if value not in self.counts}
+        return replace(self, axes=axes, counts=frozenset())
 
 
 def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions:
@@ -47,7 +59,23 @@ def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions
 
     Values that a pipeline stores or sends between stages are reduced before.
     """
-    return _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
+    late = _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
+    counts = counts_by_device(sharded)
+    return replace(counts, axes={**late.axes, **counts.axes}, sums=late.sums, ends=late.ends)
+
+
+def counts_by_device(sharded: ShardedProgram) -> DeferredReductions:
+    """Returns what differs between devices of the rows that each sorts: counts, and rows of experts that stay."""
+    found = sharded.traced.sorted_rows
+    graph = sharded.traced.graph
+    axes = {}
+    for value, dim in found.counts.items():
+        if by := row_axes(dim, graph, sharded.constraints, sharded.resolver.mesh):
+            axes[value] = by
+    counts = frozenset(axes)
+    staying = sharded.resolver.assignment.staying
+    varying = found.varying if staying else frozenset()
+    return DeferredReductions({**axes, **dict.fromkeys(varying, staying)}, counts=counts, varying=varying)
 
 
 def deferred_reductions(sharded: ShardedProgram) -> DeferredReductions | None:

@@ -60,6 +60,12 @@ def matmul_row(sharded: ShardedProgram, group: OpGroup, partitioned: Partitioned
     return row._replace(ragged=2 if sums_rows(op) else 0, groups=num_groups(graph, op))
 
 
+def with_rows(row: Matmul, share: float) -> Matmul:
+    """Returns a row of a ragged matmul over a share of its rows."""
+    sizes = [size * share if index == row.ragged else size for index, size in enumerate(row.sizes)]
+    return row._replace(flops=row.flops * share, sizes=sizes)
+
+
 def sums_rows(op: Op) -> bool:
     """Returns whether an operation is a ragged matmul that contracts its rows: the gradient of its weights."""
     if op.name != RAGGED:

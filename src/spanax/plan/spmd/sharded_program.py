@@ -21,6 +21,7 @@ from spanax.plan.sharding.partition import (
 )
 from spanax.plan.sharding.pieces import piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver
+from spanax.plan.sharding.sorted_rows import row_partition
 from spanax.plan.spmd.ring_attention import ring_partition
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -28,7 +29,7 @@ from spanax.trace.jaxpr.graph import OWN_KERNEL, RAGGED, Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 
-SIZED = LOOKUPS | RING | {OWN_KERNEL}
+SIZED = LOOKUPS | RING | {OWN_KERNEL, RAGGED}
 """Operations whose division also depends on the sizes of the mesh."""
 
 
@@ -188,6 +189,8 @@ class ShardedProgram:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
         elif use is not None and op.name == OWN_KERNEL:
             partitioned = summed_shards(self.traced.graph, op, ins, requested, list(map(self.mask, use.summed)))
+        elif use is not None and use.rows is not None:
+            partitioned = row_partition(self.resolver, self.traced, op, use.rows, ins, requested)
         else:
             classes = self.traced.axes.classes
             pieces = piece_links(op, classes, self.traced.axes.wholes)

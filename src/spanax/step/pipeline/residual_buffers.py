@@ -87,9 +87,13 @@ class BufferSpec:
         return self.replay.unreduced.of(self.partition.loop.body_carried[index])
 
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
-        """Returns zeros like a value, without its first `num_scanned` dims and with `leading` dims."""
+        """Returns zeros like a value, without its first `num_scanned` dims and with `leading` dims.
+
+        Counts of each device's rows have their dims of devices after these.
+        """
         aval = self.replay.graph.avals[value]
-        return jnp.zeros((*leading, *aval.shape[num_scanned:]), aval.dtype)
+        devices = [self.replay.mesh.shape[axis] for axis in self.replay.unreduced.of(value)]
+        return jnp.zeros((*leading, *devices, *aval.shape[num_scanned:]), aval.dtype)
 
     def blank(self, by_layer: dict[int, Any], by_stage: dict[int, Any]) -> Buffers:
         """Returns the buffers before the first tick, given the initial sums and states."""
@@ -117,6 +121,7 @@ class BufferSpec:
         """
         partition = self.partition
         constrained = self.replay.constrained
+        devices = self.replay.unreduced.of
         constraints = self.replay.constraints
         forward = partition.forward
         backward = partition.backward
@@ -129,12 +134,14 @@ class BufferSpec:
 
         def constrain_all(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
             return [
-                constrained(array, constraints[value], (None,) * num_leading)
+                constrained(array, constraints[value], (*(None,) * num_leading, *devices(value)))
                 for array, value in zip(arrays, values, strict=True)
             ]
 
         layers = [
-            constrained(array, constraints[layer_outputs[value]], (None, None)) if value in layer_outputs else array
+            constrained(array, constraints[layer_outputs[value]], (None, None, *devices(value)))
+            if value in layer_outputs
+            else array
             for array, value in zip(buffers.residuals, self.residuals, strict=False)
         ]
 

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from spanax.plan.sharding.lookups import without
 from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.pieces import Form, Forms, between
 from spanax.plan.sharding.resolve import Constraint
@@ -36,6 +37,9 @@ from spanax.step.replay.partial_sums import (
     summed_here,
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
+from spanax.step.replay.single_contraction import single_contraction
+from spanax.step.replay.sorted_rows import row_by_row, rows_by_device
+from spanax.step.replay.specs import check_fits, partition_spec, sharding_of
 from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
@@ -53,10 +57,6 @@ Placed = tuple[Constraint | None, Form]
 
 Formed = dict[tuple[int, Constraint], Any]
 """Arrays with interleaved dims, by value and sharding."""
-
-
-class ConstraintError(AssertionError):
-    """A sharding constraint does not fit its value: an internal error of Spanax."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +107,8 @@ class Replay:
                 values[value] = self._formed(value, arg, (None, form), self._target(value))
         self.ops(body.ops, values)
         outs = self.read(values, body.outputs)
+        if body is self.graph.body:
+            outs = [self._counted(value, array) for value, array in zip(body.outputs, outs, strict=True)]
         return [
             self._formed(value, out, self._target(value), (None, form))
             for value, out, form in zip(body.outputs, outs, after or [()] * len(outs), strict=True)
@@ -124,7 +126,7 @@ class Replay:
 
         The order changes while the dim is replicated. One all-to-all exchanges the array from there to its shards.
         """
-        leading = self.unreduced.of(value)
+        leading = self._pending(value, array)
         if before[1] == after[1] or self.forms is None:
             return array if after[0] is None else self.constrained(array, after[0], leading)
         own, other = (before, after) if before[1] == () else (after, before)
@@ -170,14 +172,17 @@ class Replay:
             constraint = Constraint(((),) * (array.ndim - len(leading)), is_open=True)
         if constraint is None or is_single or jax.typeof(array).memory_space == jax.memory.Space.Host:
             return array
-        spec = _partition_spec(constraint, self.manual, leading)
-        _check_fits(array.shape, spec, self.mesh)
-        return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
+        taken = {axis for by in leading for axis in ((by,) if isinstance(by, str) else by or ())}
+        constraint = replace(constraint, spec=without(constraint.spec, taken)) if taken else constraint
+        spec = partition_spec(constraint, self.manual, leading)
+        check_fits(array.shape, spec, self.mesh)
+        return jax.lax.with_sharding_constraint(array, spec if self.manual else sharding_of(self.mesh, spec))
 
     def _compute(self, formed: "Formed", op: Op, ins: Sequence[Any]) -> list[Any]:
         """Computes an operation; `formed` keeps operands that were interleaved, for other operations."""
         if op in self.instead:
             return self.instead[op](ins)
+        ins = self._as_read(op, ins)
         if op.bodies:
             return self._with_bodies(op, ins)
         lookup = self._sharded_lookup(op, ins)
@@ -223,16 +228,62 @@ class Replay:
             return ins[:1]
         if self.defers_errors and is_callback(op):
             return with_deferred_errors(self.graph, op, ins)
+        if use is not None and use.rows is not None and self.mesh.size > 1:
+            arrays = rows_by_device(op, ins, use.rows, self.mesh, self.manual)
+            if not use.rows.summed or not self.unreduced.counts.isdisjoint(op.outputs):
+                return arrays
+            return [self.reduced(arrays[0], self.constraints[op.outputs[0]], use.rows.summed)]
+        if not self.unreduced.varying.isdisjoint(op.outputs):
+            numbers = [len(self._pending(*each)) for each in zip(op.inputs, ins, strict=True)]
+            axes = self.unreduced.of(op.outputs[0])
+            return row_by_row(op, ins, numbers, [self.mesh.shape[axis] for axis in axes])
         if op.name != OWN_KERNEL and op.outputs and self.unreduced.of(op.outputs[0]):
-            return evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
+            return evaluate_partial_sums(self.graph, op, ins, self._terms(op), self.mesh, self.manual)
         if use is not None and use.is_local and self.mesh.size > 1:
             return _shard_by_shard(self, op, ins, use)
         outs = _single_contraction(self, op, ins, use)
         return op.bind(ins) if outs is None else outs
 
+    def _terms(self, op: Op) -> DeferredReductions:
+        """Returns the deferred reductions of the operands of an operation, which may need counts of all rows."""
+        use = self.uses.get(op)
+        by_device = self.unreduced.counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
+        return self.unreduced if by_device else self.unreduced.added
+
+    def _as_read(self, op: Op, ins: Sequence[Any]) -> Sequence[Any]:
+        """Returns the operands of an operation, with counts added unless it needs those of each device."""
+        counts = self.unreduced.counts
+        if counts.isdisjoint(op.inputs):
+            return ins
+        if op.bodies:
+            kept = {outer for outer, inner in self.graph.wires(op).inputs if inner in counts}
+        else:
+            kept = set(op.inputs) if self._terms(op) is self.unreduced else set()
+        pairs = zip(op.inputs, ins, strict=True)
+        return [array if value in kept else self._counted(value, array) for value, array in pairs]
+
+    def _pending(self, value: int, array: Any, spread: int | None = None) -> tuple[str, ...]:
+        """Returns the mesh axes of the leading dims of an array: none of counts that were added, or of equal rows."""
+        axes = self.unreduced.of(value) or (() if spread is None else self.unreduced.of(spread))
+        return axes if np.ndim(array) > len(self.graph.shape(value)) else ()
+
+    def _spread(self, value: int, like: int, array: Any) -> Any:
+        """Returns an array as the value needs it: one for each device, also of an array that has the rank of `like`."""
+        axes = self.unreduced.of(value) if value in self.unreduced.varying else ()
+        if not axes or np.ndim(array) > len(self.graph.shape(like)):
+            return array
+        return jax.numpy.broadcast_to(array, (*(self.mesh.shape[axis] for axis in axes), *np.shape(array)))
+
+    def _counted(self, value: int, array: Any) -> Any:
+        """Returns a value; counts of each device's rows are added."""
+        axes = self.unreduced.of(value) if value in self.unreduced.counts else ()
+        return self.reduced(array, self.constraints[value], axes)
+
     def _sharded_lookup(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
         """Computes a lookup in a sharded table inside of a stage, where the compiler cannot; None for others."""
-        if not self.manual or (op.outputs and self.unreduced.of(op.outputs[0])):
+        use = self.uses.get(op)
+        of_rows = use is not None and use.rows is not None
+        if not self.manual or of_rows or (op.outputs and self.unreduced.of(op.outputs[0])):
             return None
         lookup = match_sharded_lookup(self.graph, op, self.constraints, self.manual)
         return None if lookup is None else sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
@@ -240,6 +291,7 @@ class Replay:
     def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding, formed: "Formed") -> Sequence[Any]:
         """Returns operands in the shardings that an operation needs."""
         for targets in filter(None, (use.first, use.inputs)):
+            terms = self._terms(op)
             arrays = list[Any]()
             for value, array, target in zip(op.inputs, ins, targets, strict=True):
                 before = self._target(value)
@@ -249,8 +301,8 @@ class Replay:
                     if (value, target) not in formed:
                         formed[value, target] = self._formed(value, array, before, after)
                     array = formed[value, target]
-                elif target is not None:
-                    array = self.constrained(array, target, self.unreduced.of(value))
+                else:
+                    array = self.constrained(array, target, terms.of(value))
                 arrays.append(array)
             ins = arrays
         return [lax.optimization_barrier(ins[0]), *ins[1:]] if use.is_isolated else ins
@@ -290,6 +342,11 @@ class Replay:
             ]
             ins = [*consts, *ins[len(consts) :]]
             carried |= {inner: self._target(inner)[1] for _, inner in pairs}
+        if self.unreduced.varying:
+            inner = dict(self.graph.wires(op).inputs)
+            ins = [
+                self._spread(inner.get(outer, outer), outer, array) for outer, array in zip(op.inputs, ins, strict=True)
+            ]
 
         def body(body: Body, args: Sequence[Any]) -> list[Any]:
             before = [carried.get(value, ()) for value in body.inputs]
@@ -300,6 +357,8 @@ class Replay:
             outs: Sequence[Any] = self._looped(op, ins, body)
         else:
             outs = with_bodies(op, ins, body, self._shape)
+            triples = zip(op.outputs, op.bodies[-1].outputs, outs, strict=True)  # counts may leave a remat to be added
+            outs = [out if self.unreduced.of(value) else self._counted(inner, out) for value, inner, out in triples]
         outs = [
             self._formed(value, out, (None, form), (None, self._target(value)[1]))
             for value, out, form in zip(op.outputs, outs, self._outside(op, after), strict=True)
@@ -335,15 +394,22 @@ class Replay:
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
         operands = [
-            add_partial_sum_dims(array, deferred(value), deferred(inner), axis_sizes)
+            add_partial_sum_dims(array, self._pending(value, array, inner), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
         operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
         pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
+        targets = [*body.inputs[num_consts:num_fixed], *body.outputs[num_carried:]]
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
-            outs = zip(body.outputs, evaluated(body, args), pending, strict=True)
-            return [add_partial_sum_dims(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
+            outs = [
+                self._spread(target, value, out)
+                for target, value, out in zip(targets, body.outputs, evaluated(body, args), strict=True)
+            ]
+            return [
+                add_partial_sum_dims(out, self._pending(value, out, target), axes, axis_sizes)
+                for value, target, out, axes in zip(body.outputs, targets, outs, pending, strict=True)
+            ]
 
         outs = [*with_bodies(op, operands, iteration, self._shape)]
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
@@ -380,7 +446,7 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
     mesh = replay.mesh
     manual = replay.manual
     specs = [
-        tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
+        tuple(PartitionSpec() if constraint is None else partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
     ]
     pending = [replay.unreduced.of(value) if op.name == OWN_KERNEL else () for value in op.outputs]
@@ -412,54 +478,3 @@ def _single_contraction(replay: Replay, op: Op, ins: Sequence[Any], use: Operand
     else:
         known = [replay.constraints[value] for value in op.inputs] if use is None else use.inputs
     return single_contraction(op, ins, known, replay.manual)
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
-    """Raises ConstraintError if a spec has another rank than a shape or does not divide it, which JAX would ignore."""
-    sharded = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by for by in spec]
-    axes = [by if isinstance(by, tuple) else (by,) for by in sharded]
-    num_shards = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
-    if len(num_shards) != len(shape) or any(size % parts for size, parts in zip(shape, num_shards, strict=True)):
-        raise ConstraintError(f"sharding constraint {spec} does not fit shape {shape} on mesh {dict(mesh.shape)}.")
-
-
-@functools.lru_cache(maxsize=4096)
-def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh, spec)
-
-
-def _partition_spec(
-    constraint: Constraint, manual: frozenset[str] = frozenset(), leading: Sequence[str | tuple[str, ...] | None] = ()
-) -> PartitionSpec:
-    unsharded = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
-    spec = [tuple(axis for axis in axes if axis not in manual) for axes in constraint.spec]
-    by_dim = [axes[0] if len(axes) == 1 else axes or unsharded for axes in spec]
-    return PartitionSpec(*leading, *by_dim)
-
-
-def single_contraction(
-    op: Op, ins: Sequence[Any], constraints: Sequence[Constraint | None], manual: frozenset[str] = frozenset()
-) -> list[Any] | None:
-    """Computes a matmul with its adjacent contracting dims merged into one, which XLA's CPU compiler runs faster.
-
-    The gradient of a weight contracts batch and positions. For two contracting dims the CPU compiler transposes and
-    copies an operand, and recomputes its producers for the copy (`CPU_TRANSPOSES` in `plan/sharding/xla_workarounds`);
-    for one, it reads the operand in place.
-
-    Returns None unless they are adjacent and only the first is sharded: the spec of a merged dim cannot express an
-    inner dim that is sharded, so XLA would gather the operand.
-    """
-    summed, (batch, _) = op.params["dimension_numbers"]
-    if batch or len(summed[0]) < 2 or not all(map(_is_adjacent, summed)):
-        return None
-    for dims, constraint in zip(summed, constraints, strict=True):
-        if constraint is None or constraint.is_open or any(set(constraint.spec[dim]) - manual for dim in dims[1:]):
-            return None
-    merged = [lax.collapse(array, dims[0], dims[-1] + 1) for array, dims in zip(ins, summed, strict=True)]
-    numbers = (tuple((dims[0],) for dims in summed), ((), ()))
-    return op.bind(merged, op.params | {"dimension_numbers": numbers})
-
-
-def _is_adjacent(dims: Sequence[int]) -> bool:
-    return list(dims) == list(range(dims[0], dims[0] + len(dims)))

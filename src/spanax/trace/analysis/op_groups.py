@@ -168,7 +168,7 @@ def contraction_flops(graph: Graph, op: Op) -> int:
 def executed_flops(graph: Graph, op: Op) -> int:
     """Returns the FLOPs that XLA executes for a matmul or convolution: a ragged matmul is one masked matmul per group.
 
-    Source: JAX 0.10 and 0.12 lower it so for CPUs, and libtpu 0.0.52 expands it so for v5e and v6e
+    Source: JAX 0.10 and 0.12 lower it so for CPUs, and libtpu 0.0.52 states the FLOPs of all groups for v5e and v6e
     (`spanax check --level 3`); openxla/xla xla/service/ragged_dot_rewriter.cc (`RaggedDotRewriter`) does for GPUs.
     """
     return contraction_flops(graph, op) * num_groups(graph, op)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.ragged_rows import ragged_rows
+from spanax.trace.analysis.ragged_rows import Dim, ragged_rows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
@@ -29,6 +29,7 @@ class ShardingKey:
       origin: what it was computed from (`Origin`).
       is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
       replicated: dims that its operation works along, so that they cannot be sharded freely.
+      rows: dims of rows sorted by expert, which each device may sort for itself.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
       number: its index among the distinct keys of a traced function, for caches.
     """
@@ -38,11 +39,14 @@ class ShardingKey:
     origin: int
     is_computed: bool
     replicated: frozenset[int]
+    rows: frozenset[int]
     is_routed: bool
     number: int = field(compare=False)
 
 
-def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int]) -> list[ShardingKey]:
+def sharding_keys(
+    graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int], rows: Collection[Dim] = frozenset()
+) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object.
 
     Args:
@@ -50,10 +54,14 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Co
       axes: the classes of its dims.
       routed: the classes of values that select experts.
       once: values in loops that are gathered once, before the loop, or reduced once, after it.
+      rows: the dims of sorted rows that each device may sort for itself.
     """
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.replicated | ragged_rows(graph):
+    for value, dim in (axes.replicated | ragged_rows(graph)).difference(rows):
         unsharded_dims.setdefault(value, set()).add(dim)
+    sorted_dims: dict[int, set[int]] = {}
+    for value, dim in rows:
+        sorted_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
@@ -72,6 +80,7 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels], once: Co
             int(origin),
             is_activation[value] or is_operand or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
+            frozenset(sorted_dims.get(value, ())),
             labels in routed,
             len(known),
         )
@@ -99,7 +108,7 @@ def joined_keys(
         if key.number not in known:
             labels = key.labels
             is_marked = label_key(labels) in weights, *(labels in some for some in marked)
-            others = key.shape, key.origin, key.is_computed, key.replicated, key.is_routed
+            others = key.shape, key.origin, key.is_computed, key.replicated, key.rows, key.is_routed
             color = (in_colors(labels, colors), others, is_marked)
             known[key.number] = replace(key, number=numbers.setdefault(color, len(numbers)))
     return [known[key.number] for key in keys]

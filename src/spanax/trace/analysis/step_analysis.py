@@ -24,6 +24,7 @@ from spanax.trace.analysis.op_groups import (
     traffic,
 )
 from spanax.trace.analysis.sharding_keys import ShardingKey, joined_keys, sharding_keys, uniform_values
+from spanax.trace.analysis.sorted_rows import SortedRows, sorted_rows
 from spanax.trace.axes.axes import Axes, Traced
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.provenance import reachable
@@ -37,6 +38,7 @@ LAYOUT_FREE = (
     "looked_up",
     "recurrences",
     "sum_flow",
+    "sorted_rows",
     "accumulated",
     "host_copies",
     "spatial_labels",
@@ -157,7 +159,12 @@ class StepAnalysis:
     def sharding_keys(self) -> list[ShardingKey]:
         """Returns the sharding key of every value, by index."""
         once = self.accumulated | invariant(self.graph, self.recurrences)
-        return sharding_keys(self.graph, self.axes, self.routed, once)
+        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows.dims)
+
+    @cached_property
+    def sorted_rows(self) -> SortedRows:
+        """Returns the rows sorted by expert that each device may sort for itself."""
+        return sorted_rows(self.graph)
 
     @cached_property
     def recurrences(self) -> list[Op]:

@@ -78,6 +78,16 @@ def counted(w: Any, batch: Any) -> Any:
     return sums[1:].sum() / jnp.zeros(7).at[batch["ids"]].add(1.0).max()
 
 
+def sorted_experts(w: Any, batch: Any, scale: Any = 1.0) -> Any:
+    """Rows of two experts per token, sorted with those of all examples; the numbers of rows are the batch's."""
+    x = batch["x"].reshape(-1, 5)
+    chosen = jax.lax.top_k(x @ w, 2)[1].reshape(-1)
+    order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=7).astype(jnp.int32)
+    rows = jax.lax.ragged_dot(x[order // 2], w.T[:, :, None] * w, sizes) * scale
+    out = jnp.zeros((len(x), 7)).at[order // 2].add(rows)
+    return jnp.square(out).mean() * (sizes / len(chosen) * (x @ w).mean(0)).sum()
+
+
 def positions(w: Any, batch: Any) -> Any:
     """Weights by the number of an example in the batch, not in its microbatch."""
     return (jnp.square(batch["x"] @ w).mean((1, 2)) * jnp.linspace(0, 1, batch["x"].shape[0])).sum()
@@ -100,7 +110,7 @@ def constant(w: Any, batch: Any) -> Any:
 
 LOSSES: tuple[Callable[[Any, Any], Any], ...] = (
     noise_in_a_loop, noise_in_a_remat, noise_in_a_branch, noise_in_a_while, keys_of_examples, keys_of_members,
-    one_by_one, balance, counted, positions, sorted_rewards, reversed_in_time, constant,
+    one_by_one, balance, counted, sorted_experts, positions, sorted_rewards, reversed_in_time, constant,
 )  # fmt: skip
 
 
@@ -138,6 +148,12 @@ def test_a_loss_of_a_fixed_size_is_refused() -> None:
     fixed = lambda w, batch: jnp.square(batch["x"].reshape(SIZE, 30)).mean() * w.sum()  # noqa: E731
     with pytest.raises(SpanaxError, match="another program for 4 examples than for the batch of 8"):
         jax.eval_shape(parts(fixed, 2), jnp.ones((5, 7)), {}, batch())
+
+
+def test_rows_with_a_number_of_the_batch_are_refused() -> None:
+    loss = lambda w, batch: sorted_experts(w, batch, (batch["x"] @ w).mean())  # noqa: E731
+    with pytest.raises(SpanaxError, match="`mul` combines examples of the full batch"):
+        jax.eval_shape(parts(loss, 2), jnp.ones((5, 7)), {}, batch())
 
 
 def test_noise_in_a_function_with_a_custom_derivative_raises() -> None:

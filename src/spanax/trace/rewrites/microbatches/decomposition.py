@@ -12,6 +12,7 @@ from jax.extend import random as jex_random
 
 from spanax.batch_dims import ExampleDims, num_examples
 from spanax.errors import SpanaxError, VariantError
+from spanax.trace.analysis.sorted_rows import SortedRows, sorted_rows
 from spanax.trace.jaxpr.graph import CALLS, Body, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, evaluate, read, rebuilt, run
 from spanax.trace.jaxpr.linear import is_linear
@@ -250,8 +251,11 @@ def decomposed(value: Callable[..., Any], args: tuple[Any, Any, Any], dims: Exam
     try:
         check_aligned(full, small, ranks=not is_single)
         check_aligned(full, compared)
+        found = [sorted_rows(graph) for graph in (full, compared)]
+        is_sorted = [*map(len, (found[0].ops, found[0].dims))] == [*map(len, (found[1].ops, found[1].dims))]
         for is_tiled in (False, True):
-            flow = Flow(full, compared, batch_size, is_tiled, is_outermost=True)
+            rows_of_experts = found[0] if is_sorted else SortedRows()
+            flow = Flow(full, compared, batch_size, is_tiled, is_outermost=True, sorted=rows_of_experts)
             outs = flow.run(inputs)
             if all(out.kind is not Kind.MIXED for out in outs):
                 break

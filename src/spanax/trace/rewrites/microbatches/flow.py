@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spanax.trace.analysis.sorted_rows import SortedRows
 from spanax.trace.jaxpr.graph import Body, Graph, Op, difference, remat_of, scan_counts
 from spanax.trace.rewrites.microbatches.rules import (
     RANDOM,
@@ -36,6 +37,7 @@ class Flow:
       full, small: the body for the batch and for a microbatch.
       batch_size: the number of examples in the batch.
       is_tiled: layout of noise with several elements per example, as in `Equation`.
+      sorted: rows sorted by expert in the full program, of which a microbatch sorts its own.
       is_outermost: whether values without trained parameters can be computed for the full batch.
       dependence: the dependence of each value of the body.
       ahead: values to compute for the full batch, before the microbatches.
@@ -46,6 +48,7 @@ class Flow:
     batch_size: int
     is_tiled: bool = False
     is_outermost: bool = False
+    sorted: SortedRows = field(default_factory=SortedRows)
     dependence: dict[int, Dependence] = field(default_factory=dict)
     ahead: dict[int, None] = field(default_factory=dict)
 
@@ -55,9 +58,32 @@ class Flow:
         for op, small_op in zip(self.full.body.ops, self.small.body.ops, strict=True):
             operands = tuple(map(self._of, op.inputs))
             equation = Equation(self.full, self.small, op, operands, self.batch_size, self.is_tiled)
-            outs = self._results(equation, small_op)
+            outs = self._sorted(equation) or self._results(equation, small_op)
             self.dependence |= zip(op.outputs, map(self._ahead, op.outputs, outs), strict=True)
         return [self._of(value) for value in self.full.body.outputs]
+
+    def _sorted(self, equation: Equation) -> list[Dependence] | None:
+        """Returns the dependence of results that are rows sorted by expert, or are added to their tokens.
+
+        The results of a token do not depend on the order of rows, and so not on which other tokens are sorted with it.
+        """
+        op = equation.op
+        row_op = self.sorted.ops.get(op)
+        dims = dict(self.sorted.dims)
+        places = [(value, dims.get(value)) for value in op.outputs]
+        if row_op is not None and row_op.column is not None:
+            places = list(zip(op.outputs, row_op.outputs, strict=True))
+        if op.bodies or any(dim is None for _, dim in places):
+            return None
+        of_rows = row_op.inputs if row_op else tuple(map(dims.get, op.inputs))
+        for value, operand, dim in zip(op.inputs, equation.operands, of_rows, strict=True):
+            is_position = op.name == "sort" and operand.kind is Kind.MIXED and not operand.is_trained
+            is_rows = operand.kind is Kind.ROWS and (operand.dim == dim or operand.inner is None)
+            is_whole = operand.kind is Kind.SAME and (dim is None or operand.is_zero)
+            if not (is_position or is_rows or is_whole or value in self.sorted.counts):
+                return None
+        sizes = [(self.full.shape(value)[dim] // self.batch_size, dim) for value, dim in places if dim is not None]
+        return [rows(dim, inner).trained(equation.is_trained) for inner, dim in sizes]
 
     def _of(self, value: int) -> Dependence:
         if value not in self.dependence:
@@ -111,7 +137,8 @@ class Flow:
         return [out.trained(equation.is_trained) for out in outs]
 
     def _within(self, full: Body, small: Body, inputs: Sequence[Dependence]) -> list[Dependence]:
-        return Flow(self.full.within(full), self.small.within(small), self.batch_size, self.is_tiled).run(inputs)
+        bodies = self.full.within(full), self.small.within(small)
+        return Flow(*bodies, self.batch_size, self.is_tiled, sorted=self.sorted).run(inputs)
 
     def _scanned(self, equation: Equation, small: Op) -> list[Dependence]:
         op = equation.op

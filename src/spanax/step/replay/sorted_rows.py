@@ -1,0 +1,170 @@
+"""Evaluates operations on rows sorted by expert, each device on the rows of its own tokens or experts.
+
+Where experts stay on their devices, each of these devices sorts the rows of its own experts first. Its other rows are
+those of other devices: indices for them are beyond every table, so that nothing is added for them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from spanax.plan.sharding.sorted_rows import RowSharding
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import RAGGED, Op
+
+Axes = tuple[str, ...]
+
+
+def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, manual: frozenset[str]) -> list[Any]:
+    """Evaluates an operation on sorted rows.
+
+    What differs between devices with other experts has a leading dim for each of their mesh axes, and so have counts
+    and sums for those over which they are to be added. Mesh axes that shard neither rows nor experts are left to the
+    compiler.
+    """
+    row_op = rows.op
+    num_inputs = len(op.inputs)
+    on_device = _OnDevice(op, rows, mesh.shape)
+    leading = [rows.staying if varies else () for varies in rows.varying]
+    leading = [rows.axes if index == row_op.counts else axes for index, axes in enumerate(leading)]
+    leading[num_inputs:] = [rows.summed or axes for axes in leading[num_inputs:]]
+    dims = [*row_op.inputs, *row_op.outputs]
+    specs = [_spec(axes, dim, rows.axes) for axes, dim in zip(leading, dims, strict=True)]
+    if op.name == RAGGED and rows.staying:
+        groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        if groups:
+            specs[1] = _spec((), groups[0], rows.staying)
+        else:
+            specs[num_inputs] = _spec(leading[num_inputs], 0, rows.staying)
+
+    def part(*shards: Any) -> list[Any]:
+        pairs = zip(shards, leading[:num_inputs], strict=True)
+        outs = on_device.results([shard.reshape(shard.shape[len(axes) :]) for shard, axes in pairs])
+        return [jnp.expand_dims(out, range(len(axes))) for out, axes in zip(outs, leading[num_inputs:], strict=True)]
+
+    # Where mesh axes are manual already, `shard_map` takes the mesh from its surroundings.
+    mesh_argument: dict[str, Any] = {} if manual else {"mesh": mesh}
+    mapped = jax.shard_map(
+        part,
+        in_specs=tuple(specs[:num_inputs]),
+        out_specs=specs[num_inputs:],
+        axis_names={*rows.axes, *rows.staying},
+        check_vma=False,
+        **mesh_argument,
+    )
+    return list(mapped(*ins))
+
+
+def _spec(leading: Axes, dim: int | None, axes: Axes) -> PartitionSpec:
+    return PartitionSpec(*leading, *(() if dim is None or not axes else (*(None,) * dim, axes)))
+
+
+def row_by_row(op: Op, ins: Sequence[Any], num_leading: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Evaluates an operation on values with leading dims of devices, of these sizes, or without any."""
+    function: Any = lambda *arrays: op.bind(arrays)  # noqa: E731
+    if not any(num_leading):
+        return [jnp.broadcast_to(out, (*sizes, *jnp.shape(out))) for out in function(*ins)]
+    for _ in sizes:
+        function = jax.vmap(function, in_axes=[0 if number else None for number in num_leading])
+    outs: list[Any] = function(*ins)
+    return outs
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """An operation on the rows of one device; `ways` are the sizes of the mesh axes."""
+
+    op: Op
+    rows: RowSharding
+    ways: Mapping[str, int]
+
+    def results(self, parts: list[Any]) -> list[Any]:
+        """Returns its results, of operands without leading dims."""
+        op = self.op
+        row_op = self.rows.op
+        if row_op.column is not None:
+            table = parts[0].shape[row_op.inputs[0]]  # type: ignore[index]
+            is_row = jnp.arange(parts[1].shape[-1], dtype=parts[1].dtype) == row_op.column
+            parts[1] = parts[1] - is_row * self._index(self.rows.axes).astype(parts[1].dtype) * table
+        if not any(self.rows.varying) and op.name != RAGGED:
+            return op.bind(parts)
+        if op.name == "sort":
+            return self._sorted(parts) if row_op.beyond else self._places(parts)
+        if op.name == RAGGED:
+            return self._multiplied(parts)
+        return self._looked_up(parts) if op.family is Family.GATHER else self._added(parts)
+
+    def _index(self, axes: Axes) -> Any:
+        return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+
+    def _multiplied(self, parts: Sequence[Any]) -> list[Any]:
+        """Multiplies the first rows, among which are all of the experts of this device; results of others are zeros."""
+        row_op = self.rows.op
+        pairs = [(part, dim) for part, dim in zip(parts, row_op.inputs, strict=True) if dim is not None]
+        number = pairs[0][0].shape[pairs[0][1]]
+        first = math.ceil(number * self.rows.share)
+        some = [
+            part if dim is None else lax.slice_in_dim(part, 0, first, axis=dim)
+            for part, dim in zip(parts, row_op.inputs, strict=True)
+        ]
+        some[2] = self._own(parts[2]) if self.rows.staying else parts[2]
+        (out,) = self.op.bind(some)
+        (dim,) = row_op.outputs
+        if dim is None or first == number:
+            return [out]
+        padding = [(0, number - first if each == dim else 0, 0) for each in range(out.ndim)]
+        return [lax.pad(out, jnp.zeros((), out.dtype), padding)]
+
+    def _own(self, counts: Any) -> Any:
+        """Returns the counts of the experts of this device."""
+        number = counts.shape[0] // math.prod(self.ways[axis] for axis in self.rows.staying)
+        return lax.dynamic_slice_in_dim(counts, self._index(self.rows.staying) * number, number)
+
+    def _sorted(self, parts: Sequence[Any]) -> list[Any]:
+        """Sorts the rows of the experts of this device before all others."""
+        beyond = self.rows.op.beyond
+        keys = parts[0]
+        number = (beyond[0] or 0) // math.prod(self.ways[axis] for axis in self.rows.staying)
+        first = self._index(self.rows.staying).astype(keys.dtype) * number
+        is_own = (keys >= first) & (keys < first + number)
+        known = [
+            part if element is None else jnp.where(is_own, part, jnp.asarray(element, part.dtype))
+            for part, element in zip(parts, beyond, strict=True)
+        ]
+        order = jnp.where(is_own, keys, jnp.iinfo(keys.dtype).max)
+        return list(lax.sort([order, *known], num_keys=1, is_stable=self.op.params["is_stable"])[1:])
+
+    def _places(self, parts: Sequence[Any]) -> list[Any]:
+        """Returns where the row of each choice is; beyond all rows for those of other devices."""
+        order, places = parts
+        first = self._index(self.rows.axes).astype(order.dtype) * len(order)
+        num_rows = len(order) * math.prod(self.ways[axis] for axis in self.rows.axes)
+        return [order, jnp.full_like(places, num_rows).at[order - first].set(places, mode="drop")]
+
+    def _looked_up(self, parts: Sequence[Any]) -> list[Any]:
+        """Looks up rows; of what is a sum over devices, zeros for the rows of others."""
+        table, indices = parts[:2]
+        numbers = self.op.params["dimension_numbers"]
+        dims = numbers.start_index_map
+        last = jnp.array([table.shape[dim] - self.op.params["slice_sizes"][dim] for dim in dims], indices.dtype)
+        (out,) = self.op.bind([table, jnp.clip(indices, 0, last), *parts[2:]])
+        if not self.rows.summed:
+            return [out]
+        is_own = (indices <= last).all(-1)
+        shape = [1 if dim in numbers.offset_dims else size for dim, size in enumerate(out.shape)]
+        return [jnp.where(is_own.reshape(shape), out, jnp.zeros((), out.dtype))]
+
+    def _added(self, parts: Sequence[Any]) -> list[Any]:
+        """Adds rows to a table, of which all devices but one have zeros if the result is a sum."""
+        table = parts[0]
+        if self.rows.summed:
+            is_first = self._index(self.rows.staying) == 0
+            table = jnp.where(is_first, table, jnp.zeros((), table.dtype))
+        changed = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "unique_indices": False, "indices_are_sorted": False}
+        return self.op.bind([table, *parts[1:]], {**self.op.params, **changed})
