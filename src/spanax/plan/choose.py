@@ -20,7 +20,7 @@ from spanax.plan.candidates.attention_kernel import can_ring, in_attention
 from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
-from spanax.plan.candidates.padding import search_in_padding
+from spanax.plan.candidates.padding import padded_axes, search_in_padding
 from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
 from spanax.plan.candidates.variants import REMAT
@@ -37,13 +37,12 @@ from spanax.plan.defaults import (
 )
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import ANY, AXIS, mesh_of_stage
-from spanax.plan.place import placed
+from spanax.plan.place import padding_text, placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, axes_named, check_ring, default_mesh, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
 from spanax.plan.sharding.assign import Pins
-from spanax.plan.sharding.padding import padded_axes, padding_text
 from spanax.plan.space import layout_on, storing_of
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
 from spanax.trace.program import Program

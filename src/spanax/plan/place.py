@@ -13,11 +13,11 @@ from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.sharding.assign import Pins, pinned_to
-from spanax.plan.sharding.padding import padding_text
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
 from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, RING, known_offload
 from spanax.trace.program import Program
+from spanax.trace.rewrites.padding import padded_sizes
 from spanax.trace.variables import Leaf, itemsize
 
 
@@ -204,3 +204,14 @@ def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
         where=f"the largest is {largest.path} {list(largest.shape)}",
         fix="a smaller mesh axis, or layout 'data'",
     )
+
+
+def padding_text(program: Program, mesh: MeshShape, layout: Layout) -> str:
+    """Returns the padded axes of a program as text: `25 heads padded to 32 over model=8`; empty without padding."""
+    step = program.unpadded.step
+    texts = dict[str, None]()
+    for name, number in program.options.padded:
+        over = ",".join(f"{axis}={mesh.ways([axis])}" for axis, names in layout.computed if name in names)
+        for old, new in padded_sizes(step, ((name, number),)).values():
+            texts[f"{old:,} {name} padded to {new:,} over {over}"] = None
+    return "; ".join(texts)
