@@ -112,39 +112,8 @@ def stages() -> str:
     return table(*lines)
 
 
-LLAMA = ("llama3-8b", 8, "h100:8"), ("llama3-8b", 64, "h100:2x8")
-CHANGES = [
-    ("activations between devices", LLAMA[0], "model=8", "fsdp=4,model=2"),
-    ("memory", LLAMA[0], "tensor", "tensor+seq"),
-    ("weights between devices", LLAMA[1], "pipe=2,fsdp=8", "pipeline+zero1"),
-    ("gradient sync", LLAMA[1], "pipe=4,data=4", "pipe=4,fsdp=4"),
-    ("bubble", LLAMA[1], "pipe=8,fsdp=2", "pipe=4,fsdp=4"),
-    ("update", ("gpt2", 64, "h100:8"), "data", "zero1"),
-    ("update", ("gpt2", 64, "h100:8"), "data", "fsdp"),
-]
-"""A term of the step time, a workload on a machine, and two layouts or meshes: the other lowers the term."""
-
-
-def changes() -> str:
-    """What changes of a layout or mesh do to a term, and to the step."""
-    lines: list[tuple[object, ...]] = [("term", "workload, batch, machine", "from, to", "term", "step")]
-    for term, (workload, batch_size, on), *names in CHANGES:
-        program = load(workload, batch_size=batch_size).trace(learning_rate=1e-4, num_steps=100)
-        costs = []
-        for name in names:
-            request = Request(mesh=name) if "=" in name else Request(layout=name)
-            costs.append(choose.searched(program, spanax.cluster(on), request).best)
-        seconds = [" to ".join(f"{value:.3g}" for value in values) for values in (
-            [each.seconds[term] for each in costs], [each.step_seconds for each in costs]
-        )]  # fmt: skip
-        place = f"`{workload}`, {batch_size}, `{on}`"
-        lines.append((term, place, " to ".join(f"`{name}`" for name in names), *(f"{text} s" for text in seconds)))
-    return table(*lines)
-
-
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("choosing.md", "choices"): choices,
-    ("choosing.md", "changes"): changes,
     ("data-parallel.md", "layouts"): lambda: layouts(
         "gpt2-xl", 64, "h100:8", [("data", "data=8"), ("zero1", "fsdp=8"), ("zero2", "fsdp=8"), ("fsdp", "fsdp=8")],
         remat=("full",),
@@ -176,7 +145,6 @@ def close(result: str, output: str) -> bool:
 
 
 QUICK = [
-    ("choosing.md", "changes"),
     ("data-parallel.md", "layouts"),
     ("data-parallel.md", "nodes"),
     ("tensor.md", "layouts"),
