@@ -63,7 +63,7 @@ def run_of(num_steps: int = 0) -> Any:
         state_bytes=lambda: 80,
         schedule=Schedule(),
     )
-    return SimpleNamespace(plan=plan, num_steps=num_steps, program=SimpleNamespace(num_params=20))
+    return SimpleNamespace(plan=plan, num_steps=num_steps, program=SimpleNamespace(num_params=20, frozen=frozenset()))
 
 
 # ---- values that trackers receive
