@@ -189,9 +189,10 @@ class Replay:
         if lookup is not None:
             return lookup
         use = self.uses.get(op)
-        targets = [self._target(value, each) for value, each in zip(op.inputs, _uses(op, use)[0], strict=True)]
-        wanted = [self._target(value, each) for value, each in zip(op.outputs, _uses(op, use)[1], strict=True)]
         ins = ins if use is None else self._as_used(op, ins, use, formed)
+        of_inputs, of_outputs = _uses(op, use)
+        targets = [self._target(value, each) for value, each in zip(op.inputs, of_inputs, strict=True)]
+        wanted = [self._target(value, each) for value, each in zip(op.outputs, of_outputs, strict=True)]
         if not any(form for _, form in (*targets, *wanted)):
             return self._as_planned(op, self._results(op, ins, use), use)
         return self._interleaved(op, ins, use, (targets, wanted))

@@ -176,8 +176,7 @@ def alias_pairs(traced: Traced, batch: Collection[int | None], layers: Collectio
 def _pairs(graph: Graph) -> Iterator[tuple[int, int]]:
     for op in graph.ops():
         if op.bodies:
-            wires = graph.wires(op)
-            yield from (*wires.inputs, *wires.outputs, *wires.carried)
+            yield from graph.wires(op).pairs
         elif op.family in ALIASING:
             yield from ((value, result) for value in op.inputs for result in op.outputs)
 

@@ -45,13 +45,20 @@ def _equal(graph: Graph) -> Iterator[list[Dim]]:
     """Yields dims with the same rows, also outside and inside of loops."""
     for op in graph.ops():
         if op.bodies:
-            wires = graph.wires(op)
-            for outer, inner in (*wires.inputs, *wires.outputs, *wires.carried):
-                rank = len(graph.shape(inner))
-                extra = len(graph.shape(outer)) - rank
-                yield from ([(outer, extra + dim), (inner, dim)] for dim in range(rank))
+            yield from across_bodies(graph, op)
         elif op.family in ROW_BY_ROW:
             yield from _rows(op)
+
+
+def across_bodies(graph: Graph, op: Op) -> Iterator[list[Dim]]:
+    """Yields dims with the same rows outside and inside of a loop, a branch or a remat, and in the next iteration.
+
+    A value that a scan stacks has one dim more outside.
+    """
+    for outer, inner in graph.wires(op).pairs:
+        rank = len(graph.shape(inner))
+        extra = len(graph.shape(outer)) - rank
+        yield from ([(outer, extra + dim), (inner, dim)] for dim in range(rank))
 
 
 def _rows(op: Op) -> Iterator[list[Dim]]:

@@ -13,14 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from spanax.trace.analysis.ragged_rows import Dim, across_bodies
 from spanax.trace.jaxpr.counted import RENAMED, Choices, choices_of, count_keys, counts_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
 from spanax.trace.jaxpr.index_arrays import IndexArrays, indices, repeated
 from spanax.trace.jaxpr.provenance import reachable
-
-Dim = tuple[int, int]
-"""A value, and one of its dims."""
 
 SUMMED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 """Reductions that do not depend on the order of their terms."""
@@ -156,11 +154,7 @@ def _neighbors(graph: Graph) -> tuple[Mapping[Dim, Collection[Dim]], frozenset[D
     groups = list[list[Dim]]()
     for op in graph.ops():
         if op.bodies:
-            wires = graph.wires(op)
-            for outer, inner in (*wires.inputs, *wires.outputs, *wires.carried):
-                rank = len(graph.shape(inner))
-                extra = len(graph.shape(outer)) - rank
-                groups += [[(outer, extra + dim), (inner, dim)] for dim in range(rank)]
+            groups += across_bodies(graph, op)
             continue
         values = (*op.inputs, *op.outputs)
         along = op.dim_map.dims(Kind.ALONG) if op.family is Family.CUMULATIVE else set()
@@ -169,8 +163,7 @@ def _neighbors(graph: Graph) -> tuple[Mapping[Dim, Collection[Dim]], frozenset[D
             for relation in op.dim_map.of_kind(Kind.SAME)
             if along.isdisjoint(relation.dims)
         ]
-        repeated = {(values[array], dim) for array, dim in op.dim_map.dims(Kind.REPEATED)}
-        uniform |= repeated
+        uniform |= {(values[array], dim) for array, dim in op.dim_map.dims(Kind.REPEATED)}
         if op.is_elementwise:
             uniform |= {
                 (op.outputs[0], dim)
@@ -412,7 +405,7 @@ class _Region:
     def _check_places(self) -> None:
         """Checks that the places of rows are only used to look rows up: they differ where devices sort."""
         graph = self._graph
-        pairs = {pair for op in graph.ops() if op.bodies for pair in _pairs(graph, op)} if self._places else ()
+        pairs = {pair for op in graph.ops() if op.bodies for pair in graph.wires(op).pairs} if self._places else ()
         equal = defaultdict[int, list[int]](list)
         for first, second in pairs:
             equal[first].append(second)
@@ -443,8 +436,3 @@ class _Region:
             self.ops[counts.op] = RowOp(self._first, inputs, (None,))
         self.counts |= dict.fromkeys(counts.values, self._first)
         self.chains[counts.op.outputs[0]] |= counts.values
-
-
-def _pairs(graph: Graph, op: Op) -> Iterator[tuple[int, int]]:
-    wires = graph.wires(op)
-    yield from (*wires.inputs, *wires.outputs, *wires.carried)

@@ -284,6 +284,11 @@ class Wires:
     outputs: tuple[tuple[int, int], ...]
     carried: tuple[tuple[int, int], ...]
 
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """All of them."""
+        return (*self.inputs, *self.outputs, *self.carried)
+
 
 def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
     """Returns the number of consts and the number of carried values of a scan.
