@@ -16,7 +16,7 @@ from spanax.plan.spmd.own_kernels import kernel_rows
 from spanax.plan.spmd.ring_attention import matmul_rows
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.plan.spmd.terms import KINDS, Collectives, HostCopies, Matmul, Matmuls, MemoryTraffic, Terms, table
-from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_sum, narrowest_copy_bytes
+from spanax.plan.spmd.tiled_scatter import is_rounded, is_windowed_alone, is_windowed_sum, narrowest_copy_bytes
 from spanax.trace.analysis.op_groups import GradientSum, OpGroup, Phase, ancestors_of_loss, phase_of_values, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 from spanax.trace.rewrites.attention.operation import RING
@@ -297,7 +297,7 @@ class _TermCounter:
 
     def join(self, gradient_sum: GradientSum) -> None:
         """Removes reductions of results that are only added to results with an equal reduction."""
-        needed = list[tuple[int, OpGroup, Reshard] | None]()  # the all-reduce of each part, if it has exactly one
+        needed = list[tuple[int, OpGroup, Reshard] | None]()  # the reduction of each part, if it has exactly one
         counter = itertools.count()
         for group in gradient_sum.sums:
             if group is not None:
@@ -320,17 +320,12 @@ class _TermCounter:
     def _is_joined(self, shift: Reshard) -> bool:
         """Returns whether sums are added before they are reduced.
 
-        Sums that a TPU's compiler converts before it reduces them are reduced one by one, and so are those that it
-        scatters by permutes between the parts of a matmul: over one dim, along a dim that no other axis shards.
-        Source: the gradients of the shared block of `tied` in tests/zoo.py, libtpu 0.0.52 for v5e:2x4; the layer of
-        Llama 3 8B under `tensor+seq` and `context+tensor+seq` for v5e:2x4, v5p:2x2x2 and h100:8.
+        Sums that a TPU's compiler converts before it reduces them are reduced one by one, and so are windowed ones.
+        Source: the gradients of the shared block of `tied` in tests/zoo.py, libtpu 0.0.52 for v5e:2x4.
         """
         if shift.kind == "all-reduce":
             return self._num_bytes(shift) == self.sharded.num_bytes(shift.value)
-        op = self.traced.graph.producers.get(shift.value)
-        scattered_dims = [mask for mask in self.sharded.masks(shift.value) if mask & shift.over]
-        is_one_dim = op is not None and op.name in CONTRACTIONS and len(op.dim_map.contraction[0]) == 1
-        is_windowed = self._compiler.narrows_first and is_one_dim and scattered_dims == [shift.over]
+        is_windowed = self._compiler.narrows_first and is_windowed_alone(self.sharded, shift)
         return shift.kind == "reduce-scatter" and not is_windowed
 
     def _of(self, value: int, runs: int) -> int:
