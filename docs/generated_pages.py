@@ -363,7 +363,15 @@ def chips_table() -> str:
     for chip in catalogue().values():
         bf16 = peak_text(chip, "bf16") if "bf16" in chip.peak_flops else f"none; fp16: {peak_text(chip, 'fp16')}"
         rows.append([code(chip.name), bf16, *(peak_text(chip, dtype) for dtype in ("fp32", "fp8", "int8"))])
-    return table(("chip", "bf16", "float32", "fp8", "int8"), rows)
+    return table(("chip", "bf16", "float32", "fp8", "int8"), by_figures(rows))
+
+
+def by_figures(rows: list[list[str]]) -> list[list[str]]:
+    """Returns rows with those of equal figures as one, under both names."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *figures in rows:
+        names.setdefault(tuple(figures), []).append(name)
+    return [[", ".join(some), *figures] for figures, some in names.items()]
 
 
 def links_table() -> str:
@@ -374,7 +382,7 @@ def links_table() -> str:
         rate = rate_text(chip.memory_bytes_per_second, "bytes per second", chip.memory_share)
         inside = link_text(chip.inside) + largest_text(chip.inside)
         rows.append([code(chip.name), ", ".join(sizes) or "the host's", rate, inside, link_text(chip.between)])
-    return table(("chip", "memory, usable", "memory rate", "inside, largest", "between"), rows)
+    return table(("chip", "memory, usable", "memory rate", "inside, largest", "between"), by_figures(rows))
 
 
 def peak_text(chip: Chip, dtype: str) -> str:

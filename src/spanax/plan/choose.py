@@ -16,7 +16,7 @@ from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Search, plan_of, refused_stages, shortfall
 from spanax.plan.candidates.alternatives import with_host_memory, with_padding
-from spanax.plan.candidates.attention_kernel import can_ring, in_attention
+from spanax.plan.candidates.attention_kernel import can_ring, in_attention, named_ulysses
 from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
@@ -44,7 +44,7 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.space import layout_on, storing_of
-from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, known_offload
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, ULYSSES, known_offload
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
 from spanax.trace.rewrites.padding import Multiples
@@ -85,10 +85,9 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       on: several clusters, or their names, instead of `cluster`.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
-        Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits, as
-        `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, `fsdp`
-        otherwise.
+        `context`, `ring`, `ulysses`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a
+        Layout. Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits,
+        as `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, else `fsdp`.
       mesh: axis sizes, slowest axis first: `"data=4,model=2"`, a dict, or a `jax.sharding.Mesh` of the devices of
         `MeshShape.build`. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.
@@ -156,20 +155,20 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     Raises:
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
     """
-    can_search = is_searchable(cluster, request)
-    if not request.is_placed and can_search:
-        priced = priced or searched(program, cluster, request)
-        if priced.best is not None:
-            return chosen(priced)
-        raise nothing_fits("no layout fits into the memory.", priced, program, request)
-    schedule = request.schedule
-    dtype = None if schedule is None else schedule.compute_dtype
-    if can_search and defaults(cluster).is_searched:
+    plan = _decided(program, cluster, request, priced)
+    return named_ulysses(program, plan) if request.form == ULYSSES else plan
+
+
+def _decided(program: Program, cluster: Cluster, request: Request, priced: Search | None) -> Plan:
+    if is_searchable(cluster, request) and (defaults(cluster).is_searched or not request.is_placed):
         if request.mesh is not None:
+            dtype = None if request.schedule is None else request.schedule.compute_dtype
             _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
         priced = priced or searched(program, cluster, request)
         if priced.best is not None:
             return chosen(priced)
+        if not request.is_placed:
+            raise nothing_fits("no layout fits into the memory.", priced, program, request)
     dtype, reason = _dtype(program, cluster, request)
     program = computed_in(program, dtype)
     count = default_chunks(program, cluster, request.chunks)
@@ -489,7 +488,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if request.padded:
         padded = padded_axes(program.unpadded, layout, shape, request.pins, request.padded)
         schedule = replace(schedule, padded=padded)
-    if request.is_ring:
+    if request.form == RING:
         schedule = replace(schedule, context=RING)
         check_ring(layout, shape)
     plan = placed(program, layout, shape, pins=request.pins, why=why, schedule=schedule)

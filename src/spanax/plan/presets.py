@@ -6,7 +6,7 @@ from dataclasses import replace
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, TENSOR_AXES, Layout
-from spanax.trace.jaxpr.remat_policies import RING
+from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
@@ -19,6 +19,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "fsdp+tensor": ("fsdp", "model"),
     "context": ("data", "context"),
     "ring": ("data", "context"),
+    "ulysses": ("data", "context"),
     "expert": ("data", "expert"),
     "pipeline": ("pipe", "data"),
     "pipeline+tensor": ("pipe", "model"),
@@ -52,10 +53,17 @@ WORDS = {
 }
 """The part of a layout's name for each mesh axis, slowest first."""
 
-PARTS = {word: (axis,) for axis, word in WORDS.items()} | dict.fromkeys(STORED, ("fsdp",)) | {RING: ("context",)}
+FORMS = (RING, ULYSSES)
+"""The parts of a name that stand for `context`, with attention in one form."""
+
+PARTS = (
+    {word: (axis,) for axis, word in WORDS.items()}
+    | dict.fromkeys(STORED, ("fsdp",))
+    | dict.fromkeys(FORMS, ("context",))
+)
 """The mesh axes of each part of a name such as `pipeline+zero1+tensor`, which is not that of a preset."""
 
-BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name != RING}
+BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in (*STORED, *FORMS)}
 """The presets by their mesh axes."""
 
 
@@ -64,8 +72,8 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
 
     Roles match mesh axes by name; the remaining roles match the remaining axes in order, so that `fsdp` on the mesh
     `data=8` is FSDP over `data`. A `data` axis that is not in the preset also shards the batch. `+seq` after a tensor
-    preset is sequence parallelism. `ring` is the layout that a mesh with `context` implies; the schedule selects ring
-    attention.
+    preset is sequence parallelism. `ring` and `ulysses` are the layout that a mesh with `context` implies; the schedule
+    selects the attention.
 
     Raises:
       SpanaxError: unknown preset, or mesh and preset are incompatible.
@@ -75,8 +83,8 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
       ('data',)
     """
     base = name.removesuffix("+seq")
-    if base == RING and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
-        return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
+    if base in FORMS and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
+        return replace(layout_for(mesh), name=in_form(layout_for(mesh).name, base))
     axes = axes_named(name)
     roles = _roles(base, axes, mesh)
     stored = (STORED[part] for part in base.split("+") if part in STORED)
@@ -102,7 +110,8 @@ def axes_named(name: str) -> tuple[str, ...]:
     axes = PRESETS.get(base) or tuple(axis for part in base.split("+") for axis in PARTS.get(part, ("",)))
     axes = axes if inside == base else (PIPE, *axes_named(inside))
     usual = BY_AXES.get(frozenset(axes), base)
-    is_usual = base in (*PRESETS, usual, as_ring(usual)) or not STORED.keys().isdisjoint(base.split("+"))
+    known = {*PRESETS, usual, *(in_form(usual, form) for form in FORMS)}
+    is_usual = base in known or not STORED.keys().isdisjoint(base.split("+"))
     is_ordered = axes == tuple(axis for axis in MEANING if axis in axes)
     if not (is_usual and is_ordered and (base == name or "model" in axes)):
         raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
@@ -145,14 +154,20 @@ def check_names(layout: str | Layout | None, mesh: MeshShape | None) -> None:
         layout_for(mesh)
 
 
-def as_ring(name: str) -> str:
-    """Returns the name of a layout with ring attention instead of gathered keys.
+def in_form(name: str, form: str) -> str:
+    """Returns the name of a layout whose attention has one of the `FORMS`.
 
     Example:
-      >>> as_ring("fsdp+context")
+      >>> in_form("fsdp+context", "ring")
       'fsdp+ring'
     """
-    return "+".join(RING if part == "context" else part for part in name.split("+"))
+    return "+".join(form if part == "context" else part for part in name.split("+"))
+
+
+def form_of(layout: str | Layout | None) -> str | None:
+    """Returns which of the `FORMS` the name of a layout requests; None for another."""
+    parts = layout.split("+") if isinstance(layout, str) else ()
+    return next((form for form in FORMS if form in parts), None)
 
 
 def check_ring(layout: Layout, mesh: MeshShape) -> None:

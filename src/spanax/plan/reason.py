@@ -33,6 +33,7 @@ class Code(Enum):
     RING_TOO_LONG = "a ring of more than {size} devices is priced on request only"
     RING_SLOWER = "ring attention saves no time: every device has whole examples"
     NO_RING = "ring attention: {detail}"
+    NO_HEADS = "heads and examples are not divisible by the mesh axis that shards the sequence"
     KERNEL_REPEATED = "devices would repeat the work of an attention kernel"
     SAME_SHARDING = "another remat policy, schedule or number of microbatches of the same sharding is faster"
     STORES_RECOMPUTED = "the zero-bubble schedule would store what remat recomputes, until the gradient of the weights"

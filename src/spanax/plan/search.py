@@ -23,7 +23,7 @@ from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.candidate import Candidate, Search, plan_of
-from spanax.plan.candidates.attention_kernel import can_ring, saves_with_ring, with_attention
+from spanax.plan.candidates.attention_kernel import by_heads, can_ring, saves_with_ring, with_attention
 from spanax.plan.candidates.grids import grids_of
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import suiting_chunks
@@ -36,11 +36,11 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import defaults
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
-from spanax.plan.presets import as_ring, axes_named, name_in_stages
+from spanax.plan.presets import FORMS, axes_named, form_of, in_form, name_in_stages
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, Family, Rejections, families, is_standard, layout_on, mesh_of
-from spanax.trace.jaxpr.remat_policies import RING, known_offload, partial_policy
+from spanax.trace.jaxpr.remat_policies import ULYSSES, known_offload, partial_policy
 from spanax.trace.program import Program
 
 
@@ -140,7 +140,7 @@ def search_in(program: Program, cluster: Cluster, scope: Scope, attention: str =
     check_pinned(program, scope.pins)
     if scope.microbatches not in (None, 1) and program.accumulates.error is not None:
         raise program.accumulates.error
-    program = _attending(program, cluster, scope.layout, attention)
+    program = with_attention(program, cluster, form_of(scope.layout) or attention)
     result = _priced(program, cluster, scope)
     if scope.microbatches is None and _is_inexact(program, result):
         one_batch = _priced(program, cluster, replace(scope, microbatches=1, pipeline=False))
@@ -168,8 +168,10 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
         priced, left_out = priced_variants(pricers[0], pricers[1], variants, bound)
     rejected.update(left_out)
     priced = priced if scope.layout else without_repeated_kernels(priced, limit, rejected)
-    best, too_large, nearest = ranked(
-        priced, limit, scope.top, scope.each, scope.distinct, rejected, scope.stage_margin
+    ranks = ranked(priced, limit, scope.top, scope.each, scope.distinct, rejected, scope.stage_margin)
+    form = form_of(scope.layout) or "context"
+    best, too_large, nearest = (
+        tuple(replace(each, layout=in_form(each.layout, form)) for each in some) for some in ranks
     )
     return Search(
         cluster=cluster,
@@ -202,6 +204,8 @@ def _pricers(
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, scope.remat or ()))
     space = [_requested(family, replace(scope, pipeline=pipeline), rejected) for family in space]
+    if form_of(scope.layout) == ULYSSES:
+        space = [by_heads(program, family, rejected) for family in space]
     sequences = [in_context(family, rejected) for family in space] if scope.ring else []
     offload = priced_offload(cluster, scope.offload)
     states = [state_of(family.resolver, offload, left_out) for family in space]
@@ -390,13 +394,6 @@ def _is_inexact(program: Program, result: Search) -> bool:
     return program.accumulates.error is not None or program.accumulates.num_passes > 1
 
 
-def _attending(program: Program, cluster: Cluster, layout: str | None, attention: str | None) -> Program:
-    is_ring = layout is not None and RING in layout.split("+")
-    if is_ring:
-        return program.variant(context=RING)
-    return with_attention(program, cluster, attention)
-
-
 def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
     """Checks that a search can price a layout and a mesh.
 
@@ -435,8 +432,8 @@ def _requested(family: Family, scope: Scope, rejected: Rejections) -> Family:
             continue
         if requested in (None, set(shape.axes) - {("data", 1)}) and scope.stages in (None, stages):
             name = layout_on(family.storing, family.sequence, shape).name
-            names = (None, name, as_ring(name))
-            if layout in names or (stages > 1 and layout in map(name_in_stages, names[1:])):
+            names = [name, *(in_form(name, form) for form in FORMS)]
+            if layout in (None, *names) or (stages > 1 and layout in [name_in_stages(each) for each in names]):
                 columns.append(column)
                 continue
         rejected[Reason(Code.NOT_REQUESTED)] += 1

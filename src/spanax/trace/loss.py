@@ -158,7 +158,7 @@ def chosen_step(
         "quantize": variant.quantize is not None,
         "clip_norm": clip_norm,
         "remat": variant.remat is not None,
-        "attention" if variant.context in KERNELS else "layout='ring'": variant.context != GATHERED,
+        "attention" if variant.context in KERNELS else f"layout='{variant.context}'": variant.context != GATHERED,
         "loss_chunks": variant.loss_chunks != 1,
         "accumulate": accumulate != EXACT,
     }

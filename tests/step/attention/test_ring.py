@@ -1,4 +1,4 @@
-"""Ring: attention around the devices of a sequence gives the numbers of one device, and holds its part of them."""
+"""Attention on a sharded sequence gives the numbers of one device: in a ring, along heads, and in both."""
 
 import functools
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from flax import nnx
 import spanax
 from sampling import sampled
 from spanax.errors import SpanaxError
+from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan, Schedule
 from spanax.stack.stack import Stack
 from spanax.trace.optimizers.wrapped import PREFIX
@@ -196,15 +197,22 @@ def differences(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
     }
 
 
-QUICK = [("padded", "data=2,context=4")]
+BOTH = Layout("both", computed=(("ring", ("seq",)), ("heads", ("seq",))))
+"""Heads are sharded by the axis that divides them, and the sequence around a ring of the other."""
+
+QUICK = [("ring", "padded", "data=2,context=4"), ("ulysses", "grouped", "context=4,model=2")]
 """Attention as models write it is in run/test_parity.py."""
-MESHES = ("context=8", "data=2,context=4", "context=4,model=2")
-CASES = sampled([(name, mesh) for name in BUILDS for mesh in MESHES], QUICK)
+CASES = [("ring", name, mesh) for name in BUILDS for mesh in ("context=8", "data=2,context=4", "context=4,model=2")]
+CASES += [("ulysses", name, "context=4,model=2") for name in BUILDS]
+CASES += [("ulysses", name, "data=2,context=4") for name in BUILDS if name != "grouped"]  # two heads of keys
+CASES += [(BOTH, name, mesh) for name in ("causal", "biased", "scan") for mesh in ("ring=2,heads=4", "ring=8,heads=1")]
 
 
-@pytest.mark.parametrize("name, mesh", CASES)
-def test_a_ring_gives_the_numbers_of_one_device(name: str, mesh: str) -> None:
-    run = spanax.start(program(name), ring_plan(name, mesh))
+@pytest.mark.parametrize("form, name, mesh", sampled(CASES, QUICK))
+def test_attention_on_a_sharded_sequence_gives_the_numbers_of_one_device(form: Any, name: str, mesh: str) -> None:
+    schedule = Schedule(context="ulysses" if form is BOTH else "gathered")
+    plan = spanax.plan(program(name), spanax.cluster("cpu:8"), layout=form, mesh=mesh, schedule=schedule)
+    run = spanax.start(program(name), plan)
     problems = differences(numbers(run), on_one_device(name))
     assert max(problems.values()) < TOLERANCE, {path: item for path, item in problems.items() if item >= TOLERANCE}
 
@@ -267,22 +275,31 @@ def test_memory_per_device_falls_with_the_size_of_the_ring() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form, kind", [("ring", "collective-permute"), ("ulysses", "all-to-all")])
 @pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
-def test_the_priced_communication_of_a_ring_is_the_compiled(name: str, mesh: str) -> None:
-    """Bytes that go around, sums and FLOPs: the plan's and the compiled program's, to the byte."""
+def test_the_priced_communication_is_the_compiled(form: str, kind: str, name: str, mesh: str) -> None:
+    """Bytes that go around or change places, sums and FLOPs: the plan's and the compiled program's, to the byte."""
     machine = spanax.cluster("cpu:8")
-    report = spanax.check(program(name), ring_plan(name, mesh), machine, cache=False)
+    plan = spanax.plan(program(name), machine, layout=form, mesh=mesh)
+    report = spanax.check(program(name), plan, machine, cache=False)
     assert report.compiled is not None
     assert report.predicted.collectives == report.compiled.collectives
-    assert report.predicted.collectives["context"]["collective-permute"] > 0
+    assert report.predicted.collectives["context"][kind] > 0
     assert report.predicted.flops == report.compiled.flops
 
 
-def test_a_ring_has_a_name_on_any_mesh() -> None:
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_a_form_of_attention_has_a_name_on_any_mesh(form: str) -> None:
     machine, built = spanax.cluster("cpu:8"), program("causal")
-    plan = spanax.plan(built, machine, layout="ring", mesh="fsdp=2,context=4")
-    assert (plan.layout.name, plan.schedule.context, plan.layout.stored_params) == ("fsdp+ring", "ring", ("fsdp",))
-    assert spanax.plan(built, machine, layout="ring").mesh == spanax.plan(built, machine, layout="context").mesh
+    plan = spanax.plan(built, machine, layout=form, mesh="fsdp=2,context=4")
+    assert (plan.layout.name, plan.schedule.context, plan.layout.stored_params) == (f"fsdp+{form}", form, ("fsdp",))
+    assert spanax.plan(built, machine, layout=form).mesh == spanax.plan(built, machine, layout="context").mesh
+
+
+def test_a_ring_needs_a_sharded_sequence_and_heads_a_mesh_that_divides_them() -> None:
+    machine, built = spanax.cluster("cpu:8"), program("causal")
+    with pytest.raises(SpanaxError, match=r"heads or examples .*\n.*an attention of 4 x 4"):
+        spanax.plan(built, machine, layout="ulysses", mesh="context=8")
     for asked in ({"layout": "ring", "mesh": "data=8"}, {"mesh": "data=8", "schedule": Schedule(context="ring")}):
         with pytest.raises(SpanaxError, match="context|shards sequences"):
             spanax.plan(built, machine, **asked)

@@ -3,16 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from spanax.errors import VariantError
+import numpy as np
+
+from spanax.errors import MeshError, VariantError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidates.request import Request
 from spanax.plan.defaults import defaults
+from spanax.plan.place import as_planned, resolver_of
+from spanax.plan.plan import Plan
+from spanax.plan.presets import default_mesh, in_form
+from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.attention import attention_kernels, attention_sharding
 from spanax.plan.sharding.resolve import Resolver
-from spanax.trace.jaxpr.remat_policies import BLOCKWISE, CUDNN, GATHERED, SPLASH, known_attention
+from spanax.plan.space import AXES, Family, Rejections
+from spanax.trace.jaxpr.remat_policies import BLOCKWISE, CUDNN, GATHERED, RING, SPLASH, ULYSSES, known_attention
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
-from spanax.trace.rewrites.attention.operation import RING
+from spanax.trace.rewrites.attention.operation import FORWARD
+from spanax.trace.rewrites.attention.operation import RING as ATTENTION
+from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.variant import Variant
 
 
@@ -43,15 +52,18 @@ def with_attention(
       program: what `spanax.trace` returned.
       cluster: the devices.
       requested: `plain`, as the model defines it; `flash`, by the platform's kernel, or in blocks of keys if there are
-        several; `auto`, the same or plain. None leaves the program unchanged.
+        several; `auto`, the same or plain; `ring`, in blocks; `ulysses`, as `flash`, and in blocks where no kernel
+        applies. None leaves the program unchanged.
       options: the other options of the program, untraced; by default its own.
 
     Raises:
       SpanaxError: `flash`, and no kernel supports any attention of this program, nor has one several blocks.
     """
     options = program.options if options is None else options
-    if requested is None or known_attention(requested) == "plain" or options.context != GATHERED:
+    if requested in (None, "plain") or options.context != GATHERED:
         return program.variant(options)
+    if requested == RING:
+        return program.variant(options, context=RING)
     kernel = kernel_on(cluster)
     without = f": there is no attention kernel for {cluster.chip.name}"
     if not program.rewrites_loss:
@@ -64,7 +76,9 @@ def with_attention(
         if kernels & {kernel, BLOCKWISE} - {None}:
             context = kernel if kernel is not None and kernel in kernels else BLOCKWISE
             return replace(program.variant(options, context=context), attention=attention)
-    if requested == "flash":
+    if requested == ULYSSES:
+        return program.variant(options, context=ULYSSES)
+    if known_attention(requested) == "flash":
         raise VariantError(
             "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
@@ -77,9 +91,9 @@ def _without(attention: FusedAttention, why: str) -> FusedAttention:
 
 
 def in_attention(program: Program, cluster: Cluster, request: Request, options: Variant) -> Program:
-    """Returns the program under options, with the attention of a request; the layout handles ring attention."""
-    attention = request.attention or defaults(cluster).attention
-    return program.variant(options) if request.is_ring else with_attention(program, cluster, attention, options)
+    """Returns the program under options, with the attention of a request."""
+    requested = request.form or request.attention or defaults(cluster).attention
+    return with_attention(program, cluster, requested, options)
 
 
 def can_ring(program: Program, cluster: Cluster, requested: str | None) -> bool:
@@ -110,7 +124,7 @@ def repeating_axes(resolver: Resolver, axes: Sequence[str]) -> tuple[str, ...]:
     """
     step = resolver.program.step
     constraints = resolver.constraints(step)
-    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in attention_kernels(step)]
+    shardings = [attention_sharding(resolver, step.graph, op, constraints) for op in attention_kernels(step)]
     several = [axis for axis in axes if resolver.mesh.ways([axis]) > 1]
     return tuple(axis for axis in several if any(each is not None and axis not in each.used for each in shardings))
 
@@ -119,6 +133,42 @@ def ring_axes(resolver: Resolver) -> tuple[str, ...]:
     """Returns the mesh axes of the ring that keys and values circulate around; empty without ring attention."""
     step = resolver.program.step
     constraints = resolver.constraints(step)
-    ops = [group.op for group in step.op_groups if group.op.name in RING]
-    shardings = [attention_sharding(step.graph, op, constraints, resolver.mesh) for op in ops]
+    ops = [group.op for group in step.op_groups if group.op.name in ATTENTION]
+    shardings = [attention_sharding(resolver, step.graph, op, constraints) for op in ops]
     return max((each.ring for each in shardings if each is not None), key=resolver.mesh.ways, default=())
+
+
+def by_heads(program: Program, family: Family, rejected: Rejections) -> Family:
+    """Returns the family with only the meshes whose axis `context` divides heads or examples of every attention."""
+    sizes = family.sizes[AXES.index("context")]
+    forms: list[Form] = [op.params["form"] for op in program.step.first_ops.get(FORWARD, ())]
+    dims = [form.sizes[: form.queries] for form in forms]
+    divides = np.asarray([all(any(dim % size == 0 for dim in each) for each in dims) for size in sizes.tolist()], bool)
+    rejected[Reason(Code.NO_HEADS)] += int(np.count_nonzero(~divides))
+    return family.select(np.flatnonzero(divides))
+
+
+def named_ulysses(program: Program, plan: Plan) -> Plan:
+    """Returns a plan under the name of the layout without a ring, after checking that it is this.
+
+    Raises:
+      SpanaxError: mesh axes that shard the sequence divide neither heads nor examples of some attention.
+    """
+    resolver = resolver_of(as_planned(program, plan), plan)
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    several = {axis for axis, names in plan.layout.computed if "seq" in names and plan.mesh.ways([axis]) > 1}
+    if not several:
+        what = f"layout '{ULYSSES}' needs a mesh axis that shards sequences."
+        raise MeshError(what, where=f"mesh {plan.mesh}", fix=f"mesh {default_mesh(ULYSSES, plan.mesh.size)}")
+    for op in step.first_ops.get(FORWARD, ()):
+        sharding = attention_sharding(resolver, step.graph, op, constraints)
+        form: Form = op.params["form"]
+        if sharding is None or sharding.axes[form.queries] or not several <= sharding.used:
+            sizes = " x ".join(str(size) for size in form.sizes[: form.queries])
+            raise MeshError(
+                f"layout '{ULYSSES}' needs heads or examples that the mesh axes of the sequence divide.",
+                where=f"mesh {plan.mesh}: an attention of {sizes} (examples, heads of keys, queries of each)",
+                fix="layout 'context', which passes keys around a ring, or a smaller axis",
+            )
+    return replace(plan, layout=replace(plan.layout, name=in_form(plan.layout.name, ULYSSES)))

@@ -14,11 +14,11 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import PIPE, Layout
 from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
-from spanax.plan.presets import axes_named, default_mesh, layout_for, layout_named
+from spanax.plan.presets import axes_named, default_mesh, form_of, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.space import AXES, is_standard
-from spanax.trace.jaxpr.remat_policies import RING
+from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -64,9 +64,12 @@ class Request:
             object.__setattr__(self, "offload", self.schedule.offload or None)
         if self.sequence_parallel and not self.is_placed:
             raise ConflictError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
-        if self.is_ring and self.attention == "flash":
+        if self.form == RING and self.attention == "flash":
             message = "attention 'flash' gathers keys, and layout 'ring' does not."
             raise ConflictError(message, fix="layout 'context', or attention 'plain'")
+        if self.form == ULYSSES and self.attention == "plain":
+            message = "attention 'plain' is not fused, and layout 'ulysses' shards fused attention along heads."
+            raise ConflictError(message, fix="layout 'context', or attention 'flash'")
 
     @property
     def padded(self) -> tuple[str, ...]:
@@ -95,10 +98,10 @@ class Request:
         return self.loss_chunks
 
     @property
-    def is_ring(self) -> bool:
-        """Whether ring attention is requested."""
-        named = isinstance(self.layout, str) and RING in self.layout.split("+")
-        return named or (self.schedule is not None and self.schedule.context == RING)
+    def form(self) -> str | None:
+        """Which of the `FORMS` of attention on a sharded sequence is requested, if any."""
+        is_ring = self.schedule is not None and self.schedule.context == RING
+        return RING if is_ring else form_of(self.layout)
 
     def scheduled(self, **changes: Any) -> "Request":
         """Returns the request with other fields of its schedule."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spanax.hardware.mesh import MeshShape
-from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
+from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.trace.analysis.labels import Labels, stacked_labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.remat_policies import RING as RING_CONTEXT
 from spanax.trace.jaxpr.remat_policies import SPLASH
 from spanax.trace.rewrites.attention.kernels import LANES, Kernel
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, RING
@@ -74,13 +74,13 @@ class AttentionSharding:
 
 
 def attention_sharding(
-    graph: Graph, op: Op, constraints: Sequence[Constraint | None], mesh: MeshShape
+    resolver: Resolver, graph: Graph, op: Op, constraints: Sequence[Constraint | None]
 ) -> AttentionSharding | None:
     """Returns how an attention operation is sharded; None for other operations.
 
-    The batch is sharded where q, k and v all are, the queries as q is. A kernel needs whole sequences: mesh axes that
+    The batch is sharded where q, k and v all are, the queries as q is. Without a request for a ring, mesh axes that
     shard the sequence shard heads instead, where they divide them, with an all-to-all before and after. Others shard
-    the sequence in blocks of the kernel, around a ring if keys are sharded too.
+    the sequence, a kernel's in whole blocks, around a ring if keys are sharded too.
 
     Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
@@ -100,7 +100,8 @@ def attention_sharding(
     rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
     is_ring = k[form.num_batch] == queries
     kernel: Kernel | None = op.params["kernel"]
-    if kernel is None:
+    mesh = resolver.mesh
+    if resolver.program.context == RING_CONTEXT:
         return AttentionSharding(form, (*batch, *rows, queries, queries if is_ring else ()))
     separate = [*batch, *rows]
     order = [*reversed(range(form.num_batch)), *range(form.num_batch, form.queries)]
@@ -111,6 +112,8 @@ def attention_sharding(
             separate[dims[0]] = (*separate[dims[0]], axis)
         else:
             others = (*others, axis)
+    if kernel is None:
+        return AttentionSharding(form, (*separate, others, others if is_ring else ()))
     unit = unit_of(kernel) * mesh.ways(others)
     by_queries, by_keys = (form.sizes[label] % unit == 0 for label in (form.queries, form.keys))
     keys = others if is_ring and by_queries and by_keys and kernel.has_blocks else ()

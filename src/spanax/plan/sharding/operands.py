@@ -69,7 +69,7 @@ def operand_sharding(
     resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Returns how one operation reshards its operands and results; None if it does not."""
-    attention = attention_sharding(traced.graph, op, constraints, resolver.mesh)
+    attention = attention_sharding(resolver, traced.graph, op, constraints)
     if attention is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)

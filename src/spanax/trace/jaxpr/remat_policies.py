@@ -155,6 +155,9 @@ GATHERED = "gathered"
 RING = "ring"
 """Kinds of context parallelism on a sharded sequence: keys are all-gathered, or rotated around a ring of devices."""
 
+ULYSSES = "ulysses"
+"""All attention is fused, and sharded along heads or examples, as under a kernel that needs whole sequences."""
+
 SPLASH = "splash"
 CUDNN = "cudnn"
 BLOCKWISE = "blockwise"
@@ -162,7 +165,7 @@ BLOCKWISE = "blockwise"
 
 KERNELS = (SPLASH, CUDNN, BLOCKWISE)
 
-CONTEXTS = (GATHERED, RING, *KERNELS)
+CONTEXTS = (GATHERED, RING, ULYSSES, *KERNELS)
 
 
 def known_context(context: str) -> str:

@@ -15,7 +15,7 @@ from spanax.errors import VariantError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
-from spanax.trace.jaxpr.remat_policies import BLOCKWISE, RING
+from spanax.trace.jaxpr.remat_policies import BLOCKWISE, RING, ULYSSES
 from spanax.trace.rewrites.attention.blockwise import block_size
 from spanax.trace.rewrites.attention.kernel_form import with_operands
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
@@ -51,18 +51,18 @@ def fuse_attention(
 ) -> Callable[..., Any]:
     """Returns an equivalent pure function in which each attention is one operation.
 
-    With `ring`, every attention must match. With a kernel, attentions that it does not support are computed in blocks
-    of their keys, or left unchanged where they have one block.
+    With `ring` or `ulysses`, every attention must match. With a kernel, attentions that it does not support are
+    computed in blocks of their keys, or left unchanged where they have one block.
 
     Args:
       function: the loss.
-      context: `ring`, the name of the kernel, or `blockwise`.
+      context: `ring`, `ulysses`, the name of the kernel, or `blockwise`.
       outcomes: receives the implementation of each attention if a kernel is requested.
       num_states: the number of leading arguments that have no examples, such as parameters. Two products with a
         softmax between them are no attention if keys and values depend on these alone: a head of classes, then another.
 
     Raises:
-      SpanaxError: when called with `ring`, if the loss has no attention, or one that does not match.
+      SpanaxError: when called with `ring` or `ulysses`, if the loss has no attention, or one that does not match.
 
     Example:
       >>> def loss(q, k, v):
@@ -80,8 +80,8 @@ def fuse_attention(
         seeds = dict.fromkeys((*graph.body.inputs[num_leaves:], *graph.captured), Origin.BATCH)
         examples = {value for value, origin in enumerate(origins(graph, seeds)) if origin}
         outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples, {})
-        if context == RING:
-            _check(matches)
+        if context in (RING, ULYSSES):
+            _check(matches, context)
         elif outcomes is not None:
             outcomes.extend(_outcomes(matches, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
@@ -89,17 +89,17 @@ def fuse_attention(
     return fused
 
 
-def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
+def _check(matches: Sequence[AttentionMatch | Mismatch], context: str) -> None:
     mismatches = [match for match in matches if isinstance(match, Mismatch)]
     if mismatches:
         raise VariantError(
-            f"an attention does not support a ring: it has {mismatches[0].why}.",
+            f"an attention does not support the {context} form: it has {mismatches[0].why}.",
             where=mismatches[0].op.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
     if not matches:
         raise VariantError(
-            "the ring form requires attention: the loss has no softmax attention.",
+            f"the {context} form requires attention: the loss has no softmax attention.",
             where="two products with a softmax over one dim between them, in the loss or its layers",
             fix="layout 'data', or 'context', which gathers a sequence",
         )
@@ -161,7 +161,7 @@ def _evaluate(
         for op, match in attentions(graph, outside).items()
         if isinstance(match, Mismatch) or examples.intersection(value for value, _ in match.operands[1:])
     }
-    if context != RING:
+    if context not in (RING, ULYSSES):
         fused = {op: _fitted(graph, op, match, context) for op, match in fused.items()}
     matches += fused.values()
     matched = {op: match for op, match in fused.items() if isinstance(match, AttentionMatch)}
