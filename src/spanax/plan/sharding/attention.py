@@ -78,9 +78,9 @@ def attention_sharding(
 ) -> AttentionSharding | None:
     """Returns how an attention operation is sharded; None for other operations.
 
-    The batch is sharded where q, k and v all are, the queries as q is. Without a request for a ring, mesh axes that
-    shard the sequence shard heads instead, where they divide them, with an all-to-all before and after. Others shard
-    the sequence, a kernel's in whole blocks, around a ring if keys are sharded too.
+    The batch is sharded where q, k and v all are, the queries as q is. Without a request for a ring, the last mesh axis
+    that shards the sequence shards heads instead, where it divides them, with an all-to-all before and after. Others
+    shard the sequence, a kernel's in whole blocks, around a ring if keys are sharded too.
 
     Source: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509, section 3.
     """
@@ -105,13 +105,12 @@ def attention_sharding(
         return AttentionSharding(form, (*batch, *rows, queries, queries if is_ring else ()))
     separate = [*batch, *rows]
     order = [*reversed(range(form.num_batch)), *range(form.num_batch, form.queries)]
-    others: Axes = ()
-    for axis in queries:
-        dims = [dim for dim in order if form.sizes[dim] % mesh.ways((*separate[dim], axis)) == 0]
+    others = queries
+    if others:  # of the fastest axis, so that one exchange leaves contiguous blocks to the others
+        dims = [dim for dim in order if form.sizes[dim] % mesh.ways((*separate[dim], others[-1])) == 0]
         if dims:
-            separate[dims[0]] = (*separate[dims[0]], axis)
-        else:
-            others = (*others, axis)
+            separate[dims[0]] = (*separate[dims[0]], others[-1])
+            others = others[:-1]
     if kernel is None:
         return AttentionSharding(form, (*separate, others, others if is_ring else ()))
     unit = unit_of(kernel) * mesh.ways(others)
