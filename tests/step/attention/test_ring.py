@@ -118,18 +118,20 @@ class Model(nnx.Module):
 class Scanned(nnx.Module):
     def __init__(self, remat: str | None, rngs: nnx.Rngs):
         self.embed, self.head = nnx.Embed(VOCAB, WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-        self.blocks = Stack(functools.partial(_Causal), 2, rngs=rngs, remat=remat)
+        self.blocks = Stack(functools.partial(_Masked), 2, rngs=rngs, remat=remat)
 
     def __call__(self, inputs: Given) -> Any:
-        return self.head(self.blocks(self.embed(inputs["x"])))
+        real = nnx.make_attention_mask(inputs["real"], inputs["real"])
+        mask = nnx.combine_masks(nnx.make_causal_mask(inputs["x"]), real)  # once, for all layers
+        return self.head(self.blocks(self.embed(inputs["x"]), mask))
 
 
-class _Causal(nnx.Module):
+class _Masked(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.block = Block(causal, rngs)
+        self.block = Block(masked, rngs)
 
-    def __call__(self, x: Any) -> Any:
-        return self.block(x, {})
+    def __call__(self, x: Any, mask: Any) -> Any:
+        return self.block(x, {"mask": mask})
 
 
 class Heads(nnx.Module):

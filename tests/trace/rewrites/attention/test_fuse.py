@@ -144,20 +144,52 @@ def test_the_rewrite_computes_the_same(name: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
 
 
+def causal(real: Any, table: Any) -> Any:
+    return jnp.where(nnx.make_causal_mask(real), 0.0, -jnp.inf)
+
+
+def documents(real: Any, table: Any) -> Any:
+    return jnp.where(nnx.make_causal_mask(real) * nnx.make_attention_mask(real, real) > 0, 0.0, -1e9)
+
+
+def distances(real: Any, table: Any) -> Any:
+    at = jnp.arange(T)
+    return jnp.moveaxis(table[jnp.clip(at[:, None] - at + 4, 0, 8)], -1, 0)[None]
+
+
+def halves(real: Any, table: Any) -> Any:
+    """Of a table of half its size."""
+    return jnp.concatenate([documents(real, table), documents(real, table)], axis=1)[:, :1]
+
+
 @pytest.mark.parametrize("wrap", ["scan", "remat", "cond", "remat in scan"])
-def test_a_mask_of_positions_outside_of_layers_is_recognized(wrap: str) -> None:
-    def run(x: Any) -> Any:
-        seen = nnx.make_causal_mask(x[..., 0, 0])
+@pytest.mark.parametrize("mask, num_extras", [(causal, 0), (documents, 2), (distances, 1), (halves, 1)])
+def test_a_mask_outside_of_layers_is_computed_in_each(wrap: str, mask: Callable[..., Any], num_extras: int) -> None:
+    def run(x: Any, real: Any, table: Any) -> Any:
+        bias = mask(real, table)
 
         def layer(x: Any) -> Any:
-            return x + soft(jnp.where(seen, dots(x, x), -jnp.inf), x)
+            return x + soft(dots(x, x) + bias, x)
 
         inner = jax.checkpoint(layer) if "remat" in wrap else layer
         if "scan" in wrap:
             return jax.lax.scan(lambda x, _: (inner(x), None), x, length=3)[0]
         return jax.lax.cond(x.sum() > 0, layer, lambda x: x, x) if wrap == "cond" else inner(x)
 
-    assert not form_of(run, (Q,)).extras
+    arrays = (Q, REAL, shape(9, 4))
+    assert len(form_of(run, arrays).extras) == num_extras
+    graph = graph_of(jax.grad(fuse_attention(lambda *args: run(*args).sum()), (0, 2)), *arrays)
+    large = [graph.shape(value) for op in graph.ops() for value in op.outputs if graph.shape(value)[-2:] == (T, T)]
+    assert bool(large) == (mask is halves)
+    random = np.random.default_rng(0)
+    values = [random.normal(size=array.shape).astype("float32") for array in arrays]
+    values[1] = values[1] > -1
+    results = [
+        jax.jit(jax.grad(lambda *args, run=run: (run(*args) ** 2).sum(), (0, 2)))(*values)
+        for run in (run, fuse_attention(run))
+    ]
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
 
 
 def test_attention_of_examples_that_a_loss_closes_over_is_recognized() -> None:
@@ -166,14 +198,6 @@ def test_attention_of_examples_that_a_loss_closes_over_is_recognized() -> None:
         return fuse_attention(attention, num_states=1)(scale)
 
     assert names(graph_of(step, shape(K), Q, shape())).count(FORWARD) == 1
-
-
-def test_a_mask_of_examples_outside_of_layers_is_an_operand() -> None:
-    def run(x: Any, real: Any) -> Any:
-        seen = nnx.make_causal_mask(real) * nnx.make_attention_mask(real, real)
-        return jax.lax.scan(lambda x, _: (soft(jnp.where(seen > 0, dots(x, x), -1e9), x), None), x, length=3)[0]
-
-    assert len(form_of(run, (Q, REAL)).extras) == 1
 
 
 def test_dropout_on_weights_is_refused() -> None:

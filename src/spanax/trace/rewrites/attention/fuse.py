@@ -4,7 +4,7 @@ The rewrite precedes differentiation, so that autodiff uses the gradient of the 
 (scan, remat, cond). Functions with a custom derivative are left unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from spanax.errors import VariantError
-from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
-from spanax.trace.jaxpr.interpret import evaluate, with_bodies
+from spanax.trace.jaxpr.graph import CALLS, Body, Graph, Op, contains, from_jaxpr, remat_of
+from spanax.trace.jaxpr.interpret import evaluate, rebuilt, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.jaxpr.remat_policies import BLOCKWISE, RING, ULYSSES
 from spanax.trace.rewrites.attention.blockwise import block_size
@@ -22,11 +22,11 @@ from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import (
     AttentionMatch,
     Mismatch,
-    Positions,
+    Outside,
     as_written,
     attentions,
     canonical,
-    positions_in,
+    outside_of,
 )
 from spanax.trace.rewrites.attention.operation import attention
 from spanax.trace.rewrites.traced_once import jaxpr_of
@@ -74,12 +74,13 @@ def fuse_attention(
 
     def fused(*args: Any) -> Any:
         closed, shapes = jaxpr_of(function, *args)
-        matches: list[AttentionMatch | Mismatch] = []
         graph = from_jaxpr(closed, CALLS, as_traced=True)
         num_leaves = len(jax.tree.leaves(args[:num_states]))
         seeds = dict.fromkeys((*graph.body.inputs[num_leaves:], *graph.captured), Origin.BATCH)
         examples = {value for value, origin in enumerate(origins(graph, seeds)) if origin}
-        outs = _evaluate(graph, jax.tree.leaves(args), matches, context, examples, {})
+        found = _found(graph, context, examples, {})
+        matches = [*found.all()]
+        outs = _evaluate(graph, jax.tree.leaves(args), found, {})
         if context in (RING, ULYSSES):
             _check(matches, context)
         elif outcomes is not None:
@@ -144,43 +145,88 @@ def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str)
     return replace(match, op=op, why=f": {why}" * bool(why))
 
 
-def _evaluate(
-    graph: Graph,
-    args: Sequence[Any],
-    matches: list[AttentionMatch | Mismatch],
-    context: str,
-    examples: set[int],
-    outside: Positions,
-) -> Sequence[Any]:
-    """Evaluates a graph with each attention as one operation, without those that only produce its scores.
+@dataclass(frozen=True)
+class _Attentions:
+    """The attentions of a body.
 
-    Of the products with a softmax between them, those are attentions whose keys or values are in `examples`.
+    Attributes:
+      own: by the operation of the second product.
+      inside: those of the bodies of its operations.
+      reads: the values outside of the body that they read, of masks that a layer computes for itself.
     """
-    fused = {
+
+    own: Mapping[Op, AttentionMatch | Mismatch]
+    inside: Mapping[Op, "list[_Attentions]"]
+    reads: frozenset[int]
+
+    def all(self) -> Iterator[AttentionMatch | Mismatch]:
+        """Yields all attentions, also those inside."""
+        yield from self.own.values()
+        for bodies in self.inside.values():
+            for each in bodies:
+                yield from each.all()
+
+
+def _found(graph: Graph, context: str, examples: set[int], outside: Outside) -> _Attentions:
+    """Returns the attentions of a graph: products with a softmax between them, of keys or values in `examples`."""
+    own = {
         op: match
         for op, match in attentions(graph, outside).items()
         if isinstance(match, Mismatch) or examples.intersection(value for value, _ in match.operands[1:])
     }
     if context not in (RING, ULYSSES):
-        fused = {op: _fitted(graph, op, match, context) for op, match in fused.items()}
-    matches += fused.values()
-    matched = {op: match for op, match in fused.items() if isinstance(match, AttentionMatch)}
+        own = {op: _fitted(graph, op, match, context) for op, match in own.items()}
+    inside = dict[Op, list[_Attentions]]()
+    for op in graph.body.ops:
+        is_followed = op.name in ("scan", "cond") or remat_of(op.eqn) is not None
+        if is_followed and contains(op.eqn, lambda eqn: eqn.primitive.name == "dot_general"):
+            known = outside_of(graph, op, outside)
+            inside[op] = [_found(graph.within(body), context, examples, known) for body in op.bodies]
+    needs = {value for match in own.values() if isinstance(match, AttentionMatch) for value in match.needs}
+    needs |= {value for bodies in inside.values() for each in bodies for value in each.reads}
+    known_here = {*graph.body.inputs, *graph.producers, *graph.constants}
+    return _Attentions(own, inside, frozenset(needs - known_here))
+
+
+def _evaluate(graph: Graph, args: Sequence[Any], found: _Attentions, arrays: Mapping[int, Any]) -> Sequence[Any]:
+    """Evaluates a graph with each attention as one operation, without those that only produce its scores.
+
+    `arrays` are the values that it reads of the bodies around it.
+    """
+    matched = {op: match for op, match in found.own.items() if isinstance(match, AttentionMatch)}
+    reads = {op: sorted({value for each in bodies for value in each.reads}) for op, bodies in found.inside.items()}
     replaced = {op: replace(op, inputs=match.needs) for op, match in matched.items()}
-    attended = {replaced[op]: match for op, match in matched.items()}
-    graph = graph.within(replace(graph.body, ops=tuple(replaced.get(op, op) for op in graph.body.ops)))
+    replaced |= {op: replace(op, inputs=(*op.inputs, *values)) for op, values in reads.items() if values}
+    originals = {new: op for op, new in replaced.items()}
+    graph = replace(
+        graph,
+        body=replace(graph.body, ops=tuple(replaced.get(op, op) for op in graph.body.ops)),
+        constants={**graph.constants, **arrays},
+    )
 
     def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
-        if op in attended:
-            return [_attend(graph, op, attended[op], ins)]
-        is_followed = op.name in ("scan", "cond") or remat_of(op.eqn) is not None
-        if not is_followed or not contains(op.eqn, lambda eqn: eqn.primitive.name == "dot_general"):
+        original = originals.get(op, op)
+        if original in matched:
+            return [_attend(graph, op, matched[original], ins)]
+        if original not in found.inside:
             return None
-        inside = positions_in(graph, op, outside)
-        rest = (matches, context, examples, inside)
-        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, *rest))
+        own = ins[: len(original.inputs)]
+        outer = dict(zip(reads[original], ins[len(own) :], strict=True))
+        by_body: dict[Body, _Attentions] = dict(zip(original.bodies, found.inside[original], strict=True))
+
+        def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
+            return _evaluate(graph.within(body), args, by_body[body], outer)
+
+        if not outer:
+            return with_bodies(original, own, inner)
+        return rebuilt(graph, original, own, [partial(_on, inner, body) for body in original.bodies])
 
     needed = graph.slice(graph.body.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
     return evaluate(graph, args, override, needed)
+
+
+def _on(function: Callable[[Body, Sequence[Any]], Sequence[Any]], body: Body, *args: Any) -> Sequence[Any]:
+    return function(body, args)
 
 
 def _attend(graph: Graph, op: Op, match: AttentionMatch, ins: Sequence[Any]) -> Any:

@@ -63,26 +63,47 @@ class Mismatch:
     op: Op
 
 
-Positions = Mapping[int, Op]
-"""The producers of values outside of a body that are computed from positions alone, such as a causal mask.
+Outside = Mapping[int, Op]
+"""The producers of values outside of a body that are computed from smaller arrays, such as a mask of documents.
 
 Those that the body reads are under their numbers inside of it as well.
 """
 
 
-def positions_in(graph: Graph, op: Op, outside: Positions) -> Positions:
-    """Returns the positions that the bodies of an operation read; `outside` are those that its own body reads."""
+def outside_of(graph: Graph, op: Op, outside: Outside) -> Outside:
+    """Returns what the bodies of an operation can compute again; `outside` is what its own body can."""
     pairs = const_pairs(graph, op) if op.name in LOOPS else graph.wires(op).inputs
     result = dict(outside)
     for outer, inner in pairs:
-        producers = _positions(graph, outer, outside)
-        if producers:
+        producers = _producers(graph, outer, outside)
+        if outer in producers:
             result |= producers
             result[inner] = producers[outer]
     return result
 
 
-def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | None:
+def _producers(graph: Graph, value: int, outside: Outside) -> dict[int, Op]:
+    """Returns the producers of a value, from arrays of at most half of its size; none if it needs a larger one."""
+    result: dict[int, Op] = {}
+    most = graph.avals[value].size // 2
+    stack = [value]
+    while stack:
+        operand = stack.pop()
+        positions = _positions(graph, operand, outside)
+        if operand in result or positions is None and graph.avals[operand].size <= most:
+            continue
+        op = graph.producers.get(operand) or outside.get(operand)
+        if positions is not None:
+            result |= positions
+        elif op is not None and (is_followed(op) or op.name == "gather"):
+            result[operand] = op
+            stack += op.inputs
+        else:
+            return {}
+    return result
+
+
+def _positions(graph: Graph, value: int, outside: Outside) -> dict[int, Op] | None:
     """Returns the producers of a value and of all that it is computed from; None unless these are positions alone."""
     result: dict[int, Op] = {}
     stack = [value]
@@ -99,7 +120,7 @@ def _positions(graph: Graph, value: int, outside: Positions) -> dict[int, Op] | 
     return result
 
 
-def attentions(graph: Graph, outside: Positions) -> dict[Op, AttentionMatch | Mismatch]:
+def attentions(graph: Graph, outside: Outside) -> dict[Op, AttentionMatch | Mismatch]:
     """Returns matches and mismatches by the operation of the second product."""
     matches: dict[Op, AttentionMatch | Mismatch] = {}
     for op in graph.body.ops:
@@ -113,7 +134,7 @@ def attentions(graph: Graph, outside: Positions) -> dict[Op, AttentionMatch | Mi
     return matches
 
 
-def _attention(graph: Graph, op: Op, side: int, outside: Positions) -> AttentionMatch | Mismatch | None:
+def _attention(graph: Graph, op: Op, side: int, outside: Outside) -> AttentionMatch | Mismatch | None:
     """Matches the attention whose weights are operand `side` of its second product."""
     weights = op.inputs[side]
     values = op.inputs[1 - side]
@@ -143,7 +164,7 @@ class Steps:
     and results of other operations are extras.
     """
 
-    def __init__(self, graph: Graph, keys: int, tags: set[int], outside: Positions):
+    def __init__(self, graph: Graph, keys: int, tags: set[int], outside: Outside):
         self._graph = graph
         self._outside = outside
         self._keys = keys
