@@ -178,6 +178,16 @@ def test_the_busiest_device_determines_the_step_only_where_experts_are_sharded()
     assert replicated[0] == replicated[1] == replicated[2]
 
 
+def test_ragged_matmuls_of_the_busiest_device_take_longer() -> None:
+    """Where they are narrow, too: more rows of one product are not many products, as vector units would compute."""
+    narrow, wide = (
+        [seconds(program, "h100:8", "expert", "data=2,expert=4", imbalance=load)["matmuls"] for load in (1.0, 1.5, 3.0)]
+        for program in (corpus.program("sorted_moe"), formed("sorted", 1024, 16384))
+    )
+    assert narrow == sorted(narrow)
+    assert wide[0] < wide[1] < wide[2]
+
+
 def test_less_than_the_mean_is_refused() -> None:
     with pytest.raises(SpanaxError, match=r"imbalance is 0\.9"):
         Assumptions(imbalance=0.9)

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.op_groups import OpGroup, contraction_flops, num_groups
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, num_groups
 from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.counted import CHOOSING, chosen_dim
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
 
@@ -145,6 +146,17 @@ def _num_chosen(
             for op, runs in group.ops:
                 key = graph.shape(op.inputs[0])[-1], runs
                 result[key] = max(result[key], math.prod(graph.shape(op.outputs[0])))
+    return result
+
+
+def chosen_experts(graph: Graph, axes: Axes, routings: Collection[int], groups: Iterable[OpGroup]) -> dict[int, int]:
+    """Returns the indices of chosen experts, as values of the forward pass, each with the number of experts."""
+    result = {}
+    for group in groups:
+        for op, _ in group.ops if group.phase is Phase.FORWARD and group.op.name in CHOOSING else ():
+            dim = chosen_dim(op)
+            if axes.classes[op.inputs[0]][dim] in routings:
+                result[op.outputs[CHOOSING[op.name]]] = graph.shape(op.inputs[0])[dim]
     return result
 
 
