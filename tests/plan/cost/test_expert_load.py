@@ -152,10 +152,14 @@ def test_a_kernel_multiplies_each_row_by_the_matrix_of_its_group() -> None:
     np.testing.assert_array_equal(after.sizes[~rows], before.sizes[~rows])
 
 
+@functools.cache
+def planned(program: Program, cluster: str, layout: str, mesh: str) -> spanax.Plan:
+    return spanax.plan(program, cluster, layout=layout, mesh=mesh)
+
+
 def seconds(program: Program, cluster: str, layout: str, mesh: str, **constants: Any) -> dict[str, float]:
-    machine = spanax.cluster(cluster)
-    plan = spanax.plan(program, machine, layout=layout, mesh=mesh)
-    return evaluate(program, plan, machine, Assumptions(**constants)).candidate.seconds
+    plan = planned(program, cluster, layout, mesh)
+    return evaluate(program, plan, spanax.cluster(cluster), Assumptions(**constants)).candidate.seconds
 
 
 @functools.cache
