@@ -69,17 +69,6 @@ def _spec(leading: Axes, dim: int | None, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*leading, *(() if dim is None or not axes else (*(None,) * dim, axes)))
 
 
-def row_by_row(op: Op, ins: Sequence[Any], num_leading: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """Evaluates an operation on values with leading dims of devices, of these sizes, or without any."""
-    function: Any = lambda *arrays: op.bind(arrays)  # noqa: E731
-    if not any(num_leading):
-        return [jnp.broadcast_to(out, (*sizes, *jnp.shape(out))) for out in function(*ins)]
-    for _ in sizes:
-        function = jax.vmap(function, in_axes=[0 if number else None for number in num_leading])
-    outs: list[Any] = function(*ins)
-    return outs
-
-
 @dataclass(frozen=True)
 class _OnDevice:
     """An operation on the rows of one device; `ways` are the sizes of the mesh axes, `index` its place along some."""
