@@ -41,7 +41,7 @@ from spanax.step.replay.single_contraction import single_contraction
 from spanax.step.replay.sorted_rows import rows_by_device
 from spanax.step.replay.specs import check_fits, partition_spec, sharding_of
 from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
-from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
+from spanax.trace.jaxpr.interpret import Values, as_traced, read, rebuilt, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
 # Constraints in the user's program refer to another mesh, and the plan already accounts for them.
@@ -396,7 +396,10 @@ class Replay:
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
             return list(map(self._extended, targets, body.outputs, evaluated(body, args)))
 
-        outs = [*with_bodies(op, operands, iteration, self._shape)]
+        if len(op.outputs) == len(op.eqn.outvars):
+            outs = [*with_bodies(op, operands, iteration, self._shape)]
+        else:  # the loop returns more than was traced
+            outs = rebuilt(self.graph, op, operands, [lambda *args: iteration(body, args)])
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
         pairs = zip(op.outputs, outs, pending, strict=True)
         return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]
