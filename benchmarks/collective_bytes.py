@@ -35,6 +35,8 @@ from spanax.check.compilers.compile import compile_for  # noqa: E402
 from spanax.check.compilers.lowered_step import Lowered  # noqa: E402
 from spanax.check.compilers.target import target_of  # noqa: E402
 from spanax.check.hlo.collectives import collectives  # noqa: E402
+from spanax.check.hlo.flops import program_flops  # noqa: E402
+from spanax.check.hlo.module import read_module  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.train.run import Run  # noqa: E402
 
@@ -76,9 +78,11 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes]:
 
 
 def measured(lowered: jax.stages.Lowered, mesh: MeshShape, machine: spanax.Cluster) -> dict[str, Any]:
-    """Bytes that a step sends, by kind and in all, and what one device holds: arguments, and the most in all."""
+    """Bytes that a step sends, by kind and in all, what one device holds, arguments and the most in all, and FLOPs."""
     if machine.platform == "cpu":
         compiled, program = dumped(lowered)
+        (optimized,) = compiled.runtime_executable().hlo_modules()
+        final = optimized.as_serialized_hlo_module_proto()
         memory = compiled.memory_analysis()
         held = memory.argument_size_in_bytes
         peak = held + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
@@ -86,12 +90,13 @@ def measured(lowered: jax.stages.Lowered, mesh: MeshShape, machine: spanax.Clust
         code = io.BytesIO()
         lowered.compiler_ir().operation.write_bytecode(code)
         there = compile_for(target_of(machine), Lowered(None, code.getvalue(), ""), mesh)
-        program = there.module
+        program = final = there.module
         held, peak = there.memory["arguments"], there.memory["assigned"]
     sent: dict[str, float] = defaultdict(float)
     for one in collectives(program, mesh):
         sent[one.kind] += sent_bytes(one)
-    return {"sent": dict(sent), "sent_bytes": sum(sent.values()), "argument_bytes": held, "peak_bytes": peak}
+    moved = {"sent": dict(sent), "sent_bytes": sum(sent.values())}
+    return moved | {"argument_bytes": held, "peak_bytes": peak, "flops": program_flops(read_module(final))}
 
 
 def measure(

@@ -16,9 +16,12 @@ import jax
 import pytest
 
 import spanax
+from byo import corpus
 from programs import calm_program
 from spanax.check.hlo.collectives import collectives
 from spanax.train.run import Run
+from step.test_expert_forms import FORMS
+from step.test_expert_forms import program as form
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "collectives.json"
 
@@ -54,12 +57,22 @@ MATRIX = {
     "gqa": SEQUENCE[-1:],
     "dropless": EXPERT[1:],
     "indexed-moe": EXPERT[:1],
+    "gather": EXPERT[1:],
+    "sorted_moe": EXPERT[1:],
+    "sorted_taken": EXPERT,
 }
 
 QUICK = {
     "gpt": {"fsdp+tensor+seq"},
 }
 """Programs that test_parity.py compiles as well."""
+
+
+def program_of(name: str) -> spanax.Program:
+    """Of the zoo, of other authors, or the form of experts of this name."""
+    if name in FORMS:
+        return form(name)
+    return corpus.program(name) if name in corpus.FILES else calm_program(name)
 
 
 def cases() -> list[Any]:
@@ -75,7 +88,7 @@ def cases() -> list[Any]:
 
 def moved(name: str, layout: str, mesh: str) -> list[str]:
     """A line for each mesh axis and kind: how many run in a step, and the bytes of their results on one device."""
-    program = calm_program(name)
+    program = program_of(name)
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
     (module,) = Run(program, plan, plan.mesh.build(), state=[]).compile().runtime_executable().hlo_modules()
     result: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])

@@ -18,7 +18,8 @@ from spanax.plan.sharding.pieces import Forms
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.spmd.deferred_reductions import counts_by_device, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.step.guard import Guard
+from spanax.step.expert_load import ExpertLoad
+from spanax.step.guard import STEP_OK, Guard
 from spanax.step.guarded_step import GuardedStep
 from spanax.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.step.pipeline.layer_padding import PaddedStep
@@ -134,15 +135,28 @@ class TrainStep(PlacedProgram):
     Attributes:
       guard: decides which steps are bad.
       inputs_only: constrain only the shardings of inputs and outputs; for analysis, not for training.
+      measures_load: whether the load of experts is among the metrics.
     """
 
     guard: Guard | None = None
     inputs_only: bool = False
+    measures_load: bool = False
 
     @cached_property
     def guarded(self) -> GuardedStep | None:
         """The checks of the guard that run on the devices."""
         return GuardedStep.of(self.guard, self.program, self.rows)
+
+    @cached_property
+    def load(self) -> ExpertLoad | None:
+        """What measures the load of experts; None where nothing does."""
+        return ExpertLoad.of(self._replay, self.program, self.plan) if self.measures_load else None
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The metrics that follow those of the program."""
+        loads = () if self.load is None else self.load.names
+        return loads if self.guarded is None else (*loads, STEP_OK)
 
     def jitted(self, *, keep_unused: bool = False) -> Any:
         """Returns the jitted function from state, batch and limits to the next state and the metrics."""
@@ -175,7 +189,7 @@ class TrainStep(PlacedProgram):
         return jax.jit(
             function,
             in_shardings=(self.state, batch, *self._replicated(is_guarded)),
-            out_shardings=(self.state, self._replicated(self.program.step.num_results + is_guarded)),
+            out_shardings=(self.state, self._replicated(self.program.step.num_results + len(self.added))),
             donate_argnums=0,
             keep_unused=keep_unused,
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
@@ -196,13 +210,18 @@ class TrainStep(PlacedProgram):
         """Returns the next state and the metrics of traced arrays; `jit_step` is the name of the compiled program."""
         num_leaves = len(self.program.leaves)
         before = to_device(state, self.state)
-        outputs = self._replay.body(self._replay.graph.body, [*before, *batch])
+        load = self.load
+        replay = self._replay if load is None else load.replay
+        outputs = replay.body(replay.graph.body, [*before, *batch])
         after = outputs[:num_leaves]
-        metrics = outputs[num_leaves:]
+        end = num_leaves + self.program.step.num_results
+        metrics = outputs[num_leaves:end]
         if self.rows is not None:
             values = self.program.step.graph.body.outputs[num_leaves:]
             dims = [self._layer_dim(value) for value in values]
             metrics = list(map(self.rows.to_layers_along, metrics, dims))
+        if load is not None:
+            metrics = [*metrics, *load.measured(outputs[end:])]
         if self.guarded is not None:
             after, metrics = self.guarded.finish(before, after, metrics, *limits)
         return to_host(after, self.state), metrics

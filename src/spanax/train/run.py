@@ -88,6 +88,7 @@ class Run:
       history: metrics of recent good steps, for the guard.
       loaded: the weights loaded by `init`.
       warn: called with each warning.
+      measures_load: whether a step returns the load of its experts, too.
 
     Example:
       >>> import numpy as np, optax, spanax
@@ -114,6 +115,7 @@ class Run:
     history: History = field(default_factory=History, repr=False)
     loaded: Loaded | None = field(default=None, repr=False)
     warn: Callable[[str], None] = field(default=warn_user, repr=False)
+    measures_load: bool = field(default=False, repr=False)
     _first_step: FirstStep = field(default_factory=FirstStep, repr=False)
     _steps: dict[int, Any] = field(default_factory=dict, repr=False)
     _evaluations: dict[int, Any] = field(default_factory=dict, repr=False)
@@ -342,8 +344,7 @@ class Run:
             raise
         num_results = self.program.step.num_results
         named: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
-        if len(metrics) > num_results:
-            named[STEP_OK] = metrics[num_results]
+        named |= zip(self._train.added, metrics[num_results:], strict=True)
         if self.guard is not None:
             self._returned.extend((first + index, index if several else (), named) for index in range(num_steps))
         self._first_step.take(self.program, first, named, self.warn)
@@ -370,7 +371,7 @@ class Run:
 
     @cached_property
     def _train(self) -> TrainStep:
-        return TrainStep(self.program, self.plan, self.mesh, self.guard)
+        return TrainStep(self.program, self.plan, self.mesh, self.guard, measures_load=self.measures_load)
 
     @cached_property
     def _evaluation(self) -> EvalStep:

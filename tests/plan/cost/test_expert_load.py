@@ -152,10 +152,14 @@ def test_a_kernel_multiplies_each_row_by_the_matrix_of_its_group() -> None:
     np.testing.assert_array_equal(after.sizes[~rows], before.sizes[~rows])
 
 
+@functools.cache
+def planned(program: Program, cluster: str, layout: str, mesh: str) -> spanax.Plan:
+    return spanax.plan(program, cluster, layout=layout, mesh=mesh)
+
+
 def seconds(program: Program, cluster: str, layout: str, mesh: str, **constants: Any) -> dict[str, float]:
-    machine = spanax.cluster(cluster)
-    plan = spanax.plan(program, machine, layout=layout, mesh=mesh)
-    return evaluate(program, plan, machine, Assumptions(**constants)).candidate.seconds
+    plan = planned(program, cluster, layout, mesh)
+    return evaluate(program, plan, spanax.cluster(cluster), Assumptions(**constants)).candidate.seconds
 
 
 @functools.cache
@@ -176,6 +180,16 @@ def test_the_busiest_device_determines_the_step_only_where_experts_are_sharded()
         values = [each[term] for each in sharded]
         assert values == sorted(values) and len(set(values)) == 3
     assert replicated[0] == replicated[1] == replicated[2]
+
+
+def test_ragged_matmuls_of_the_busiest_device_take_longer() -> None:
+    """Where they are narrow, too: more rows of one product are not many products, as vector units would compute."""
+    narrow, wide = (
+        [seconds(program, "h100:8", "expert", "data=2,expert=4", imbalance=load)["matmuls"] for load in (1.0, 1.5, 3.0)]
+        for program in (corpus.program("sorted_moe"), formed("sorted", 1024, 16384))
+    )
+    assert narrow == sorted(narrow)
+    assert wide[0] < wide[1] < wide[2]
 
 
 def test_less_than_the_mean_is_refused() -> None:

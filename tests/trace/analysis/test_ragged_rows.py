@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from programs import array, step_of
-from spanax.trace.analysis.ragged_rows import ragged_rows
 from spanax.trace.analysis.step_analysis import StepAnalysis
 
 W, U, X, ROUTER = array(4, 7, 5), array(4, 5, 7), array(6, 7), array(7, 4)
@@ -20,7 +19,7 @@ def sorted_experts(w: jax.Array, u: jax.Array, router: jax.Array, x: jax.Array) 
 
 def rows_of(step: StepAnalysis, primitive: str) -> list[bool]:
     """Whether the first dim of each result of a primitive is one of sorted rows."""
-    rows = ragged_rows(step.graph)
+    rows = step.sorted_rows.ragged
     return [(op.outputs[0], 0) in rows for op in step.graph.ops() if op.name == primitive]
 
 
@@ -30,8 +29,8 @@ def test_rows_between_ragged_matmuls_are_sorted_and_tokens_are_not() -> None:
     assert rows_of(step, "tanh") == rows_of(step, "gather") == [True]
     assert rows_of(step, "scatter-add") == [False, False] and rows_of(step, "add")[-1:] == [False]
     (indices,) = (op.inputs[1] for op in step.graph.ops() if op.name == "gather")
-    assert (indices, 0) in ragged_rows(step.graph)
-    assert all(value not in step.graph.body.inputs for value, _ in ragged_rows(step.graph))
+    assert (indices, 0) in step.sorted_rows.ragged
+    assert all(value not in step.graph.body.inputs for value, _ in step.sorted_rows.ragged)
 
 
 def test_rows_of_the_batch_are_not_sorted() -> None:

@@ -50,7 +50,6 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
     grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
-    count = count * matmul_loads(matmuls, num_shards, assumptions)
     of_scores = matmuls.scores.any(1).reshape(-1, 1)
     in_kernel = matmuls.fused.reshape(-1, 1)
     is_fused = (of_scores & assumptions.fused_attention) | in_kernel
@@ -60,9 +59,10 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
     rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(matmuls.dtypes)}
     rate = np.asarray([rates[dtype] for dtype in matmuls.dtypes])[:, None]
     first = np.where(of_scores, assumptions.score_products, assumptions.first_products)
-    count = np.maximum(count, 1.0)
+    is_several = count > 1
+    count = np.maximum(count * matmul_loads(matmuls, num_shards, assumptions), 1.0)
     done, partial_bytes = _tiled(m, n, k, count, first, chip, assumptions.idle_rounds)
-    on_vectors = (count > 1) & (np.minimum(m, n) < NARROWEST) & ~of_scores & (chip.num_cores is not None)
+    on_vectors = is_several & (np.minimum(m, n) < NARROWEST) & ~of_scores & (chip.num_cores is not None)
     arithmetic = np.where(on_vectors, 2 * m * n * k * count / vector_rate_of(chip)[0], done / rate)
     num_bytes = (in_memory * operand_bytes).sum(1) + np.where(on_vectors, 0.0, partial_bytes)
     causal_share = np.where(in_kernel, 1.0, assumptions.causal_share)  # its FLOPs already exclude masked scores

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Lookup:
       looked_up: dims of the table.
       sharding: the constraint of the table.
       result: the constraint of the rows.
+      moved: the mesh axes that shard the examples of the table, and another dim of the rows.
     """
 
     table: int
@@ -41,6 +42,7 @@ class Lookup:
     looked_up: Sequence[int]
     sharding: Constraint
     result: Constraint
+    moved: frozenset[str] = frozenset()
 
     @property
     def summed(self) -> set[str]:
@@ -48,8 +50,8 @@ class Lookup:
         return {axis for dim in self.looked_up for axis in self.sharding.computed[dim]}
 
 
-def lookup_of(op: Op, constraints: Sequence[Constraint | None]) -> Lookup | None:
-    """Returns the lookup of an operation; None for any other, and where the table is replicated as it is stored."""
+def lookup_of(op: Op, constraints: Sequence[Constraint | None], step: StepAnalysis) -> Lookup | None:
+    """Returns the lookup of an operation; None for any other, and where each device has what its rows need."""
     if op.name not in LOOKUPS:
         return None
     numbers: Any = op.params["dimension_numbers"]
@@ -64,7 +66,24 @@ def lookup_of(op: Op, constraints: Sequence[Constraint | None]) -> Lookup | None
     if sharding is None or result is None:
         return None
     lookup = Lookup(table, indices, rows, columns, op.indexed, sharding, result)
-    return None if sharding.used is None and not lookup.summed else lookup
+    lookup = replace(lookup, moved=_moved(lookup, step))
+    return None if sharding.used is None and not lookup.summed and not lookup.moved else lookup
+
+
+def _moved(lookup: Lookup, step: StepAnalysis) -> frozenset[str]:
+    """Returns the mesh axes that shard the examples of a table, and in its rows another dim, such as experts."""
+    table = _of_examples(lookup.table, lookup.sharding, step)
+    rows = _of_examples(lookup.rows, lookup.result, step)
+    if lookup.sharding.used is not None or lookup.summed or len(table) != 1 or table.keys() != rows.keys():
+        return frozenset()
+    moved = axes_of([*table.values()]) - axes_of([*rows.values()])
+    return frozenset(moved) if moved <= axes_of(lookup.result.spec) else frozenset()
+
+
+def _of_examples(value: int, sharding: Constraint, step: StepAnalysis) -> dict[int | None, tuple[str, ...]]:
+    """Returns the mesh axes that shard the examples of a value, by class."""
+    pairs = zip(step.axes.classes[value], sharding.spec, strict=True)
+    return {label: by for label, by in pairs if label in step.batch_labels}
 
 
 def strategies(lookup: Lookup, step: StepAnalysis, ways: Callable[[Sequence[str]], Any]) -> list[Strategy]:
@@ -73,7 +92,7 @@ def strategies(lookup: Lookup, step: StepAnalysis, ways: Callable[[Sequence[str]
     Computed: the table has its computed sharding; if that shards its rows, the devices of those shards receive the same
     indices, and their partial results are summed. Replicated: every device gathers the table. Stored: each device
     looks up its stored columns for the indices of all devices with other columns of the same rows, and the result
-    moves instead.
+    moves instead. Of examples that move, the rows do, or the tables: XLA would gather those of all devices.
 
     Args:
       lookup: the lookup.
@@ -90,6 +109,13 @@ def strategies(lookup: Lookup, step: StepAnalysis, ways: Callable[[Sequence[str]
     is_stored = lookup.sharding.used is not None
     row_size = math.prod(shape(lookup.rows))
     table_size = math.prod(shape(lookup.table))
+    if lookup.moved:
+        examples = _of_examples(lookup.table, lookup.sharding, step)
+        rest = without(result, lookup.moved)
+        rows = tuple(examples.get(label, by) for label, by in zip(classes[lookup.rows], rest, strict=True))
+        gathered = without(stored, lookup.moved)
+        sent = row_size / ways([*axes_of(rows)])
+        return [(stored, rows, sent), (gathered, result, table_size / ways([*axes_of(gathered)]))]
     is_summed = ways([*summed]) > 1
     computed = without(result, summed)
     sums = is_summed * (1 + (computed != result)) * row_size / ways([*axes_of(computed)])

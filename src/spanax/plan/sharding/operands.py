@@ -369,14 +369,15 @@ def _lookup(
     resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Shards a lookup in a table, or its gradient, by the strategy that moves the fewest bytes (`lookups`)."""
-    lookup = lookup_of(op, constraints)
+    lookup = lookup_of(op, constraints, traced)
     if lookup is None:
         return None
     used = lookup.sharding.computed
     result = lookup.result
     candidates = strategies(lookup, traced, resolver.mesh.ways)
     table_spec, rows_spec, _ = min(candidates, key=lambda candidate: candidate[2])
-    if lookup.sharding.used is None and table_spec == used and not lookup.summed & axes_of(result.spec):
+    is_local = lookup.sharding.used is None and table_spec == used and not lookup.moved
+    if is_local and not lookup.summed & axes_of(result.spec):
         return None
     index_dims = [by for dim, by in enumerate(rows_spec) if dim not in lookup.columns]
     rank = len(traced.graph.shape(lookup.indices))

@@ -145,7 +145,7 @@ def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     step = resolver.program.step
     constraints = resolver.constraints(resolver.program.step)
     for op in (op for op in step.keys_of if op.name in LOOKUPS):
-        lookup = lookup_of(op, constraints)
+        lookup = lookup_of(op, constraints, step)
         if lookup is not None:
             moved = [numbers for *_, numbers in strategies(lookup, step, ways)]
             yield np.argmin(np.stack([numbers * np.ones_like(ways(()), float) for numbers in moved]), axis=0)

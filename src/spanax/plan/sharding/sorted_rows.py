@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, union
 from spanax.plan.sharding.resolve import Constraint, Resolver
-from spanax.trace.analysis.ragged_rows import Dim
-from spanax.trace.analysis.sorted_rows import RowOp
+from spanax.trace.analysis.sorted_rows import Dim, RowOp
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
 

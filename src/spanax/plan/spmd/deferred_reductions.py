@@ -7,7 +7,6 @@ value that is linear in a sum and used only by a carry.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
@@ -46,12 +45,6 @@ class DeferredReductions:
     def of(self, value: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a value has yet to be reduced."""
         return self.axes.get(value, ())
-
-    @cached_property
-    def added(self) -> "DeferredReductions":
-        """The same where counts are added already."""
-        axes = {value: by for value, by in self.axes.items() if value not in self.counts}
-        return replace(self, axes=axes, counts=frozenset())
 
 
 def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions:

@@ -22,25 +22,37 @@ Ways = Mapping[str, int]
 
 
 def evaluate_partial_sums(
-    graph: Graph, op: Op, ins: Sequence[Any], deferred: DeferredReductions, mesh: Mesh, manual: frozenset[str]
+    graph: Graph,
+    op: Op,
+    ins: Sequence[Any],
+    has: Sequence[Sequence[str]],
+    deferred: DeferredReductions,
+    mesh: Mesh,
+    manual: frozenset[str],
 ) -> list[Any]:
-    """Evaluates an operation without bodies that defers a reduction or takes partial sums."""
+    """Evaluates an operation without bodies whose result has leading dims; `has` are the axes of those of its operands.
+
+    The result is a partial sum, or differs between devices. What all devices have is a term of a sum on one of them.
+    """
     ways = mesh.shape
     axes = deferred.of(op.outputs[0])
     dims = deferred.sums.get(op)
     if dims is not None and op.name == "conv_general_dilated":
         return _device_by_device(op, ins, dims, axes, mesh, manual)
+    is_sum = op.outputs[0] not in deferred.varying
     mapped: list[Any] = []
-    for index, (value, array) in enumerate(zip(op.inputs, ins, strict=True)):
+    for index, array in enumerate(ins):
         split_dims = None if dims is None else dims[index]
         if split_dims is not None:
-            mapped.append(split_contracted_dims(array, deferred.of(value), split_dims, axes, ways))
-        elif dims is not None or deferred.of(value) or _joins(graph, op, index):
-            mapped.append(add_partial_sum_dims(array, deferred.of(value), axes, ways))
+            mapped.append(split_contracted_dims(array, has[index], split_dims, axes, ways))
+        elif dims is not None or has[index] or (is_sum and _joins(graph, op, index)):
+            mapped.append(add_partial_sum_dims(array, has[index], axes, ways))
         else:
             mapped.append(None)
     in_axes = [None if array is None else 0 for array in mapped]
     function: Any = lambda *arrays: op.bind(arrays)  # noqa: E731
+    if not any(has) and not is_sum:
+        return [jnp.broadcast_to(out, (*(ways[axis] for axis in axes), *jnp.shape(out))) for out in function(*ins)]
     for _ in axes:
         function = jax.vmap(function, in_axes=in_axes)
     return function(*(operand if array is None else array for array, operand in zip(mapped, ins, strict=True)))

@@ -38,10 +38,10 @@ from spanax.step.replay.partial_sums import (
 )
 from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
 from spanax.step.replay.single_contraction import single_contraction
-from spanax.step.replay.sorted_rows import row_by_row, rows_by_device
+from spanax.step.replay.sorted_rows import rows_by_device
 from spanax.step.replay.specs import check_fits, partition_spec, sharding_of
 from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
-from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
+from spanax.trace.jaxpr.interpret import Values, as_traced, read, rebuilt, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
 # Constraints in the user's program refer to another mesh, and the plan already accounts for them.
@@ -234,22 +234,14 @@ class Replay:
             if not use.rows.summed or not self.unreduced.counts.isdisjoint(op.outputs):
                 return arrays
             return [self.reduced(arrays[0], self.constraints[op.outputs[0]], use.rows.summed)]
-        if not self.unreduced.varying.isdisjoint(op.outputs):
-            numbers = [len(self._pending(*each)) for each in zip(op.inputs, ins, strict=True)]
-            axes = self.unreduced.of(op.outputs[0])
-            return row_by_row(op, ins, numbers, [self.mesh.shape[axis] for axis in axes])
-        if op.name != OWN_KERNEL and op.outputs and self.unreduced.of(op.outputs[0]):
-            return evaluate_partial_sums(self.graph, op, ins, self._terms(op), self.mesh, self.manual)
+        varies = not self.unreduced.varying.isdisjoint(op.outputs)
+        if varies or (op.name != OWN_KERNEL and op.outputs and self.unreduced.of(op.outputs[0])):
+            has = list(map(self._pending, op.inputs, ins))
+            return evaluate_partial_sums(self.graph, op, ins, has, self.unreduced, self.mesh, self.manual)
         if use is not None and use.is_local and self.mesh.size > 1:
             return _shard_by_shard(self, op, ins, use)
         outs = _single_contraction(self, op, ins, use)
         return op.bind(ins) if outs is None else outs
-
-    def _terms(self, op: Op) -> DeferredReductions:
-        """Returns the deferred reductions of the operands of an operation, which may need counts of all rows."""
-        use = self.uses.get(op)
-        by_device = self.unreduced.counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
-        return self.unreduced if by_device else self.unreduced.added
 
     def _as_read(self, op: Op, ins: Sequence[Any]) -> Sequence[Any]:
         """Returns the operands of an operation, with counts added unless it needs those of each device."""
@@ -259,21 +251,24 @@ class Replay:
         if op.bodies:
             kept = {outer for outer, inner in self.graph.wires(op).inputs if inner in counts}
         else:
-            kept = set(op.inputs) if self._terms(op) is self.unreduced else set()
+            use = self.uses.get(op)
+            is_by_device = counts.issuperset(op.outputs) or (use is not None and use.rows is not None)
+            kept = set(op.inputs) if is_by_device else set()
         pairs = zip(op.inputs, ins, strict=True)
         return [array if value in kept else self._counted(value, array) for value, array in pairs]
 
-    def _pending(self, value: int, array: Any, spread: int | None = None) -> tuple[str, ...]:
+    def _pending(self, value: int, array: Any) -> tuple[str, ...]:
         """Returns the mesh axes of the leading dims of an array: none of counts that were added, or of equal rows."""
-        axes = self.unreduced.of(value) or (() if spread is None else self.unreduced.of(spread))
-        return axes if np.ndim(array) > len(self.graph.shape(value)) else ()
+        return self.unreduced.of(value) if np.ndim(array) > len(self.graph.shape(value)) else ()
 
-    def _spread(self, value: int, like: int, array: Any) -> Any:
-        """Returns an array as the value needs it: one for each device, also of an array that has the rank of `like`."""
-        axes = self.unreduced.of(value) if value in self.unreduced.varying else ()
-        if not axes or np.ndim(array) > len(self.graph.shape(like)):
-            return array
-        return jax.numpy.broadcast_to(array, (*(self.mesh.shape[axis] for axis in axes), *np.shape(array)))
+    def _extended(self, value: int, like: int, array: Any) -> Any:
+        """Returns an array with the leading dims of `value`, of one that is like another value, or has them already."""
+        axes = self.unreduced.of(value)
+        has = (self.unreduced.of(like) or axes) if np.ndim(array) > len(self.graph.shape(like)) else ()
+        if value not in self.unreduced.varying:
+            return add_partial_sum_dims(array, has, axes, self.mesh.shape)
+        sizes = [self.mesh.shape[axis] for axis in axes]
+        return array if has else jax.numpy.broadcast_to(array, (*sizes, *np.shape(array)))
 
     def _counted(self, value: int, array: Any) -> Any:
         """Returns a value; counts of each device's rows are added."""
@@ -292,7 +287,6 @@ class Replay:
     def _as_used(self, op: Op, ins: Sequence[Any], use: OperandSharding, formed: "Formed") -> Sequence[Any]:
         """Returns operands in the shardings that an operation needs."""
         for targets in filter(None, (use.first, use.inputs)):
-            terms = self._terms(op)
             arrays = list[Any]()
             for value, array, target in zip(op.inputs, ins, targets, strict=True):
                 before = self._target(value)
@@ -303,7 +297,7 @@ class Replay:
                         formed[value, target] = self._formed(value, array, before, after)
                     array = formed[value, target]
                 else:
-                    array = self.constrained(array, target, terms.of(value))
+                    array = self.constrained(array, target, self._pending(value, array))
                 arrays.append(array)
             ins = arrays
         return [lax.optimization_barrier(ins[0]), *ins[1:]] if use.is_isolated else ins
@@ -343,10 +337,11 @@ class Replay:
             ]
             ins = [*consts, *ins[len(consts) :]]
             carried |= {inner: self._target(inner)[1] for _, inner in pairs}
-        if self.unreduced.varying:
+        if self.unreduced.varying and op.name != "scan":
             inner = dict(self.graph.wires(op).inputs)
             ins = [
-                self._spread(inner.get(outer, outer), outer, array) for outer, array in zip(op.inputs, ins, strict=True)
+                self._extended(inner.get(value, value), value, array)
+                for value, array in zip(op.inputs, ins, strict=True)
             ]
 
         def body(body: Body, args: Sequence[Any]) -> list[Any]:
@@ -390,29 +385,21 @@ class Replay:
     def _looped(self, op: Op, ins: Sequence[Any], evaluated: Callable[[Body, Sequence[Any]], list[Any]]) -> list[Any]:
         """Evaluates a loop, followed by the reductions that were deferred in it."""
         deferred = self.unreduced.of
-        axis_sizes = self.mesh.shape
         (body,) = op.bodies
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
-        operands = [
-            add_partial_sum_dims(array, self._pending(value, array, inner), deferred(inner), axis_sizes)
-            for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
-        ]
+        operands = list(map(self._extended, body.inputs, op.inputs, ins))
         operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
-        pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
         targets = [*body.inputs[num_consts:num_fixed], *body.outputs[num_carried:]]
+        pending = list(map(deferred, targets))
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
-            outs = [
-                self._spread(target, value, out)
-                for target, value, out in zip(targets, body.outputs, evaluated(body, args), strict=True)
-            ]
-            return [
-                add_partial_sum_dims(out, self._pending(value, out, target), axes, axis_sizes)
-                for value, target, out, axes in zip(body.outputs, targets, outs, pending, strict=True)
-            ]
+            return list(map(self._extended, targets, body.outputs, evaluated(body, args)))
 
-        outs = [*with_bodies(op, operands, iteration, self._shape)]
+        if len(op.outputs) == len(op.eqn.outvars):
+            outs = [*with_bodies(op, operands, iteration, self._shape)]
+        else:  # the loop returns more than was traced
+            outs = rebuilt(self.graph, op, operands, [lambda *args: iteration(body, args)])
         outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
         pairs = zip(op.outputs, outs, pending, strict=True)
         return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]

@@ -30,7 +30,6 @@ def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, ma
     """
     row_op = rows.op
     num_inputs = len(op.inputs)
-    on_device = _OnDevice(op, rows, mesh.shape)
     leading = [rows.staying if varies else () for varies in rows.varying]
     leading = [rows.axes if index == row_op.counts else axes for index, axes in enumerate(leading)]
     leading[num_inputs:] = [rows.summed or axes for axes in leading[num_inputs:]]
@@ -43,7 +42,12 @@ def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, ma
         else:
             specs[num_inputs] = _spec(leading[num_inputs], 0, rows.staying)
 
-    def part(*shards: Any) -> list[Any]:
+    # Instead of `lax.axis_index`: where other mesh axes are left to XLA, it refuses PartitionId in models called twice.
+    over = (rows.axes, rows.staying)
+    numbers = [jnp.arange(math.prod(mesh.shape[axis] for axis in axes), dtype=jnp.int32) for axes in over]
+
+    def part(first: Any, second: Any, *shards: Any) -> list[Any]:
+        on_device = _OnDevice(op, rows, mesh.shape, {rows.axes: first[0], rows.staying: second[0]})
         pairs = zip(shards, leading[:num_inputs], strict=True)
         outs = on_device.results([shard.reshape(shard.shape[len(axes) :]) for shard, axes in pairs])
         return [jnp.expand_dims(out, range(len(axes))) for out, axes in zip(outs, leading[num_inputs:], strict=True)]
@@ -52,37 +56,27 @@ def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, ma
     mesh_argument: dict[str, Any] = {} if manual else {"mesh": mesh}
     mapped = jax.shard_map(
         part,
-        in_specs=tuple(specs[:num_inputs]),
+        in_specs=(*map(PartitionSpec, over), *specs[:num_inputs]),
         out_specs=specs[num_inputs:],
         axis_names={*rows.axes, *rows.staying},
         check_vma=False,
         **mesh_argument,
     )
-    return list(mapped(*ins))
+    return list(mapped(*numbers, *ins))
 
 
 def _spec(leading: Axes, dim: int | None, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*leading, *(() if dim is None or not axes else (*(None,) * dim, axes)))
 
 
-def row_by_row(op: Op, ins: Sequence[Any], num_leading: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """Evaluates an operation on values with leading dims of devices, of these sizes, or without any."""
-    function: Any = lambda *arrays: op.bind(arrays)  # noqa: E731
-    if not any(num_leading):
-        return [jnp.broadcast_to(out, (*sizes, *jnp.shape(out))) for out in function(*ins)]
-    for _ in sizes:
-        function = jax.vmap(function, in_axes=[0 if number else None for number in num_leading])
-    outs: list[Any] = function(*ins)
-    return outs
-
-
 @dataclass(frozen=True)
 class _OnDevice:
-    """An operation on the rows of one device; `ways` are the sizes of the mesh axes."""
+    """An operation on the rows of one device; `ways` are the sizes of the mesh axes, `index` its place along some."""
 
     op: Op
     rows: RowSharding
     ways: Mapping[str, int]
+    index: Mapping[Axes, Any]
 
     def results(self, parts: list[Any]) -> list[Any]:
         """Returns its results, of operands without leading dims."""
@@ -91,7 +85,7 @@ class _OnDevice:
         if row_op.column is not None:
             table = parts[0].shape[row_op.inputs[0]]  # type: ignore[index]
             is_row = jnp.arange(parts[1].shape[-1], dtype=parts[1].dtype) == row_op.column
-            parts[1] = parts[1] - is_row * self._index(self.rows.axes).astype(parts[1].dtype) * table
+            parts[1] = parts[1] - is_row * self.index[self.rows.axes].astype(parts[1].dtype) * table
         if not any(self.rows.varying) and op.name != RAGGED:
             return op.bind(parts)
         if op.name == "sort":
@@ -99,9 +93,6 @@ class _OnDevice:
         if op.name == RAGGED:
             return self._multiplied(parts)
         return self._looked_up(parts) if op.family is Family.GATHER else self._added(parts)
-
-    def _index(self, axes: Axes) -> Any:
-        return lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
     def _multiplied(self, parts: Sequence[Any]) -> list[Any]:
         """Multiplies the first rows, among which are all of the experts of this device; results of others are zeros."""
@@ -124,14 +115,14 @@ class _OnDevice:
     def _own(self, counts: Any) -> Any:
         """Returns the counts of the experts of this device."""
         number = counts.shape[0] // math.prod(self.ways[axis] for axis in self.rows.staying)
-        return lax.dynamic_slice_in_dim(counts, self._index(self.rows.staying) * number, number)
+        return lax.dynamic_slice_in_dim(counts, self.index[self.rows.staying] * number, number)
 
     def _sorted(self, parts: Sequence[Any]) -> list[Any]:
         """Sorts the rows of the experts of this device before all others."""
         beyond = self.rows.op.beyond
         keys = parts[0]
         number = (beyond[0] or 0) // math.prod(self.ways[axis] for axis in self.rows.staying)
-        first = self._index(self.rows.staying).astype(keys.dtype) * number
+        first = self.index[self.rows.staying].astype(keys.dtype) * number
         is_own = (keys >= first) & (keys < first + number)
         known = [
             part if element is None else jnp.where(is_own, part, jnp.asarray(element, part.dtype))
@@ -143,7 +134,7 @@ class _OnDevice:
     def _places(self, parts: Sequence[Any]) -> list[Any]:
         """Returns where the row of each choice is; beyond all rows for those of other devices."""
         order, places = parts
-        first = self._index(self.rows.axes).astype(order.dtype) * len(order)
+        first = self.index[self.rows.axes].astype(order.dtype) * len(order)
         num_rows = len(order) * math.prod(self.ways[axis] for axis in self.rows.axes)
         return [order, jnp.full_like(places, num_rows).at[order - first].set(places, mode="drop")]
 
@@ -164,7 +155,7 @@ class _OnDevice:
         """Adds rows to a table, of which all devices but one have zeros if the result is a sum."""
         table = parts[0]
         if self.rows.summed:
-            is_first = self._index(self.rows.staying) == 0
+            is_first = self.index[self.rows.staying] == 0
             table = jnp.where(is_first, table, jnp.zeros((), table.dtype))
         changed = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "unique_indices": False, "indices_are_sorted": False}
         return self.op.bind([table, *parts[1:]], {**self.op.params, **changed})

@@ -2,16 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.op_groups import OpGroup, contraction_flops, num_groups
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, num_groups
 from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.counted import CHOOSING, chosen_dim
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
-
-TOP_K = ("top_k", "approx_top_k")
 
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
 """Operations between chosen indices and their one-hots."""
@@ -140,12 +139,28 @@ def _num_chosen(
     By size, since the one-hots of chosen indices may have another class than the scores.
     """
     result = defaultdict[tuple[int, int], int](int)
-    for group in groups:
-        if group.op.name in TOP_K and axes.classes[group.op.inputs[0]][-1] in routings:
-            for op, runs in group.ops:
-                key = graph.shape(op.inputs[0])[-1], runs
-                result[key] = max(result[key], math.prod(graph.shape(op.outputs[0])))
+    for op, runs, value, number in _choices(graph, groups):
+        if axes.classes[op.inputs[0]][chosen_dim(op)] in routings:
+            key = number, runs
+            result[key] = max(result[key], math.prod(graph.shape(value)))
     return result
+
+
+def _choices(graph: Graph, groups: Iterable[OpGroup]) -> Iterator[tuple[Op, int, int, int]]:
+    """Yields operations that choose, each with its number of runs, its indices, and the number of options."""
+    for group in groups:
+        for op, runs in group.ops if group.op.name in CHOOSING else ():
+            yield op, runs, op.outputs[CHOOSING[op.name]], graph.shape(op.inputs[0])[chosen_dim(op)]
+
+
+def chosen_experts(graph: Graph, axes: Axes, routings: Collection[int], groups: Iterable[OpGroup]) -> dict[int, int]:
+    """Returns the indices of chosen experts, as values of the forward pass, each with the number of experts."""
+    forward = (group for group in groups if group.phase is Phase.FORWARD)
+    return {
+        value: number
+        for op, _, value, number in _choices(graph, forward)
+        if axes.classes[op.inputs[0]][chosen_dim(op)] in routings
+    }
 
 
 def one_hot_labels(graph: Graph, groups: Iterable[OpGroup]) -> list[tuple[int, int]]:
@@ -153,10 +168,10 @@ def one_hot_labels(graph: Graph, groups: Iterable[OpGroup]) -> list[tuple[int, i
 
     A one-hot compares indices with all experts; its dim of experts need not have the class of the scores' dim.
     """
-    ops = [op for group in groups for op, _ in group.ops]
-    chosen = {op.outputs[1]: graph.shape(op.inputs[0])[-1] for op in ops if op.name in TOP_K}
+    groups = list(groups)
+    chosen = {value: number for op, _, value, number in _choices(graph, groups) if op.name == "top_k"}
     result = []
-    for op in ops:
+    for op in (op for group in groups for op, _ in group.ops):
         values = [graph.origin(value, VIEWS) for value in op.inputs] if op.name == "eq" else []
         for value in values:
             shape = graph.shape(op.outputs[0])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from spanax.trace.analysis.labels import Key, Labels, label_key
-from spanax.trace.analysis.ragged_rows import Dim, ragged_rows
+from spanax.trace.analysis.sorted_rows import SortedRows
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import LOSS_CHUNKS, Graph, Op
@@ -45,7 +45,7 @@ class ShardingKey:
 
 
 def sharding_keys(
-    graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int], rows: Collection[Dim] = frozenset()
+    graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int], rows: SortedRows
 ) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object.
 
@@ -54,13 +54,13 @@ def sharding_keys(
       axes: the classes of its dims.
       routed: the classes of values that select experts.
       once: values in loops that are gathered once, before the loop, or reduced once, after it.
-      rows: the dims of sorted rows that each device may sort for itself.
+      rows: the rows of ragged matmuls.
     """
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in (axes.replicated | ragged_rows(graph)).difference(rows):
+    for value, dim in (axes.replicated | rows.ragged) - rows.dims:
         unsharded_dims.setdefault(value, set()).add(dim)
     sorted_dims: dict[int, set[int]] = {}
-    for value, dim in rows:
+    for value, dim in rows.dims:
         sorted_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes

@@ -2,7 +2,8 @@
 
 Between the sort and the operations that put rows back, all rows are computed row by row, or by ragged matmuls whose
 groups are the numbers of rows of each expert. Nothing depends on the order of rows then: each device may sort the rows
-of its own tokens. What only looks like this is not among the results, and its rows are gathered.
+of its own tokens. What only looks like this has rows that are gathered: a shard of them has any number of groups, and
+the partitioner replicates them for every ragged matmul.
 """
 
 from collections import defaultdict
@@ -13,12 +14,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.trace.analysis.ragged_rows import Dim, across_bodies
 from spanax.trace.jaxpr.counted import RENAMED, Choices, choices_of, count_keys, counts_of
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import RAGGED, Graph, Op
 from spanax.trace.jaxpr.index_arrays import IndexArrays, indices, repeated
 from spanax.trace.jaxpr.provenance import reachable
+
+Dim = tuple[int, int]
+"""A value, and one of its dims."""
 
 SUMMED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 """Reductions that do not depend on the order of their terms."""
@@ -60,6 +63,7 @@ class SortedRows:
       moved: the elements that move if experts stay on their devices, and if they are gathered.
       can_stay: whether each device can compute its experts for the tokens of others.
       choices: the number of experts, and of different ones that each token chooses; (0, 0) where sorts differ in it.
+      ragged: the dims of all rows of ragged matmuls, of what is computed between them, and of its indices.
     """
 
     dims: frozenset[Dim] = frozenset()
@@ -71,6 +75,7 @@ class SortedRows:
     moved: tuple[float, float] = (0.0, 0.0)
     can_stay: bool = False
     choices: tuple[int, int] = (0, 0)
+    ragged: frozenset[Dim] = frozenset()
 
     def share(self, ways: Any) -> Any:
         """Returns the largest share of rows that may belong to the experts of one of `ways` devices.
@@ -86,10 +91,11 @@ class _OrderMatters(Exception):
 
 
 def sorted_rows(graph: Graph) -> SortedRows:
-    """Returns the rows that each device may sort for itself."""
-    sorts = [op for op in graph.ops() if _sorts_integers(graph, op)]
-    if not sorts or not any(op.name == RAGGED for op in graph.ops()):
+    """Returns the rows that each device may sort for itself, and those of other ragged matmuls."""
+    matmuls = [op for op in graph.ops() if op.name == RAGGED]
+    if not matmuls:
         return SortedRows()
+    sorts = [op for op in graph.ops() if _sorts_integers(graph, op)]
     arrays = IndexArrays(graph)
     neighbors, uniform = _neighbors(graph)
     touching = defaultdict[Dim, list[Op]](list)
@@ -130,7 +136,24 @@ def sorted_rows(graph: Graph) -> SortedRows:
         (sum(region.tokens for region in regions), sum(region.weights for region in regions)),
         all(region.can_stay for region in regions),
         next(iter(choices)) if len(choices) == 1 else (0, 0),
+        _rows_of(graph, matmuls),
     )
+
+
+def _rows_of(graph: Graph, matmuls: Sequence[Op]) -> frozenset[Dim]:
+    """Returns the dims of rows that ragged matmuls multiply; rows of the batch are not sorted, and stay sharded."""
+    result = frozenset[Dim]()
+    neighbors, _ = _neighbors(graph, without=RAGGED)
+    inputs = {*graph.body.inputs}
+    for op in matmuls:
+        values = (*op.inputs, *op.outputs)
+        rows = {(0, dim) for dim in op.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions}
+        related = [relation.dims for relation in op.dim_map.relations if not rows.isdisjoint(relation.dims)]
+        for array, dim in {each for dims in related for each in dims}:
+            found = reachable((values[array], dim), neighbors)
+            if inputs.isdisjoint(value for value, _ in found):
+                result |= found
+    return result
 
 
 def _group_dims(op: Op) -> Sequence[int]:
@@ -145,16 +168,17 @@ def _sorts_integers(graph: Graph, op: Op) -> bool:
     return bool(jnp.issubdtype(graph.avals[op.inputs[0]].dtype, jnp.integer))
 
 
-def _neighbors(graph: Graph) -> tuple[Mapping[Dim, Collection[Dim]], frozenset[Dim]]:
+def _neighbors(graph: Graph, without: str = "") -> tuple[Mapping[Dim, Collection[Dim]], frozenset[Dim]]:
     """Returns the dims with the same rows, also outside and inside of loops, and those whose rows are all equal.
 
-    What a sort or a cumulative sum works along has other rows before than after. Equal rows have no order.
+    What a sort or a cumulative sum works along has other rows before than after. Equal rows have no order. Those
+    of the name `without` relate none.
     """
     uniform = set[Dim]()
     groups = list[list[Dim]]()
-    for op in graph.ops():
+    for op in (op for op in graph.ops() if op.name != without):
         if op.bodies:
-            groups += across_bodies(graph, op)
+            groups += _across_bodies(graph, op)
             continue
         values = (*op.inputs, *op.outputs)
         along = op.dim_map.dims(Kind.ALONG) if op.family is Family.CUMULATIVE else set()
@@ -176,6 +200,17 @@ def _neighbors(graph: Graph) -> tuple[Mapping[Dim, Collection[Dim]], frozenset[D
         for dim in kept:
             result[dim] += kept
     return result, frozenset(uniform)
+
+
+def _across_bodies(graph: Graph, op: Op) -> Iterator[list[Dim]]:
+    """Yields dims with the same rows outside and inside of a loop, a branch or a remat, and in the next iteration.
+
+    A value that a scan stacks has one dim more outside.
+    """
+    for outer, inner in graph.wires(op).pairs:
+        rank = len(graph.shape(inner))
+        extra = len(graph.shape(outer)) - rank
+        yield from ([(outer, extra + dim), (inner, dim)] for dim in range(rank))
 
 
 class _Region:

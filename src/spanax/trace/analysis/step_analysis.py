@@ -10,7 +10,15 @@ from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, 
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order
-from spanax.trace.analysis.moe_routing import ActiveFlops, Routing, active_flops, one_hot_labels, routed, routings
+from spanax.trace.analysis.moe_routing import (
+    ActiveFlops,
+    Routing,
+    active_flops,
+    chosen_experts,
+    one_hot_labels,
+    routed,
+    routings,
+)
 from spanax.trace.analysis.op_groups import (
     GradientSum,
     OpGroup,
@@ -132,6 +140,11 @@ class StepAnalysis:
         return routings(self.graph, self.axes, experts, self.batch_labels, self.layer_labels)
 
     @cached_property
+    def chosen_experts(self) -> dict[int, int]:
+        """Returns the indices of chosen experts, each with the number of experts."""
+        return chosen_experts(self.graph, self.axes, self.routings, self.op_groups)
+
+    @cached_property
     def active(self) -> ActiveFlops:
         """Returns the FLOPs of the forward pass's contractions with weights that each token uses."""
         groups = [group for group in self.op_groups if group.phase == Phase.FORWARD and group.op.name in CONTRACTIONS]
@@ -159,7 +172,7 @@ class StepAnalysis:
     def sharding_keys(self) -> list[ShardingKey]:
         """Returns the sharding key of every value, by index."""
         once = self.accumulated | invariant(self.graph, self.recurrences)
-        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows.dims)
+        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows)
 
     @cached_property
     def sorted_rows(self) -> SortedRows:

@@ -41,6 +41,12 @@ class Choices:
     each: int
 
 
+def chosen_dim(op: Op) -> int:
+    """Returns the dim of its operand along which an operation of `CHOOSING` chooses."""
+    axes: tuple[int, ...] = op.params.get("axes", (op.params.get("axis", -1),))
+    return axes[0]
+
+
 def choices_of(arrays: IndexArrays, keys: int) -> Choices | None:
     """Returns the choices that keys are a function of; None if they are of anything else, too."""
     leaves = arrays.leaves(keys)
@@ -48,9 +54,9 @@ def choices_of(arrays: IndexArrays, keys: int) -> Choices | None:
     op = arrays.graph.producers.get(value)
     if len(leaves) != 1 or op is None or op.outputs.index(value) != CHOOSING.get(op.name):
         return None
-    axes = op.params.get("axes", (op.params.get("axis", -1),))
-    each = arrays.graph.shape(value)[axes[0]] if op.name == "top_k" else 1
-    return Choices(value, arrays.graph.shape(op.inputs[0])[axes[0]], each)
+    dim = chosen_dim(op)
+    each = arrays.graph.shape(value)[dim] if op.name == "top_k" else 1
+    return Choices(value, arrays.graph.shape(op.inputs[0])[dim], each)
 
 
 def counts_of(arrays: IndexArrays, sizes: int) -> Counts | None:

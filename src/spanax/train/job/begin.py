@@ -24,7 +24,8 @@ def begin(job: Job, telemetry: Telemetry, worker: Executor) -> Run:
     """
     telemetry.beat("restore", 0)
     ledger = telemetry.ledger
-    run = Run(as_planned(job.program, job.plan), job.plan, job.mesh, [], guard=job.config.guard)
+    program = as_planned(job.program, job.plan)
+    run = Run(program, job.plan, job.mesh, [], guard=job.config.guard, measures_load=True)
     if job.config.eval_every and run.program.run_evaluate is None:
         _ = run.program.evaluation  # an error in it is raised before the first step
     with ledger.within("restore" if job.config.resume else ledger.bucket):
