@@ -52,7 +52,7 @@ def test_an_invalid_value_raises(arguments, message: str) -> None:
 
 
 def test_canonical_axes_are_those_of_the_presets() -> None:
-    assert {axis for axes in PRESETS.values() for axis in axes} | {"pipe"} == set(CANONICAL_AXES)
+    assert {axis for axes in PRESETS.values() for axis in axes} | {"pipe", "groups"} == set(CANONICAL_AXES)
 
 
 def test_a_real_mesh_has_automatic_axes_and_the_first_or_requested_devices(devices: list[jax.Device]) -> None:

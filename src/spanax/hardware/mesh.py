@@ -13,7 +13,7 @@ from spanax.units import whole_number
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-CANONICAL_AXES = ("pipe", "data", "fsdp", "expert", "context", "model")
+CANONICAL_AXES = ("pipe", "data", "fsdp", "expert", "context", "model", "groups")
 
 ALIASES = {"pp": "pipe", "dp": "data", "ep": "expert", "cp": "context", "sp": "context", "tp": "model"}
 """Abbreviations of mesh axes in text."""

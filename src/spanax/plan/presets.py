@@ -34,8 +34,12 @@ MEANING: dict[str, tuple[str, ...]] = {
     "expert": ("experts", "batch"),
     "context": ("seq", "slots"),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
+    "groups": TENSOR_AXES + LAST_RESORT_AXES,
 }
-"""The axes that each canonical mesh axis shards in computation; `fsdp` also shards storage; `pipe` has a schedule."""
+"""The axes that each canonical mesh axis shards in computation; `fsdp` also shards storage; `pipe` has a schedule.
+
+`groups` shards further what `model` shards: where each device has one key, the queries of that key.
+"""
 
 STORED: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
@@ -212,6 +216,17 @@ def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
     return _layout(name_in_stages(name) if PIPE in roles else name, roles, stored)
 
 
+def grouped(mesh: MeshShape, groups: int) -> MeshShape:
+    """Returns a mesh with a part of `model` as the axis `groups`.
+
+    Example:
+      >>> grouped(MeshShape.of("data=2,model=8"), 2)
+      data=2,model=4,groups=2
+    """
+    sizes = dict(mesh.axes)
+    return MeshShape(tuple({**sizes, "model": sizes["model"] // groups, "groups": groups}.items()))
+
+
 def default_mesh(name: str, num_devices: int) -> MeshShape:
     """Returns a mesh for a layout's name: two devices on each axis, the rest on the one that shards the batch.
 
@@ -245,6 +260,9 @@ def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
         # `data` always shards the batch, and does not change the storage of a preset: tensor on data=4,model=2.
         roles = {"data": "data", **roles}
         left.remove("data")
+    if "groups" in left and "model" in roles:
+        roles["groups"] = "groups"
+        left.remove("groups")
     missing = [part for part in parts if part not in roles]
     # A role of one device has no effect: data+tensor on a mesh of model=8 is tensor.
     idle = [axis for axis in left if dict(mesh.axes)[axis] > 1]
@@ -265,6 +283,11 @@ def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
 
 
 def _layout(name: str, roles: Mapping[str, str], stored: Sequence[str]) -> Layout:
+    if "groups" in roles and "model" not in roles:
+        raise MeshError(
+            "mesh axis 'groups' shards further what 'model' shards: the queries of one key.",
+            fix="a mesh axis model as large as the number of keys, before groups",
+        )
     fsdp = (roles["fsdp"],) if "fsdp" in roles else ()
     return Layout(
         name,
@@ -272,5 +295,5 @@ def _layout(name: str, roles: Mapping[str, str], stored: Sequence[str]) -> Layou
         stored_params=fsdp if "param" in stored else (),
         stored_gradients=fsdp if "gradient" in stored else (),
         stored_optimizer=fsdp if "optimizer" in stored else (),
-        exclusive=(roles["model"],) if "model" in roles else (),
+        exclusive=tuple(roles[part] for part in ("model", "groups") if part in roles),
     )

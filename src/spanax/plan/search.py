@@ -199,7 +199,8 @@ def _pricers(
 
     Leaves of the state with a class in `left_out` are not counted.
     """
-    space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model)
+    groups = 1 if scope.mesh is None else scope.mesh.ways(["groups"])
+    space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model, groups)
     if not space:
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, scope.remat or ()))

@@ -19,7 +19,7 @@ from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.plan.sharding.size_decisions import size_decisions
 from spanax.trace.program import Program
 
-AXES = ("data", "fsdp", "expert", "context", "model")
+AXES = ("data", "fsdp", "expert", "context", "model", "groups")
 """The mesh axes inside a stage, slowest first: the last axis uses the fastest links."""
 
 STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
@@ -66,6 +66,7 @@ def families(
     rejected: Rejections,
     pins: Pins | None = None,
     model: int | None = None,
+    groups: int = 1,
 ) -> list[Family]:
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
@@ -76,15 +77,18 @@ def families(
       rejected: counts rejected layouts by reason.
       pins: the mesh axes requested for single axes, in every layout.
       model: the size of `model` in every mesh; by default, any.
+      groups: a size of `groups` to enumerate too, where the keys of the program suggest none.
     """
-    meshes = [row for row in _meshes(program, cluster.num_devices, pins or {}) if model in (None, row[-1])]
+    tensor = 1 + AXES.index("model")
+    rows = _meshes(program, cluster.num_devices, pins or {}, groups)
+    meshes = [row for row in rows if model in (None, row[tensor])]
     keys: dict[tuple[object, ...], Key | Reason] = {}
     result = []
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
     for storing in STORING:
         for sequence in (False, True):
             options = _Options(program, storing, sequence, pins or {})
-            groups = defaultdict[Key, list[Row]](list)
+            by_key = defaultdict[Key, list[Row]](list)
             for stages, *sizes in meshes:
                 by_axis = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and by_axis["fsdp"] == 1) or (sequence and by_axis["model"] == 1):
@@ -100,8 +104,8 @@ def families(
                 if isinstance(key, Reason):
                     rejected[key] += 1
                 else:
-                    groups[key].append((stages, *sizes))
-            result += [family for rows in groups.values() for family in _resolved_alike(options, rows, rejected)]
+                    by_key[key].append((stages, *sizes))
+            result += [family for rows in by_key.values() for family in _resolved_alike(options, rows, rejected)]
     return result
 
 
@@ -133,7 +137,22 @@ def is_standard(mesh: MeshShape) -> bool:
     return positions == sorted(positions) and -1 not in positions
 
 
-def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[int, ...]]:
+def num_groups(program: Program, model: int) -> int:
+    """Returns the size of `groups` that leaves `model` a device per key and value of each head; 0 if there is none.
+
+    Args:
+      program: the program.
+      model: the number of devices along both axes.
+    """
+    axes = program.step.axes
+    for label, found in axes.groups.items():
+        groups, rest = divmod(model, axes.ways[label])
+        if groups > 1 and not rest and all(axes.ways[each] % groups == 0 for each in found):
+            return groups
+    return 0
+
+
+def _meshes(program: Program, num_devices: int, pins: Pins, requested: int) -> Iterator[tuple[int, ...]]:
     """Yields (stages, *sizes of AXES) with a product of `num_devices`, for axes that can shard the program."""
     names = {axis.name: axis.ways for axis in program.axes}
     uses = {*names, *program.step.axes.uses.values()}
@@ -158,7 +177,9 @@ def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[in
                             and limits["context"] % context == 0
                             and limits["model"] % model == 0
                         ):
-                            yield stages, data, fsdp, expert, context, model
+                            for groups in sorted({1, requested, num_groups(program, model) or 1}):
+                                if model % groups == 0:
+                                    yield stages, data, fsdp, expert, context, model // groups, groups
 
 
 @dataclass(frozen=True, eq=False)

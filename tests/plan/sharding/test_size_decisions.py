@@ -49,7 +49,7 @@ def test_the_meshes_of_a_family_have_one_sharding(name: str, cluster: str) -> No
 
 def test_a_lookup_moves_the_table_or_its_rows_depending_on_the_sizes() -> None:
     program = workload("gpt-nano")
-    mesh = spanax.MeshShape(tuple(zip(AXES, (2, 2, 1, 1, 2), strict=True)))
+    mesh = spanax.MeshShape(tuple(zip(AXES[:5], (2, 2, 1, 1, 2), strict=True)))
     resolver = resolve(program, layout_on("fsdp", False, mesh), mesh, {})
     sizes = np.asarray([[2, 2, 1, 1, 2], [2, 2, 1, 1, 2], [2, 16, 1, 1, 2], [2, 2, 1, 1, 16]]).T
     decisions = size_decisions(resolver, sizes)

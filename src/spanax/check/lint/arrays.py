@@ -1,12 +1,14 @@
 """Lint rules on single arrays: large replicated arrays, dims that do not divide, and annotations without effect."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spanax.check.lint.subject import LintSubject, Message
 from spanax.hardware.mesh import CANONICAL_AXES
+from spanax.plan.presets import grouped
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.placement import Placement
+from spanax.plan.space import num_groups
 from spanax.trace.axes.naming import STRENGTH
 
 LARGE_SHARE = 0.01
@@ -45,7 +47,7 @@ def indivisible_dim(subject: LintSubject) -> Iterator[Message]:
         if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= UNEVEN * _kind_bytes(subject, kind):
             seen.add(reason)
             leaf = max(leaves, key=lambda placement: placement.local_bytes)
-            if fix := _divisible(reason):
+            if fix := _divisible(reason, _grouped_mesh(subject, reason)):
                 yield Message(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
@@ -59,13 +61,23 @@ def _uneven(subject: LintSubject) -> Iterator[tuple[Placement, Reason]]:
                 yield placement, reason
 
 
-def _divisible(reason: Reason) -> str:
-    """Returns the nearest size and number of shards that divide; empty if both are far off, as for 3 color channels."""
+def _grouped_mesh(subject: LintSubject, reason: Reason) -> list[str]:
+    """Returns a mesh with `groups`, for heads with fewer keys and values than devices along `model`."""
+    mesh = subject.plan.mesh
+    groups = num_groups(subject.program, mesh.ways(["model"])) if reason.num_shards == mesh.ways(["model"]) else 0
+    return [f"mesh {grouped(mesh, groups)}"] if groups and reason.name == "heads" else []
+
+
+def _divisible(reason: Reason, meshes: Sequence[str]) -> str:
+    """Returns the nearest size and number of shards that divide, and meshes on which they do.
+
+    Empty if all are far off, as for 3 color channels.
+    """
     size = reason.size
     num_shards = reason.num_shards
     padded = -(-size // num_shards) * num_shards
     divisor = math.gcd(size, num_shards)
-    fixes = [f"{reason.name} {padded}"] if padded <= (1 + MAX_PADDING) * size else []
+    fixes = [*meshes, *([f"{reason.name} {padded}"] if padded <= (1 + MAX_PADDING) * size else [])]
     fixes += [f"{divisor} shards"] if divisor > 1 else []
     return ", or ".join(fixes)
 

@@ -14,10 +14,10 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import PIPE, Layout
 from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
-from spanax.plan.presets import axes_named, default_mesh, form_of, layout_for, layout_named
+from spanax.plan.presets import axes_named, default_mesh, form_of, grouped, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
-from spanax.plan.space import AXES, is_standard
+from spanax.plan.space import AXES, is_standard, num_groups
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 from spanax.trace.program import Program
 from spanax.units import bytes_text
@@ -189,6 +189,8 @@ def requested_layout(program: Program, cluster: Cluster, request: Request) -> tu
         return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
+        if mesh is None and (groups := num_groups(program, shape.ways(["model"]))):
+            shape = grouped(shape, groups)
         named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
         return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
     if mesh is not None:

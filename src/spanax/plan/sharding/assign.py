@@ -101,8 +101,10 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
         if mesh.ways([axis]) > 1:
             assigning.ranks[axis] = assigning.over(axis, names)
     along = layout.sequence_axis
-    if along and mesh.ways([along]) > 1:
-        assigning.ranks[along] |= dict.fromkeys(assigning.sequences(along), SEQUENCES)
+    alone = () if along is None else (along,)
+    for each in layout.exclusive if along in layout.exclusive else alone:
+        if mesh.ways([each]) > 1:
+            assigning.ranks[each] |= dict.fromkeys(assigning.sequences(each), SEQUENCES)
     ranks = _with_experts(program, assigning.ranks, mesh)
     axes = expert_axes(program, ranks)
     stays = bool(axes) and bool(is_staying(program, ranks, mesh.ways))
@@ -143,7 +145,7 @@ class _Assigning:
                     continue
                 clash = _clash(self.program, label, accepted) if axis in self.layout.exclusive else None
                 if clash is None:
-                    accepted[label] = rank
+                    accepted |= dict.fromkeys((label, *self._groups(axis, label)), rank)
                 else:
                     self.reasons.setdefault(label, replace(clash, axis=axis, detail=self._author(name, label)))
                     square.setdefault(label, rank)
@@ -213,6 +215,13 @@ class _Assigning:
         """Returns the number of shards of a class that one more mesh axis shards."""
         return self.num_shards.get(label, 1) * self.mesh.ways([axis])
 
+    def _groups(self, axis: str, label: int) -> tuple[int, ...]:
+        """Returns the classes of queries of one key that a mesh axis shards, because other axes have one key each."""
+        ways = self.program.step.axes.ways
+        groups = self.program.step.axes.groups.get(label, ())
+        is_exhausted = self.num_shards.get(label, 1) == ways[label]
+        return groups if is_exhausted and all(ways[each] % self.mesh.ways([axis]) == 0 for each in groups) else ()
+
     def _divides(self, axis: str, name: str, label: int) -> bool:
         """Returns whether a mesh axis divides a class; records how stages divide layers, and why it does not.
 
@@ -224,7 +233,8 @@ class _Assigning:
         if axis == PIPE and name == "layers" and num_shards == self.mesh.ways([axis]) <= size:
             self.parts[label] = Parts(size, num_shards, self.num_chunks)
             return True
-        if size % num_shards == 0 or not _is_uneven(self.program, name, label, num_shards):
+        is_even = size % num_shards == 0 or bool(self._groups(axis, label))
+        if is_even or not _is_uneven(self.program, name, label, num_shards):
             return True
         self.reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=size, num_shards=num_shards)
         if name == "batch" or self.pins.get(name):

@@ -248,9 +248,8 @@ def _other(
     shifts: list[Reshard] = []
     for operand, (value, masks) in enumerate(zip(op.inputs, ins, strict=True)):
         gathered = 0
-        for operand_dim, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
-            if not mask:
-                continue
+        by_dim = enumerate(zip(classes[value], masks, strict=True))
+        for operand_dim, label, mask in ((dim, label, axis) for dim, (label, axes) in by_dim for axis in _bits(axes)):
             dim = None if label is None else _same_dim(op, operand, operand_dim, label, mask, labels, requested)
             if dim is None:
                 partials[operand_dim] |= mask if is_summed else 0

@@ -15,7 +15,7 @@ from spanax.errors import ModelMeshError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import PIPE, Layout
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
+from spanax.plan.sharding.assign import SENT_TO, SEQUENCES, Assignment, Pins, assign, pinned
 from spanax.trace.analysis.labels import Key, Labels, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey, in_colors
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -77,7 +77,11 @@ class Resolver:
     def computed(
         self, labels: Labels, shape: Sequence[int], replicated: frozenset[int] = frozenset(), *, is_routed: bool
     ) -> Spec:
-        """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides."""
+        """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides.
+
+        Of several axes that shard sequences where they shard no other dim, the last is outermost: a value that has
+        another dim for the others is then gathered over them without permuting its shards.
+        """
         key = labels, tuple(shape), replicated, is_routed
         if key not in self._computed:
             self._computed[key] = self._new_computed(*key)
@@ -93,12 +97,14 @@ class Resolver:
         spec: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
             candidates = [
-                (ranks[label], dim) for dim, label in enumerate(labels) if label is not None and label in ranks
+                (ranks[label], dim, label) for dim, label in enumerate(labels) if label is not None and label in ranks
             ]
-            for _, dim in sorted(candidate for candidate in candidates if not is_routed or candidate[0] != SENT_TO):
-                size = self.assignment.padded_size(labels[dim], shape[dim])
-                if dim not in replicated and size % self.mesh.ways((*spec[dim], axis)) == 0:
-                    spec[dim] = (*spec[dim], axis)
+            for rank, dim, label in sorted(each for each in candidates if not is_routed or each[0] != SENT_TO):
+                size = self.assignment.padded_size(label, shape[dim])
+                by = spec[dim]
+                if dim not in replicated and size % self.mesh.ways((*by, axis)) == 0:
+                    outer = [other for other in by if self.assignment.ranks[other][label] != SEQUENCES]
+                    spec[dim] = (*outer, axis, *by[len(outer) :]) if rank == SEQUENCES else (*by, axis)
                     break
         return tuple(spec)
 
@@ -329,7 +335,7 @@ class Resolver:
         known = self.assignment.reasons
         reasons = dict[Reason, None]()
         for label, size, by in zip(labels, shape, spec, strict=True):
-            if label is not None and not by:
+            if label is not None and (not by or label in self.program.step.axes.groups):
                 if label in known:
                     reasons[known[label]] = None
                 elif size % self.program.step.axes.ways[label]:

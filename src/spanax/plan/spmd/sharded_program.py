@@ -151,7 +151,8 @@ class ShardedProgram:
         if known is None:
             numbers = self.numbers
             mesh = self.resolver.mesh if op.name in SIZED else None
-            key = (op, mesh, *[numbers[each] for each in self.traced.keys_of[op]])
+            viewed = [self._viewed(value) for value in op.outputs if value in self.traced.views]
+            key = (op, mesh, *viewed, *[numbers[each] for each in self.traced.keys_of[op]])
             known = self.cache.divisions.get(key)
             if known is None:
                 known = self._divide(op)
@@ -168,6 +169,18 @@ class ShardedProgram:
             use = division.operands and division.operands.attention
             return self.resolver.mesh if op.params["kernel"] is None or (use and use.ring) else None
         return self.masks(op.outputs[0]) if op.name == RAGGED else None
+
+    def _viewed(self, value: int) -> Masks:
+        """Returns the sharding of the only view of a value: the compiler sums no more than the shards of the view."""
+        return self.masks(self.traced.views[value]) if value in self.traced.views else ()
+
+    @cached_property
+    def _merged(self) -> Sequence[Labels]:
+        """The classes of dims as reshapes merge and split them: the queries of a key are a part of the heads."""
+        groups = self.traced.axes.groups
+        heads: dict[int | None, int | None] = {group: label for label, found in groups.items() for group in found}
+        classes = self.traced.axes.classes
+        return [tuple(heads.get(each, each) for each in labels) for labels in classes] if heads else classes
 
     def _divide(self, op: Op) -> Division:
         ins = [self.masks(value) for value in op.inputs]
@@ -194,10 +207,11 @@ class ShardedProgram:
         else:
             classes = self.traced.axes.classes
             pieces = piece_links(op, classes, self.traced.axes.wholes)
+            classes = self._merged if op.name == "reshape" else classes
             partitioned = spmd_partition(self.traced.graph, classes, op, ins, requested, pieces)
         shifts += partitioned.shifts
         for value, before, after in zip(op.outputs, requested, outs, strict=True):
-            further = union(after) & ~union(before)
+            further = union((*after, *self._viewed(value))) & ~union(before)
             shifts = [scattered(shift, further) if shift.value == value else shift for shift in shifts]
             shifts += transition(value, before, after, is_operand=False)
         return Division(use, replace(partitioned, shifts=tuple(shifts)))

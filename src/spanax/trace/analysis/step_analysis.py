@@ -34,6 +34,7 @@ from spanax.trace.analysis.op_groups import (
 from spanax.trace.analysis.sharding_keys import ShardingKey, joined_keys, sharding_keys, uniform_values
 from spanax.trace.analysis.sorted_rows import SortedRows, sorted_rows
 from spanax.trace.axes.axes import Axes, Traced
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.provenance import reachable
 
@@ -48,6 +49,7 @@ LAYOUT_FREE = (
     "sum_flow",
     "sorted_rows",
     "accumulated",
+    "views",
     "host_copies",
     "spatial_labels",
     "score_labels",
@@ -183,6 +185,19 @@ class StepAnalysis:
     def recurrences(self) -> list[Op]:
         """Returns the loops in which every iteration needs all weights."""
         return recurrences(self.graph, self.batch_labels, self.axes.classes)
+
+    @cached_property
+    def views(self) -> dict[int, int]:
+        """The view of each result of a matmul that nothing else reads, where heads have queries of one key."""
+        readers = self.graph.readers
+        result = {}
+        for op in self.graph.ops() if self.axes.groups else ():
+            if op.name in CONTRACTIONS:
+                view = op.outputs[0]
+                while len(readers[view]) == 1 and readers[view][0].family is Family.VIEW:
+                    (view,) = readers[view][0].outputs
+                result[op.outputs[0]] = view
+        return result
 
     @cached_property
     def sum_flow(self) -> SumFlow:

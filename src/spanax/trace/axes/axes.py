@@ -43,7 +43,8 @@ class Axes:
     `unknown` counts primitives without a rule and `opaque` those that cannot be inspected; both leave their dims
     replicated. `other_weights` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
     convolution FLOPs that can be sharded along the batch. `examples` is the dim with the examples of each array of the
-    batch. `wholes` are classes of weights that are a concatenation of pieces.
+    batch. `wholes` are classes of weights that are a concatenation of pieces. `groups` are the classes that merged dims
+    of a class of heads have as a factor after the heads: queries of one key.
     """
 
     classes: Sequence[tuple[int | None, ...]]
@@ -58,6 +59,7 @@ class Axes:
     coverage: float
     examples: ExampleDims = ()
     wholes: Mapping[int, Pieces] = field(default_factory=dict)
+    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, value: int) -> tuple[str | None, ...]:
         """Returns the names of a value's dims; None for a dim without a name or of size 1."""
@@ -150,6 +152,7 @@ def discover(
         coverage=_coverage(graph, classes, names),
         examples=examples,
         wholes=dims.wholes(),
+        groups=dims.groups({label for label, name in names.items() if uses.get(label, name) == "heads"}),
     )
 
 
@@ -196,6 +199,7 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
             )
             for label, whole in axes.wholes.items()
         },
+        groups={mapping[label]: tuple(map(mapping.__getitem__, found)) for label, found in axes.groups.items()},
     )
 
 

@@ -207,6 +207,25 @@ class Dims:
         """Returns the major dims of merged dims with some classes."""
         return {major for _, major, _ in self._factors if self.find(*major) in labels}
 
+    def groups(self, heads: Collection[int]) -> dict[int, tuple[int, ...]]:
+        """Returns, for classes of heads, those of the next factor of their merged dims: the queries of one key.
+
+        No input has them, and no contraction sums over them alone, as it does over the channels of a head.
+        """
+        graph = self.graph
+        contracted = [
+            (op.inputs[0], op.dim_map.contraction[0]) for op in graph.ops() if heads and op.name in CONTRACTIONS
+        ]
+        other = self.labels(graph.body.inputs) | {self.find(*dim) for dim in self.replicated}
+        other |= {self.find(value, pairs[0][0]) for value, pairs in contracted if len(pairs) == 1}
+        other |= {self.find(*dim) for whole, parts in self._pieces for dim in (whole, *parts)}
+        found = defaultdict[int, set[int]](set)
+        for whole, major, minor in self._factors:
+            label = self.find(*whole)
+            if label in heads and label == self.find(*major) and self.size(*minor) > 1:
+                found[label].add(self.find(*minor))
+        return {label: groups for label, minors in found.items() if (groups := tuple(sorted(minors - other)))}
+
     def join_turns(self, examples: Sequence[Dim]) -> None:
         """Joins dims that a loop divides into iterations: examples with the minor dim, other dims with the loop's dim.
 

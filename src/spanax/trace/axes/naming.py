@@ -50,7 +50,7 @@ INNER = frozenset({"heads", "mlp", "vocab", "hidden", "channels", "features", "c
 ANNOTATED = 99
 """The strength of an annotation by the author; only evidence from the batch is stronger."""
 
-MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
+MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model", "groups"})
 """Annotations that name a mesh axis: they determine how a dim is sharded, not what it is."""
 
 SCATTERS = names(Family.SCATTER) | names(Family.SCATTER_ADD)
