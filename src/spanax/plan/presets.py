@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
-from spanax.plan.layout import LAST_RESORT_AXES, PIPE, TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.trace.jaxpr.remat_policies import RING
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -19,6 +19,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "fsdp+tensor": ("fsdp", "model"),
     "context": ("data", "context"),
     "ring": ("data", "context"),
+    "spatial": ("data", "context"),
     "expert": ("data", "expert"),
     "pipeline": ("pipe", "data"),
     "pipeline+tensor": ("pipe", "model"),
@@ -31,7 +32,7 @@ MEANING: dict[str, tuple[str, ...]] = {
     "data": ("batch",),
     "fsdp": ("batch",),
     "expert": ("experts", "batch"),
-    "context": ("seq", "slots"),
+    "context": ("seq", "slots", *SPATIAL_AXES),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
 }
 """The axes that each canonical mesh axis shards in computation; `fsdp` also shards storage; `pipe` has a schedule."""
@@ -41,6 +42,11 @@ STORED: dict[str, tuple[str, ...]] = {
     "zero2": ("optimizer", "gradient"),
 }
 """The arrays that ZeRO stages 1 and 2 shard in storage; every other preset with `fsdp` shards all of them."""
+
+SPATIAL = "spatial"
+
+CONTEXT_WORDS = (RING, SPATIAL)
+"""What `context` is called with ring attention, and where it shards images."""
 
 WORDS = {
     "pipe": "pipeline",
@@ -52,10 +58,11 @@ WORDS = {
 }
 """The part of a layout's name for each mesh axis, slowest first."""
 
-PARTS = {word: (axis,) for axis, word in WORDS.items()} | dict.fromkeys(STORED, ("fsdp",)) | {RING: ("context",)}
+PARTS = {word: (axis,) for axis, word in WORDS.items()} | dict.fromkeys(STORED, ("fsdp",))
+PARTS |= dict.fromkeys(CONTEXT_WORDS, ("context",))
 """The mesh axes of each part of a name such as `pipeline+zero1+tensor`, which is not that of a preset."""
 
-BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name != RING}
+BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name not in CONTEXT_WORDS}
 """The presets by their mesh axes."""
 
 
@@ -76,7 +83,7 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     """
     base = name.removesuffix("+seq")
     if base == RING and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
-        return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
+        return replace(layout_for(mesh), name=in_words(layout_for(mesh).name, RING))
     axes = axes_named(name)
     roles = _roles(base, axes, mesh)
     stored = (STORED[part] for part in base.split("+") if part in STORED)
@@ -102,7 +109,11 @@ def axes_named(name: str) -> tuple[str, ...]:
     axes = PRESETS.get(base) or tuple(axis for part in base.split("+") for axis in PARTS.get(part, ("",)))
     axes = axes if inside == base else (PIPE, *axes_named(inside))
     usual = BY_AXES.get(frozenset(axes), base)
-    is_usual = base in (*PRESETS, usual, as_ring(usual)) or not STORED.keys().isdisjoint(base.split("+"))
+    is_usual = base in (
+        *PRESETS,
+        usual,
+        *(in_words(usual, word) for word in CONTEXT_WORDS),
+    ) or not STORED.keys().isdisjoint(base.split("+"))
     is_ordered = axes == tuple(axis for axis in MEANING if axis in axes)
     if not (is_usual and is_ordered and (base == name or "model" in axes)):
         raise UnknownNameError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
@@ -145,14 +156,14 @@ def check_names(layout: str | Layout | None, mesh: MeshShape | None) -> None:
         layout_for(mesh)
 
 
-def as_ring(name: str) -> str:
-    """Returns the name of a layout with ring attention instead of gathered keys.
+def in_words(name: str, word: str) -> str:
+    """Returns the name of a layout with a more exact word for `context`.
 
     Example:
-      >>> as_ring("fsdp+context")
+      >>> in_words("fsdp+context", "ring")
       'fsdp+ring'
     """
-    return "+".join(RING if part == "context" else part for part in name.split("+"))
+    return "+".join(word if part == "context" else part for part in name.split("+"))
 
 
 def check_ring(layout: Layout, mesh: MeshShape) -> None:

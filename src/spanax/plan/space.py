@@ -11,7 +11,7 @@ from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
-from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
@@ -66,6 +66,8 @@ def families(
     rejected: Rejections,
     pins: Pins | None = None,
     model: int | None = None,
+    *,
+    is_open: bool = True,
 ) -> list[Family]:
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
@@ -76,8 +78,10 @@ def families(
       rejected: counts rejected layouts by reason.
       pins: the mesh axes requested for single axes, in every layout.
       model: the size of `model` in every mesh; by default, any.
+      is_open: whether images are sharded only where the batch has at most one for each device.
     """
-    meshes = [row for row in _meshes(program, cluster.num_devices, pins or {}) if model in (None, row[-1])]
+    most = _most_in_context(program, is_open and batch_size > cluster.num_devices)
+    meshes = [row for row in _meshes(program, cluster.num_devices, most, pins or {}) if model in (None, row[-1])]
     keys: dict[tuple[object, ...], Key | Reason] = {}
     result = []
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
@@ -133,7 +137,7 @@ def is_standard(mesh: MeshShape) -> bool:
     return positions == sorted(positions) and -1 not in positions
 
 
-def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[int, ...]]:
+def _meshes(program: Program, num_devices: int, context: int, pins: Pins) -> Iterator[tuple[int, ...]]:
     """Yields (stages, *sizes of AXES) with a product of `num_devices`, for axes that can shard the program."""
     names = {axis.name: axis.ways for axis in program.axes}
     uses = {*names, *program.step.axes.uses.values()}
@@ -141,7 +145,7 @@ def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[in
     is_pinned = any("model" in pinned_to(pin) for pin in pins.values())
     limits = {
         "expert": names.get("experts", 1),
-        "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
+        "context": context,
         "model": num_devices if is_pinned or uses.intersection(TENSOR_AXES + LAST_RESORT_AXES) else 1,
     }
     for stages in divisors(num_devices):
@@ -159,6 +163,15 @@ def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[in
                             and limits["model"] % model == 0
                         ):
                             yield stages, data, fsdp, expert, context, model
+
+
+def _most_in_context(program: Program, has_many: bool) -> int:
+    """Returns a multiple of the devices that shard sequences, or images; of `has_many` images, each has its own."""
+    if any(axis.name == "seq" for axis in program.axes):
+        return math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq"))
+    labels = {label for name in SPATIAL_AXES for label in program.step.labels_by_name.get(name, ())}
+    ways = [program.step.axes.ways[label] for label in labels & program.step.spatial_labels]
+    return 1 if has_many else math.lcm(*ways)
 
 
 @dataclass(frozen=True, eq=False)

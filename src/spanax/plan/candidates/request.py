@@ -16,7 +16,7 @@ from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import axes_named, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.assign import Pins, check_word, pinned_to
 from spanax.plan.space import AXES, is_standard
 from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.program import Program
@@ -187,6 +187,7 @@ def requested_layout(program: Program, cluster: Cluster, request: Request) -> tu
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
         named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
+        check_word(program, layout)
         return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
     if mesh is not None:
         shape = MeshShape.of(mesh)
