@@ -189,7 +189,7 @@ class ShardedProgram:
                 requested[index] = self.masks_of(op.outputs[index], constraint)
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
-        elif use is not None and (op.name == OWN_KERNEL or use.halos):
+        elif use is not None and (op.name == OWN_KERNEL or (use.is_local and op.name in WINDOWED)):
             summed = list(map(self.mask, use.summed)) or [0] * len(op.outputs)
             partitioned = summed_shards(self.traced.graph, op, ins, requested, summed)
             shifts += self._halos(op, use, ins)
