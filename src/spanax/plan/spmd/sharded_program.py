@@ -217,7 +217,7 @@ class ShardedProgram:
                 for num_rows in filter(None, (each.halo.before, each.halo.after)):
                     share = extended * num_rows / size
                     yield Reshard(HOP, value, over, union(ins[array]) & ~over, False, share=share)
-            extended *= 1 + (each.halo.before + each.halo.after) / size
+            extended *= 1 + each.halo.size / size
 
 
 def joined_step(program: Program, resolvers: Collection[Resolver]) -> StepAnalysis:

@@ -25,6 +25,11 @@ class Halo:
     after: int
     padding: tuple[int, int]
 
+    @property
+    def size(self) -> int:
+        """The number of rows of the neighbors."""
+        return self.before + self.after
+
 
 @dataclass(frozen=True)
 class Window:
@@ -88,7 +93,7 @@ class Window:
     def excess(self, ways: int, is_summed: bool, halo: Halo) -> float:
         """Returns the products of all shards over those of the whole: shards multiply the zeros of outer halos."""
         size, width, num_rows = self._shard(ways, is_summed)
-        extended = (size + halo.before + halo.after, width, num_rows)
+        extended = (size + halo.size, width, num_rows)
         return ways * self._products(extended, halo.padding[0]) / self.num_products
 
     def _shard(self, ways: int, is_summed: bool) -> tuple[int, int, int]:
