@@ -32,8 +32,8 @@ MESHES = {
     "data": "data=4", "zero1": "fsdp=4", "zero2": "fsdp=4", "fsdp": "fsdp=4", "hsdp": "data=2,fsdp=2",
     "tensor": "model=2", "data+tensor": "data=2,model=2", "fsdp+tensor": "fsdp=2,model=2",
     "fsdp+tensor+seq": "fsdp=2,model=2", "context": "data=2,context=2", "ring": "data=2,context=2",
-    "ulysses": "data=2,context=2", "expert": "data=2,expert=2", "pipeline": "pipe=2,data=2",
-    "pipeline+tensor": "pipe=2,model=2", "3d": "pipe=2,data=2,model=2",
+    "ulysses": "data=2,context=2", "spatial": "data=2,context=2", "expert": "data=2,expert=2",
+    "pipeline": "pipe=2,data=2", "pipeline+tensor": "pipe=2,model=2", "3d": "pipe=2,data=2,model=2",
 }  # fmt: skip
 """Every preset on a mesh as small as it gets."""
 

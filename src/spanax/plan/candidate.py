@@ -17,12 +17,12 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import mesh_of_stages
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import in_form, name_in_stages
+from spanax.plan.presets import in_words, name_in_stages
 from spanax.plan.reason import Code, Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.assign import Pins, context_word
 from spanax.plan.space import layout_on
-from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED, RING
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED
 from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
@@ -72,7 +72,7 @@ class Candidate:
         index: int = 0,
     ) -> "Candidate":
         """Returns the candidate of one entry of a priced grid."""
-        name = in_form(layout.name, RING) if program.context == RING else layout.name
+        name = in_words(layout.name, context_word(program))
         return Candidate(
             layout=name_in_stages(name) if grid.num_stages[index] > 1 else name,
             storing=storing,

@@ -8,6 +8,9 @@ TENSOR_AXES = ("heads", "mlp", "vocab", "hidden", "channels")
 LAST_RESORT_AXES = ("classes", "features")
 """Axes it shards where a model has none of those: the outputs, at the cost of an all-gather."""
 
+SPATIAL_AXES = ("height", "frames", "width")
+"""The axes of images and videos over which the windows of convolutions slide, in order of preference."""
+
 PIPE = "pipe"
 """The mesh axis of pipeline stages; the only one that may shard a dim, the layers, unevenly."""
 

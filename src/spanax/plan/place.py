@@ -11,11 +11,11 @@ from spanax.plan.defaults import check_quantized_alike, options_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import in_form
-from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.presets import in_words
+from spanax.plan.sharding.assign import Pins, context_word, pinned_to
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
-from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, RING, ULYSSES, known_offload
+from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, ULYSSES, known_offload
 from spanax.trace.program import Program
 from spanax.trace.rewrites.padding import padded_sizes
 from spanax.trace.variables import Leaf, itemsize
@@ -44,8 +44,7 @@ def placed(
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     program = program.variant(**_options(schedule))
-    if schedule.context == RING:
-        layout = replace(layout, name=in_form(layout.name, RING))
+    layout = replace(layout, name=in_words(layout.name, context_word(program)))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
     placements = _placements(resolver, schedule.offload)
     _check_stored(resolver, placements)

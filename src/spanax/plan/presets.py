@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
-from spanax.plan.layout import LAST_RESORT_AXES, PIPE, TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -20,6 +20,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "context": ("data", "context"),
     "ring": ("data", "context"),
     "ulysses": ("data", "context"),
+    "spatial": ("data", "context"),
     "expert": ("data", "expert"),
     "pipeline": ("pipe", "data"),
     "pipeline+tensor": ("pipe", "model"),
@@ -32,7 +33,7 @@ MEANING: dict[str, tuple[str, ...]] = {
     "data": ("batch",),
     "fsdp": ("batch",),
     "expert": ("experts", "batch"),
-    "context": ("seq", "slots"),
+    "context": ("seq", "slots", *SPATIAL_AXES),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
     "groups": TENSOR_AXES + LAST_RESORT_AXES,
 }
@@ -47,6 +48,14 @@ STORED: dict[str, tuple[str, ...]] = {
 }
 """The arrays that ZeRO stages 1 and 2 shard in storage; every other preset with `fsdp` shards all of them."""
 
+SPATIAL = "spatial"
+
+FORMS = (RING, ULYSSES)
+"""Forms of attention on a sharded sequence that the name of a layout requests."""
+
+CONTEXT_WORDS = (*FORMS, SPATIAL)
+"""What `context` is called with one form of attention, and where it shards images."""
+
 WORDS = {
     "pipe": "pipeline",
     "data": "data",
@@ -57,17 +66,11 @@ WORDS = {
 }
 """The part of a layout's name for each mesh axis, slowest first."""
 
-FORMS = (RING, ULYSSES)
-"""The parts of a name that stand for `context`, with attention in one form."""
-
-PARTS = (
-    {word: (axis,) for axis, word in WORDS.items()}
-    | dict.fromkeys(STORED, ("fsdp",))
-    | dict.fromkeys(FORMS, ("context",))
-)
+PARTS = {word: (axis,) for axis, word in WORDS.items()} | dict.fromkeys(STORED, ("fsdp",))
+PARTS |= dict.fromkeys(CONTEXT_WORDS, ("context",))
 """The mesh axes of each part of a name such as `pipeline+zero1+tensor`, which is not that of a preset."""
 
-BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in (*STORED, *FORMS)}
+BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name not in CONTEXT_WORDS}
 """The presets by their mesh axes."""
 
 
@@ -88,7 +91,7 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     """
     base = name.removesuffix("+seq")
     if base in FORMS and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
-        return replace(layout_for(mesh), name=in_form(layout_for(mesh).name, base))
+        return replace(layout_for(mesh), name=in_words(layout_for(mesh).name, base))
     axes = axes_named(name)
     roles = _roles(base, axes, mesh)
     stored = (STORED[part] for part in base.split("+") if part in STORED)
@@ -114,7 +117,7 @@ def axes_named(name: str) -> tuple[str, ...]:
     axes = PRESETS.get(base) or tuple(axis for part in base.split("+") for axis in PARTS.get(part, ("",)))
     axes = axes if inside == base else (PIPE, *axes_named(inside))
     usual = BY_AXES.get(frozenset(axes), base)
-    known = {*PRESETS, usual, *(in_form(usual, form) for form in FORMS)}
+    known = {*PRESETS, usual, *(in_words(usual, word) for word in CONTEXT_WORDS)}
     is_usual = base in known or not STORED.keys().isdisjoint(base.split("+"))
     is_ordered = axes == tuple(axis for axis in MEANING if axis in axes)
     if not (is_usual and is_ordered and (base == name or "model" in axes)):
@@ -158,14 +161,14 @@ def check_names(layout: str | Layout | None, mesh: MeshShape | None) -> None:
         layout_for(mesh)
 
 
-def in_form(name: str, form: str) -> str:
-    """Returns the name of a layout whose attention has one of the `FORMS`.
+def in_words(name: str, word: str) -> str:
+    """Returns the name of a layout with a more exact word for `context`.
 
     Example:
-      >>> in_form("fsdp+context", "ring")
+      >>> in_words("fsdp+context", "ring")
       'fsdp+ring'
     """
-    return "+".join(form if part == "context" else part for part in name.split("+"))
+    return "+".join(word if part == "context" else part for part in name.split("+"))
 
 
 def form_of(layout: str | Layout | None) -> str | None:

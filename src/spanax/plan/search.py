@@ -36,9 +36,9 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import defaults
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
-from spanax.plan.presets import FORMS, axes_named, form_of, in_form, name_in_stages
+from spanax.plan.presets import CONTEXT_WORDS, axes_named, form_of, in_words, name_in_stages
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins, check_pinned
+from spanax.plan.sharding.assign import Pins, check_pinned, check_word
 from spanax.plan.space import AXES, Family, Rejections, families, is_standard, layout_on, mesh_of
 from spanax.trace.jaxpr.remat_policies import ULYSSES, known_offload, partial_policy
 from spanax.trace.program import Program
@@ -137,6 +137,7 @@ def search_in(program: Program, cluster: Cluster, scope: Scope, attention: str =
     if scope.batch_size < 1:
         raise RangeError(f"the batch size is {scope.batch_size}; it must be at least 1.")
     check_request(cluster, scope.layout, scope.mesh)
+    check_word(program, scope.layout)
     check_pinned(program, scope.pins)
     if scope.microbatches not in (None, 1) and program.accumulates.error is not None:
         raise program.accumulates.error
@@ -171,7 +172,7 @@ def _priced(program: Program, cluster: Cluster, scope: Scope) -> Search:
     ranks = ranked(priced, limit, scope.top, scope.each, scope.distinct, rejected, scope.stage_margin)
     form = form_of(scope.layout) or "context"
     best, too_large, nearest = (
-        tuple(replace(each, layout=in_form(each.layout, form)) for each in some) for some in ranks
+        tuple(replace(each, layout=in_words(each.layout, form)) for each in some) for some in ranks
     )
     return Search(
         cluster=cluster,
@@ -199,8 +200,11 @@ def _pricers(
 
     Leaves of the state with a class in `left_out` are not counted.
     """
+    is_open = scope.layout is None and scope.mesh is None
     groups = 1 if scope.mesh is None else scope.mesh.ways(["groups"])
-    space = families(program, cluster, scope.batch_size, rejected, scope.pins, scope.model, groups)
+    space = families(
+        program, cluster, scope.batch_size, rejected, scope.pins, scope.model, groups=groups, is_open=is_open
+    )
     if not space:
         raise _no_layout(scope.batch_size, cluster.num_devices, rejected)
     pipeline = scope.pipeline and not any(map(partial_policy, scope.remat or ()))
@@ -433,8 +437,8 @@ def _requested(family: Family, scope: Scope, rejected: Rejections) -> Family:
             continue
         if requested in (None, set(shape.axes) - {("data", 1)}) and scope.stages in (None, stages):
             name = layout_on(family.storing, family.sequence, shape).name
-            names = [name, *(in_form(name, form) for form in FORMS)]
-            if layout in (None, *names) or (stages > 1 and layout in [name_in_stages(each) for each in names]):
+            names = [name, *(in_words(name, word) for word in CONTEXT_WORDS)]
+            if layout in (None, *names) or (stages > 1 and layout in [*map(name_in_stages, names)]):
                 columns.append(column)
                 continue
         rejected[Reason(Code.NOT_REQUESTED)] += 1

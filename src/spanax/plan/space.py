@@ -11,7 +11,7 @@ from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
-from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
@@ -66,7 +66,9 @@ def families(
     rejected: Rejections,
     pins: Pins | None = None,
     model: int | None = None,
+    *,
     groups: int = 1,
+    is_open: bool = True,
 ) -> list[Family]:
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
@@ -78,9 +80,11 @@ def families(
       pins: the mesh axes requested for single axes, in every layout.
       model: the size of `model` in every mesh; by default, any.
       groups: a size of `groups` to enumerate too, where the keys of the program suggest none.
+      is_open: whether images are sharded only where the batch has at most one for each device.
     """
     tensor = 1 + AXES.index("model")
-    rows = _meshes(program, cluster.num_devices, pins or {}, groups)
+    most = _most_in_context(program, is_open and batch_size > cluster.num_devices)
+    rows = _meshes(program, cluster.num_devices, most, pins or {}, groups)
     meshes = [row for row in rows if model in (None, row[tensor])]
     keys: dict[tuple[object, ...], Key | Reason] = {}
     result = []
@@ -152,7 +156,7 @@ def num_groups(program: Program, model: int) -> int:
     return 0
 
 
-def _meshes(program: Program, num_devices: int, pins: Pins, requested: int) -> Iterator[tuple[int, ...]]:
+def _meshes(program: Program, num_devices: int, context: int, pins: Pins, requested: int) -> Iterator[tuple[int, ...]]:
     """Yields (stages, *sizes of AXES) with a product of `num_devices`, for axes that can shard the program."""
     names = {axis.name: axis.ways for axis in program.axes}
     uses = {*names, *program.step.axes.uses.values()}
@@ -160,7 +164,7 @@ def _meshes(program: Program, num_devices: int, pins: Pins, requested: int) -> I
     is_pinned = any("model" in pinned_to(pin) for pin in pins.values())
     limits = {
         "expert": names.get("experts", 1),
-        "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
+        "context": context,
         "model": num_devices if is_pinned or uses.intersection(TENSOR_AXES + LAST_RESORT_AXES) else 1,
     }
     for stages in divisors(num_devices):
@@ -180,6 +184,15 @@ def _meshes(program: Program, num_devices: int, pins: Pins, requested: int) -> I
                             for groups in sorted({1, requested, num_groups(program, model) or 1}):
                                 if model % groups == 0:
                                     yield stages, data, fsdp, expert, context, model // groups, groups
+
+
+def _most_in_context(program: Program, has_many: bool) -> int:
+    """Returns a multiple of the devices that shard sequences, or images; of `has_many` images, each has its own."""
+    if any(axis.name == "seq" for axis in program.axes):
+        return math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq"))
+    labels = {label for name in SPATIAL_AXES for label in program.step.labels_by_name.get(name, ())}
+    ways = [program.step.axes.ways[label] for label in labels & program.step.spatial_labels]
+    return 1 if has_many else math.lcm(*ways)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ import math
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
+from spanax.plan.presets import SPATIAL
 from spanax.plan.sharding.resolve import axes_of
 from spanax.units import bytes_text
 
@@ -36,7 +37,8 @@ def rule(search: Search, candidate: Candidate, plan: Plan) -> str:
         inside = _place(search.cluster, axes["model"])
         parts.append(f"{_sharded_over(plan, 'model')} sharded over model={axes['model']}, {inside}")
     if axes.get("context", 1) > 1:
-        parts.append(f"sequences are sharded over context={axes['context']}")
+        what = "images" if SPATIAL in plan.layout.name.split("+") else "sequences"
+        parts.append(f"{what} are sharded over context={axes['context']}")
     if axes.get("expert", 1) > 1:
         parts.append(f"experts are sharded over expert={axes['expert']}")
     if candidate.num_stages > 1:

@@ -11,7 +11,7 @@ from spanax.plan.candidates.request import Request
 from spanax.plan.defaults import defaults
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.presets import default_mesh, in_form
+from spanax.plan.presets import default_mesh, in_words
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.attention import attention_kernels, attention_sharding
 from spanax.plan.sharding.resolve import Resolver
@@ -171,4 +171,4 @@ def named_ulysses(program: Program, plan: Plan) -> Plan:
                 where=f"mesh {plan.mesh}: an attention of {sizes} (examples, heads of keys, queries of each)",
                 fix="layout 'context', which passes keys around a ring, or a smaller axis",
             )
-    return replace(plan, layout=replace(plan.layout, name=in_form(plan.layout.name, ULYSSES)))
+    return replace(plan, layout=replace(plan.layout, name=in_words(plan.layout.name, ULYSSES)))

@@ -16,7 +16,9 @@ from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.layout import Layout
+from spanax.plan.presets import in_words
 from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.assign import context_word
 from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import Rejections, layout_on
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
@@ -179,7 +181,8 @@ class _Walked:
         program = sharded.resolver.program
         seed = point.seed
         preset = layout_on(seed.storing, seed.sequence, seed.mesh)
-        layout = replace(layout, name=f"{preset.name} ({assignment_text(layout, preset)})")
+        name = in_words(preset.name, context_word(program))
+        layout = replace(layout, name=f"{name} ({assignment_text(layout, preset)})")
         ones = np.ones(1, int)
         grid = Grid(
             sizes=np.asarray([[size] for _, size in seed.mesh.axes]),

@@ -16,7 +16,7 @@ from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import axes_named, default_mesh, form_of, grouped, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.assign import Pins, check_word, pinned_to
 from spanax.plan.space import AXES, is_standard, num_groups
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 from spanax.trace.program import Program
@@ -192,6 +192,7 @@ def requested_layout(program: Program, cluster: Cluster, request: Request) -> tu
         if mesh is None and (groups := num_groups(program, shape.ways(["model"]))):
             shape = grouped(shape, groups)
         named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
+        check_word(program, layout)
         return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
     if mesh is not None:
         shape = MeshShape.of(mesh)

@@ -27,6 +27,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.plan.spmd.tiled_scatter import LANES, WORD_BYTES
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.liveness import SCATTERS, Liveness
+from spanax.trace.jaxpr.dim_maps.windows import WINDOWED
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 from spanax.trace.rewrites.attention.operation import RING
@@ -437,9 +438,11 @@ def _reduced(sharded: ShardedProgram, live: Liveness, ops: Sequence[Op]) -> Iter
 
 
 def _worked(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
-    """Yields the temporaries of ring attention."""
+    """Yields the temporaries of ring attention, and the copies of shards with their halos."""
     for index, op in divided:
-        use = sharded.division(op).operands if op.name in RING else None
+        use = sharded.division(op).operands if op.name in RING | WINDOWED else None
+        for value in {op.inputs[each.window.read[0]] for each in use.halos if each.halo.size} if use else ():
+            yield Span(index, index, _column(sharded, value), sharded.num_bytes(value))
         if use is None or use.attention is None:
             continue
         for spec, num_bytes in temporary_bytes(sharded.traced.graph, op, use.attention, sharded.resolver.mesh):

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
+from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
-from spanax.plan.presets import MEANING, layout_for
+from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, Layout
+from spanax.plan.presets import MEANING, SPATIAL, in_words, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.layer_partition import Parts
+from spanax.trace.jaxpr.remat_policies import RING
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -44,6 +45,29 @@ class Assignment:
         """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
         parts = None if label is None else self.parts.get(label)
         return size if parts is None or size != parts.num_layers else parts.num_padded
+
+
+def context_word(program: Program) -> str:
+    """Returns what a layout's name calls the mesh axis `context` for a program."""
+    names = {axis.name for axis in program.axes}
+    if program.context == RING:
+        return RING
+    return SPATIAL if names.isdisjoint(["seq"]) and not names.isdisjoint(SPATIAL_AXES) else "context"
+
+
+def check_word(program: Program, layout: str | None) -> None:
+    """Checks that a program has the images that a layout of this name shards.
+
+    Raises:
+      SpanaxError: it has sequences, or neither.
+    """
+    names = dict.fromkeys(name for leaf in program.batch for name in leaf.axes if name)
+    if layout is not None and SPATIAL in layout.split("+") and context_word(program) != SPATIAL:
+        raise MeshError(
+            f"layout '{layout}' shards images and videos, and this program has none, or sequences too.",
+            where=f"the batch has {', '.join(names) or 'no axes'}",
+            fix=f"layout '{layout.replace(SPATIAL, 'context')}'",
+        )
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
@@ -200,7 +224,8 @@ class _Assigning:
             author = self._author(name, label)
             is_pinned_by_author = author != name and author in self.pins
             is_too_small = is_last_resort and label not in program.heavy
-            if label in accepted or is_pinned_by_author:
+            is_second = bool(accepted) and name in SPATIAL_AXES[1:] and not self.pins.get(name)
+            if label in accepted or is_pinned_by_author or is_second:
                 continue
             if is_too_small:
                 self._divides(axis, name, label)
@@ -244,11 +269,16 @@ class _Assigning:
     def _check_works(self, axis: str, names: Sequence[str], accepted: Mapping[int, int]) -> None:
         """Raises IdleAxisError unless the classes that a mesh axis shards divide work."""
         working = [rank for label, rank in accepted.items() if label in self.program.step.worked]
-        if 0 in working or (working and axis in self.layout.exclusive):
+        if any(names[rank] in _main(names) for rank in working) or (working and axis in self.layout.exclusive):
             return
         unworked = {label: _unworked(self.program, names[0], label) for label, rank in accepted.items() if rank == 0}
         size = self.mesh.ways([axis])
         raise _idle(self.program, axis, size, names, self.reasons | unworked, self.layout, self.mesh)
+
+
+def _main(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the names of a mesh axis of which one must divide work: the first, and those of images."""
+    return (*names[:1], *(name for name in names if name in SPATIAL_AXES))
 
 
 def _is_uneven(program: Program, name: str, label: int, num_shards: int) -> bool:
@@ -398,7 +428,7 @@ def _idle(
     mesh: MeshShape,
 ) -> IdleAxisError:
     known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
-    sizes = _working_sizes(program, names if axis in layout.exclusive else names[:1])
+    sizes = _working_sizes(program, names if axis in layout.exclusive else _main(names))
     labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
     tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
     is_looped = any(label in reasons and reasons[label].code is Code.NO_WORK for label in labels)
@@ -431,7 +461,7 @@ def _working_mesh(program: Program, axis: str, names: Sequence[str], sizes: Sequ
         resized[wider] *= size // used
         other = MeshShape(tuple((name, resized[name]) for name in MEANING if resized.get(name, 1) > 1))
         if wider != axis and _works(program, other):
-            return f"mesh {other}, layout '{layout_for(other).name}'"
+            return f"mesh {other}, layout '{in_words(layout_for(other).name, context_word(program))}'"
     used = _largest_divisor(sizes, range(1, size))
     num_devices = mesh.size // size * used
     devices = f"{num_devices} devices" if num_devices > 1 else "one device"

@@ -17,12 +17,26 @@ from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.sorted_rows import RowSharding, row_sharding
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.trace.analysis.step_analysis import StepAnalysis
-from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import OPAQUE_KERNELS
+from spanax.trace.jaxpr.dim_maps.windows import POOL_GRADIENT, WINDOWED, Halo, Window, windows
 from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Op
 
 REDUCING = frozenset({"conv_general_dilated"})
 """Operations whose partial results are reduced before they are sharded."""
+
+
+@dataclass(frozen=True)
+class ShardedWindow:
+    """A dim that windows slide over, the mesh axes that shard it, and what a shard reads of its neighbors.
+
+    `excess` is the arithmetic of all shards over that of the whole.
+    """
+
+    window: Window
+    axes: tuple[str, ...]
+    halo: Halo
+    excess: float
 
 
 @dataclass(frozen=True)
@@ -36,7 +50,8 @@ class OperandSharding:
       is_local: whether it runs shard by shard, each device on its shard of `inputs`.
       summed: for each result, the mesh axes over which those of shards are then summed, and scattered over the ones
         that its constraint has; empty if there are none.
-      parts: the number of shards of the groups of a convolution.
+      parts: the mesh axes that shard the groups of a convolution.
+      halos: the dims under windows that are sharded.
       attention: the sharding of a fused attention operation.
       rows: the sharding of an operation on rows that each device sorts for itself.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
@@ -47,7 +62,8 @@ class OperandSharding:
     first: tuple[Constraint | None, ...] = ()
     is_local: bool = False
     summed: tuple[tuple[str, ...], ...] = ()
-    parts: int = 1
+    parts: tuple[str, ...] = ()
+    halos: tuple[ShardedWindow, ...] = ()
     attention: AttentionSharding | None = None
     rows: RowSharding | None = None
     is_isolated: bool = False
@@ -82,11 +98,12 @@ def operand_sharding(
         middle = _between(constraints[op.outputs[0]])
         known = {value: constraints[value] for value in (*op.inputs, *op.outputs)}
         known |= {} if middle is None else {op.outputs[0]: middle}
-        sharding = _in_groups(resolver, traced, op, known) or _exchanged(traced, op, known)
+        sharding = _by_shard(resolver, traced, op, known) or _exchanged(traced, op, known)
         return _exchanged_after(op, middle, sharding or _contracted(resolver, traced, op, known))
     if piece_links(op, traced.axes.classes, traced.axes.wholes):
         return _gathered(op, constraints)
-    sharding = _reshaped(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
+    sharding = _by_shard(resolver, traced, op, constraints) or _reshaped(resolver, traced, op, constraints)
+    sharding = sharding or _lookup(resolver, traced, op, constraints)
     sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
     return _isolated(traced, op, constraints, sharding)
@@ -126,35 +143,69 @@ def _exchanged_after(op: Op, middle: Constraint | None, sharding: OperandShardin
     return replace(sharding, outputs=(first, *sharding.outputs[1:]))
 
 
-def _in_groups(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
-    """Shards a convolution in groups: every device computes its shard of batch and groups, without communication.
+def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
+    """Shards a convolution or a pool under sharded windows, or a convolution in groups: each device has its shards.
 
-    XLA's partitioner gathers the batch for it, sums the gradient of its kernel too often (`GROUPED_CONVOLUTIONS` in
-    `xla_workarounds`), and crashes where channels are sharded.
+    A shard reads a halo of its neighbors; where one neighbor does not have it, every device has the dim.
+    XLA's partitioner gathers the operands of some gradients. Of a convolution in groups, it gathers the batch, sums the
+    gradient of the kernel too often (`GROUPED_CONVOLUTIONS` in `xla_workarounds`), and crashes for sharded channels.
     """
-    dims = _group_dims(op)
-    if dims is None:
+    if op.name not in WINDOWED:
         return None
-    batch_dims, channel_dims, num_groups = dims
-    values = (*op.inputs[:2], op.outputs[0])
-    full = [((),) * len(traced.graph.shape(value)) for value in values]
-    stored = [constraints[value] or Constraint(spec) for value, spec in zip(values, full, strict=True)]
-    specs = [each.computed for each in stored]
-    batch = _shared(specs, batch_dims)
-    channels = tuple(axis for axis in _shared(specs, channel_dims) if axis not in batch)
-    if num_groups % resolver.mesh.ways(channels):
-        channels = ()
-    by_dim = [{n: batch, c: channels} for n, c in zip(batch_dims, channel_dims, strict=True)]
-    final = [
-        Constraint(tuple(by.get(dim, ()) for dim in range(len(spec)))) for by, spec in zip(by_dim, full, strict=True)
-    ]
+    values = (*op.inputs, *op.outputs)
+    empty = [Constraint(((),) * len(traced.graph.shape(value))) for value in values]
+    specs = [(constraints[value] or none).computed for value, none in zip(values, empty, strict=True)]
+    spatial = [window for window in windows(Equation(op.eqn)) if _is_sharded(window, specs)]
+    in_groups = list(op.dim_map.of_kind(Kind.GROUPS))
+    if not spatial and not in_groups:
+        return None
+    final: list[list[tuple[str, ...]]] = [[()] * len(spec) for spec in specs]
+    summed: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    for relation in (*op.dim_map.of_kind(Kind.SAME, Kind.CONTRACTED), *in_groups):
+        axes = _shared(specs, final, relation.dims)
+        if relation.factor is not None:
+            axes = () if relation.factor % resolver.mesh.ways(axes) else axes
+            parts = axes
+        for array, dim in relation.dims:
+            final[array][dim] = axes
+        summed += axes if relation.kind is Kind.CONTRACTED else ()
+    halos = list[ShardedWindow]()
+    for window in spatial:
+        for end, is_summed in ((window.rows, False), (window.kernel, True)):
+            axes = () if end is None else _shared(specs, final, [window.read, end])
+            ways = resolver.mesh.ways(axes)
+            halo = window.halo(ways, is_summed) if axes else None
+            if halo is not None and end is not None:
+                halos.append(ShardedWindow(window, axes, halo, window.excess(ways, is_summed, halo)))
+                summed += axes if is_summed else ()
+                for array, dim in (window.read, end):
+                    final[array][dim] = axes
+    if op.name == POOL_GRADIENT:
+        final[2] = final[1]
+    result = tuple(final[-1])
+    if spatial:
+        result = scattered_spec(result, summed, constraints[values[-1]], traced.graph.shape(values[-1]), resolver.mesh)
     return OperandSharding(
-        inputs=tuple(final[:2]),
-        outputs=(final[2],),
-        is_local=bool(batch or channels),
-        summed=(batch,) if batch_dims[2] < 0 else (),
-        parts=resolver.mesh.ways(channels),
+        inputs=tuple(Constraint(tuple(spec)) for spec in final[:-1]),
+        outputs=(Constraint(result),),
+        is_local=any(map(any, final)),
+        summed=(summed,) if summed else (),
+        parts=parts,
+        halos=tuple(halos),
     )
+
+
+def _shared(specs: Sequence[Spec], final: Sequence[Sequence[tuple[str, ...]]], dims: Sequence[Dim]) -> tuple[str, ...]:
+    """Returns the mesh axes that shard all of some dims, and no dim in the final specs."""
+    used = {axis for spec in final for by in spec for axis in by}
+    by_dim = [specs[array][dim] for array, dim in dims]
+    return tuple(axis for axis in by_dim[0] if axis not in used and all(axis in by for by in by_dim))
+
+
+def _is_sharded(window: Window, specs: Sequence[Spec]) -> bool:
+    dims = (window.read, window.rows, window.kernel or window.rows)
+    return any(specs[array][dim] for array, dim in dims)
 
 
 def _reshaped(
@@ -182,22 +233,6 @@ def _reshaped(
                 moved = {dims[0]: by, dims[1]: ()}
                 results[position] = Constraint(tuple(moved.get(dim, old) for dim, old in enumerate(spec)))
     return OperandSharding((results[0],), (results[1],)) if any(results) else None
-
-
-def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
-    """Returns the axes that shard a dim of every spec; a dim of -1 is skipped."""
-    by_array = [spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim >= 0]
-    return tuple(axis for axis in by_array[0] if all(axis in by for by in by_array))
-
-
-def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
-    """Returns the dims of batch (-1: none) and grouped channels, of operands and result, and the number of groups."""
-    groups = next(op.dim_map.of_kind(Kind.GROUPS), None)
-    if groups is None or groups.factor is None:
-        return None
-    batch = next(op.dim_map.of_kind(Kind.SAME, Kind.CONTRACTED))
-    batch_dims, channel_dims = ([dict(each.dims).get(array, -1) for array in range(3)] for each in (batch, groups))
-    return batch_dims, channel_dims, groups.factor
 
 
 def _exchanged(traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:

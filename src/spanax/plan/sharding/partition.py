@@ -36,6 +36,7 @@ class Reshard:
       unchanged: the mesh axes that shard the value both before and after: each of their groups moves its own shard.
       is_operand: whether it reshards an operand before use, shared by all operations that use it so.
       times: how often it runs.
+      share: the bytes that move over those of the value.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Reshard:
     unchanged: int
     is_operand: bool
     times: int = 1
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +321,12 @@ def summed_shards(
         before = union(masks) & ~over
         for mask in masks:
             if scattered := mask & over:
-                shifts.append(Reshard("reduce-scatter", value, scattered, before, False, words))
+                shifts.append(Reshard("reduce-scatter", value, scattered, before, False, share=words))
                 before |= scattered
         if remaining := over & ~union(masks):
-            shifts.append(Reshard("all-reduce", value, remaining, before, False, words))
-    return PartitionedOp(union([*summed, *map(union, ins)]), tuple(ins), (), tuple(shifts))
+            shifts.append(Reshard("all-reduce", value, remaining, before, False, share=words))
+    result = tuple(mask & ~summed[0] for mask in outs[0])
+    return PartitionedOp(union([*summed, *map(union, ins)]), tuple(ins), result, tuple(shifts))
 
 
 def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:

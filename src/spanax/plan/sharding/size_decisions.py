@@ -30,7 +30,7 @@ def size_decisions(resolver: Resolver, sizes: Array) -> Array:
     def ways(axes: tuple[str, ...]) -> Array:
         return np.asarray(np.prod([by_axis[axis] for axis in axes], axis=0, initial=1) * np.ones(sizes.shape[1], int))
 
-    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _looked_up, _stayed)
+    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _windowed, _looked_up, _stayed)
     rows = [row for part in parts for row in part(resolver, lambda axes: ways(tuple(sorted(axes))))]
     return np.asarray(rows, int).reshape(-1, sizes.shape[1])
 
@@ -138,6 +138,14 @@ def _in_groups(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     relations = [next(op.dim_map.of_kind(Kind.GROUPS), None) for op in ops]
     for factor in sorted({relation.factor for relation in relations if relation is not None and relation.factor}):
         yield from (factor % ways(some) == 0 for some in _subsets(axes))
+
+
+def _windowed(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields the number of shards of dims under windows: what of a shard is a halo depends on it."""
+    spatial = resolver.program.step.spatial_labels
+    for axis, labels in resolver.assignment.ranks.items():
+        if not spatial.isdisjoint(labels):
+            yield ways([axis])
 
 
 def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:

@@ -1,6 +1,7 @@
 """Counts the cost terms of one layout in one walk over a program's groups of operations."""
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
@@ -207,7 +208,8 @@ class _TermCounter:
             partition = expanded(sharded, op, division.partition) if is_expanded else division.partition
             experts = expert_axes(sharded, op, division.partition)
             row = matmul_row(sharded, group, partition, self._distinct_runs(group), experts)
-            rows.append(row if by_row is None else with_rows(row, by_row.share))
+            excess = math.prod(each.excess for each in division.operands.halos) if division.operands else 1.0
+            rows.append(with_rows(row, excess if by_row is None else by_row.share))
         return Counted(tuple(rows), tuple(moves))
 
     def _distinct_runs(self, group: OpGroup) -> int:
@@ -361,7 +363,7 @@ class _TermCounter:
             return narrowest_copy_bytes(graph, value)
         is_gather = shift.kind == "all-gather" and shift.is_operand
         is_halved = self._compiler.rounds_first and is_gather and is_rounded(graph, value)
-        return self.sharded.num_bytes(value) / (2 if is_halved else 1)
+        return self.sharded.num_bytes(value) * shift.share / (2 if is_halved else 1)
 
 
 def _collectives(moves: Iterable[tuple[tuple[Any, ...], float]]) -> Collectives:

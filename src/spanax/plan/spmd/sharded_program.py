@@ -1,6 +1,6 @@
 """A traced function under one layout: shardings of values, resharding of operands, collectives."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,13 +23,15 @@ from spanax.plan.sharding.pieces import piece_links
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.sharding.sorted_rows import row_partition
 from spanax.plan.spmd.ring_attention import ring_partition
+from spanax.plan.spmd.terms import HOP
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.jaxpr.dim_maps.windows import POOL_GRADIENT, WINDOWED
 from spanax.trace.jaxpr.graph import OWN_KERNEL, RAGGED, Op
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.operation import RING
 
-SIZED = LOOKUPS | RING | {OWN_KERNEL, RAGGED}
+SIZED = LOOKUPS | RING | WINDOWED | {OWN_KERNEL, RAGGED}
 """Operations whose division also depends on the sizes of the mesh."""
 
 
@@ -99,7 +101,7 @@ class ShardedProgram:
         result.constraints = self.constraints
         result.numbers = self.numbers
         result._masks = self._masks
-        resized = RING | {OWN_KERNEL}
+        resized = RING | WINDOWED | {OWN_KERNEL}
         result._divisions = {op: division for op, division in self._divisions.items() if op.name not in resized}
         return result
 
@@ -200,8 +202,10 @@ class ShardedProgram:
                 requested[index] = self.masks_of(op.outputs[index], constraint)
         if use is not None and use.attention is not None:
             partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
-        elif use is not None and op.name == OWN_KERNEL:
-            partitioned = summed_shards(self.traced.graph, op, ins, requested, list(map(self.mask, use.summed)))
+        elif use is not None and (op.name == OWN_KERNEL or (use.is_local and op.name in WINDOWED)):
+            summed = list(map(self.mask, use.summed)) or [0] * len(op.outputs)
+            partitioned = summed_shards(self.traced.graph, op, ins, requested, summed)
+            shifts += self._halos(op, use, ins)
         elif use is not None and use.rows is not None:
             partitioned = row_partition(self.resolver, self.traced, op, use.rows, ins, requested)
         else:
@@ -215,6 +219,19 @@ class ShardedProgram:
             shifts = [scattered(shift, further) if shift.value == value else shift for shift in shifts]
             shifts += transition(value, before, after, is_operand=False)
         return Division(use, replace(partitioned, shifts=tuple(shifts)))
+
+    def _halos(self, op: Op, use: OperandSharding, ins: Sequence[Masks]) -> Iterator[Reshard]:
+        """Yields the exchanges of halos: rows of the neighbors, which the gradient of a pool also returns to them."""
+        extended = 1.0
+        for each in use.halos:
+            array, _ = each.window.read
+            over = self.mask(each.axes)
+            size = each.window.sizes[0] / self.ways(over)
+            for value in (op.inputs[array], *(op.outputs if op.name == POOL_GRADIENT else ())):
+                for num_rows in filter(None, (each.halo.before, each.halo.after)):
+                    share = extended * num_rows / size
+                    yield Reshard(HOP, value, over, union(ins[array]) & ~over, False, share=share)
+            extended *= 1 + each.halo.size / size
 
 
 def joined_step(program: Program, resolvers: Collection[Resolver]) -> StepAnalysis:

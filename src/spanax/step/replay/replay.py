@@ -25,6 +25,7 @@ from spanax.step.attention import kernels  # noqa: F401  (registers the lowering
 from spanax.step.attention.ring import per_device_attention
 from spanax.step.placement import platform_of
 from spanax.step.replay.callbacks import is_callback, with_deferred_errors
+from spanax.step.replay.halos import with_halos
 from spanax.step.replay.interleaving import computed_in_pieces, in_order, in_pieces, interleaved, rowwise, shifted
 from spanax.step.replay.partial_sums import (
     add_partial_sum_dims,
@@ -439,10 +440,12 @@ def _shard_by_shard(replay: Replay, op: Op, ins: Sequence[Any], use: OperandShar
     ]
     pending = [replay.unreduced.of(value) if op.name == OWN_KERNEL else () for value in op.outputs]
     specs[1] = tuple(PartitionSpec(*axes, *spec) for axes, spec in zip(pending, specs[1], strict=True))
+    num_parts = math.prod(mesh.shape[axis] for axis in use.parts)
     grouped = [name for name in GROUPS if op.params.get(name, 1) > 1]
 
     def part(*parts: Any) -> tuple[Any, ...]:
-        outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
+        params = op.params | {name: op.params[name] // num_parts for name in grouped}
+        outs = tuple(with_halos(op, parts, params, use.halos, mesh.shape) if use.halos else op.bind(parts, params))
         if not use.summed:
             return outs
         return tuple(map(functools.partial(summed_here, mesh), outs, use.summed, pending, specs[1]))

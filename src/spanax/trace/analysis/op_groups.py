@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
-
 from spanax.trace.analysis.fusion import ALIASES, FUSED, accesses
 from spanax.trace.analysis.labels import Key, label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.axes.axes import Axes, Traced
+from spanax.trace.jaxpr.dim_maps.relations import Equation
+from spanax.trace.jaxpr.dim_maps.windows import num_products
 from spanax.trace.jaxpr.graph import RAGGED, Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
@@ -157,7 +157,7 @@ def contraction_flops(graph: Graph, op: Op) -> int:
     if op.name == "conv_general_dilated":
         numbers = op.params["dimension_numbers"]
         out_batch, out_channels, *_ = numbers.out_spec
-        return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * _window_products(op, lhs, rhs, out)
+        return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * num_products(Equation(op.eqn))
     summed, passed = op.dim_map.contraction
     if op.name == RAGGED:
         free = math.prod(size for dim, size in enumerate(rhs) if dim in op.dim_map.free_dims[1])
@@ -177,30 +177,6 @@ def executed_flops(graph: Graph, op: Op) -> int:
 def num_groups(graph: Graph, op: Op) -> int:
     """Returns the number of groups of a ragged matmul; 1 for any other operation."""
     return graph.shape(op.inputs[2])[-1] if op.name == RAGGED else 1
-
-
-def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
-    """Returns the number of (result, window) positions that read an input element, not padding or a dilation hole."""
-    numbers = op.params["dimension_numbers"]
-    params = op.params
-    pairs = 1
-    for index, dims in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
-        size = lhs[dims[0]]
-        window = rhs[dims[1]]
-        num_positions = out[dims[2]]
-        dilations = params["lhs_dilation"][index], params["rhs_dilation"][index]
-        stride = params["window_strides"][index]
-        low = params["padding"][index][0]
-        pairs *= num_valid_positions(size, window, num_positions, stride, low, *dilations)
-    return pairs
-
-
-def num_valid_positions(
-    size: int, window: int, num_positions: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
-) -> int:
-    """Returns the number of (result, window) positions of a spatial dim that read an input element."""
-    positions = np.arange(num_positions)[:, None] * stride - low + np.arange(window) * rhs_dilation
-    return int(((positions >= 0) & (positions <= (size - 1) * lhs_dilation) & (positions % lhs_dilation == 0)).sum())
 
 
 def _visit(

@@ -15,6 +15,7 @@ from spanax.batch_dims import ExampleDims
 from spanax.trace.axes.discover import Dims
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.dim_maps.table import names
+from spanax.trace.jaxpr.dim_maps.windows import POOLS
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.variables import Leaf
@@ -32,6 +33,7 @@ STRENGTH = {
     "head_dim": 65,
     "channels": 60,
     "window": 60,
+    "frames": 50,
     "height": 50,
     "width": 50,
     "classes": 45,
@@ -43,6 +45,10 @@ STRENGTH = {
     "nodes": 5,
 }
 """The strength of a claim if several names apply to a class: the least ambiguous evidence is first."""
+
+IMAGE = ("height", "width")
+
+VIDEO = ("frames", "height", "width")
 
 INNER = frozenset({"heads", "mlp", "vocab", "hidden", "channels", "features", "classes"})
 """The names of dims of which each device may have its shard of every piece."""
@@ -126,7 +132,12 @@ def _claim_batch(
             _claim(claims, labels[dim], "batch")
         labels = labels[(dim or 0) + 1 :]
         is_index = jax.dtypes.issubdtype(leaf.dtype, np.integer)
-        inner = {1: ("seq",) if is_index else ("features",), 2: ("seq", "features"), 3: ("height", "width", "channels")}
+        inner = {
+            1: ("seq",) if is_index else ("features",),
+            2: ("seq", "features"),
+            3: (*IMAGE, "channels"),
+            4: (*VIDEO, "channels"),
+        }
         for label, name in zip(labels, inner.get(len(labels), ()), strict=False):
             _claim(claims, label, name)
 
@@ -276,6 +287,24 @@ def _convolution(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_
     _claim(claims, dims.classes(rhs)[numbers.rhs_spec[0]], "channels")
     for dim in numbers.rhs_spec[2:]:
         _claim(claims, dims.classes(rhs)[dim], "window")
+    names = {2: IMAGE, 3: VIDEO}.get(len(numbers.lhs_spec) - 2, ())
+    for value, spec in ((lhs, numbers.lhs_spec), (op.outputs[0], numbers.out_spec)):
+        for dim, name in zip(spec[2:], names, strict=False):
+            _claim_place(claims, dims.classes(value)[dim], name, in_params)
+
+
+def _pool(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
+    """Claims the dims of a pool's result as those of its operand."""
+    for before, after in zip(*(dims.classes(value) for value in (op.inputs[-1], op.outputs[0])), strict=True):
+        for name in VIDEO:
+            if _is_named(claims, before, name):
+                _claim_place(claims, after, name, in_params)
+
+
+def _claim_place(claims: Claims, label: int | None, name: str, in_params: InParams) -> None:
+    """Claims a dim of images that has no name, and that no weight has: weights mix its rows."""
+    if label is not None and label not in in_params and not claims.get(label):
+        _claim(claims, label, name)
 
 
 def _scan(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
@@ -308,6 +337,7 @@ _EVIDENCE = {
     "ragged_dot_general": _ragged_dot,
     "top_k": _top_k,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(POOLS, _pool),
     "scan": _scan,
 }
 
