@@ -20,6 +20,7 @@ from spanax.plan.sharding.partition import union
 from spanax.plan.space import Rejections
 from spanax.plan.spmd.compiler import Compiler
 from spanax.plan.spmd.count_terms import matmuls_by_group
+from spanax.trace.analysis.fusion import FUSED
 from spanax.trace.analysis.recomputation import Recomputation, recomputation, values_around
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.remat_policies import NAMED, PartialPolicy, saving
@@ -75,6 +76,8 @@ class _Values:
       num_bytes: the bytes of every value on one device, over all layers.
       all_bytes: the bytes that a step saves which recomputes nothing.
       stored: seconds of such a step.
+      full: seconds of a step that saves none of the values.
+      per_byte: seconds to write a byte of a value, and to read it.
       num_layers: the number of layers.
     """
 
@@ -84,16 +87,13 @@ class _Values:
     num_bytes: dict[int, float]
     all_bytes: float
     stored: float
+    full: float
+    per_byte: float
     num_layers: int
-
-    def scaled(self, full: float) -> "_Values":
-        """Returns the values with seconds of which all that a step under `full` repeats adds up to its step time."""
-        share = (full - self.stored) / max(1e-12, self._seconds(()) - self.stored)
-        return replace(self, op_seconds={op: share * seconds for op, seconds in self.op_seconds.items()})
 
     def within(self, limit: float) -> _Choice:
         """Returns the fastest choice in a number of bytes: one for the first layers, and another for the others."""
-        fitting, larger = values_around(self.choices, self.op_seconds, self.num_bytes, limit)
+        fitting, larger = values_around(self.choices, self.op_seconds, self.num_bytes, limit, self.per_byte)
         first = self._choice(fitting)
         others = (self._choice(larger), _Choice("none", self.all_bytes, self.stored))
         return min((self._mixed(first, other, limit) for other in others), key=lambda each: each.seconds)
@@ -122,7 +122,9 @@ class _Values:
         return _Choice(saving(names), sum(self.num_bytes[value] for value in kept), seconds)
 
     def _seconds(self, saved: Collection[int]) -> float:
-        return self.stored + sum(self.op_seconds[op] for op in self.choices.repeated(saved))
+        repeated = self.choices.repeated(saved)
+        less = sum(self.op_seconds[op] for op in self.choices.repeated(()) - repeated)
+        return self.full - less + self.per_byte * sum(self.num_bytes[value] for value in saved)
 
 
 def with_saved_values(result: Search, stage_margin: float) -> Search:
@@ -144,6 +146,8 @@ def with_saved_values(result: Search, stage_margin: float) -> Search:
     seeds = _seeds(result, most)
     rejected = Counter(result.rejected)
     points = list(_traced(result, seeds, limit, most, rejected)) if seeds else []
+    if not points:
+        return result
     chosen = min((p for p in points if p.upper_bytes <= limit), key=lambda p: p.seconds, default=None)
     is_faster = chosen is not None and chosen.seconds <= most
     rejected[Reason(Code.NOT_SAVED)] += len(points) - is_faster
@@ -177,19 +181,22 @@ def _traced(
 ) -> Iterator[_Point]:
     """Yields the price of the fastest choice, then of those that use what it leaves of the memory, or exceeds."""
     full = result.programs["full"]
-    options = list[tuple[_Choice, float, _Values]]()
+    options = list[tuple[_Choice, int, _Values]]()
     for seed in seeds:
-        values = _values(result, seed, full.variant(remat=NAMED))
         heaviest = _priced(result, seed, full)
-        left = (limit - heaviest.upper_bytes) / (1 + MARGIN)
+        left = limit - heaviest.upper_bytes
         if left > 0:
-            values = values.scaled(heaviest.seconds)
-            options.append((values.within(left), left, values))
+            values = _values(result, heaviest, full.variant(remat=NAMED))
+            options.append((values.within(left / (1 + MARGIN)), left, values))
     if not options:
         return
     choice, left, values = min(options, key=lambda option: option[0].seconds)
     tried = set(result.programs)
-    while choice.seconds <= most and choice.policy not in tried and len(tried) < len(result.programs) + MOST_TRACED:
+    if choice.seconds > most:
+        return
+    for _ in range(MOST_TRACED):
+        if choice.policy in tried:
+            return
         tried.add(choice.policy)
         try:
             point = _priced(result, values.seed, full.variant(remat=choice.policy))
@@ -197,11 +204,13 @@ def _traced(
             rejected[Reason(Code.NO_REMAT, choice.policy, detail=first_line(error))] += 1
             return
         yield point
-        left = choice.num_bytes + (limit - point.upper_bytes) / (1 + MARGIN)
-        choice = values.within(left)
+        stored = point.upper_bytes - (limit - left)
+        choice = values.within(choice.num_bytes * left / stored if stored > 0 else math.inf)
 
 
-def _values(result: Search, seed: Candidate, named: Program) -> _Values:
+def _values(result: Search, heaviest: _Point, named: Program) -> _Values:
+    """Returns the values that the layers of a candidate may save, which is under `full`, with their costs."""
+    seed = heaviest.candidate
     evaluation = _evaluated(result, seed, named)
     sharded = evaluation.layout.sharded
     traced = sharded.traced
@@ -221,15 +230,16 @@ def _values(result: Search, seed: Candidate, named: Program) -> _Values:
         runs = choices.ops[choices.producers[value]]
         return runs * scale * sharded.num_bytes(value) / sharded.ways(union(sharded.masks(value)))
 
+    per_byte = 2 * float(grid.num_microbatches[0]) / memory_rate(result.cluster.chip)
+    for op in seconds:
+        if op.family not in FUSED:
+            seconds[op] += per_byte * sum(map(local_bytes, op.outputs))
     kept = {value for plan in traced.memory_plans.values() for value in plan.kept}
-    rate = memory_rate(result.cluster.chip) / (2 * float(grid.num_microbatches[0]))  # written and read
-    for value in kept.intersection(choices.producers):
-        if value not in choices.names:  # it is the operand of its name
-            seconds[choices.producers[value]] += local_bytes(value) / rate
     num_bytes = {value: local_bytes(value) for value in choices.names}
     all_bytes = sum(local_bytes(value) for value in choices.needed & kept)
-    step_seconds = evaluation.candidate.step_seconds
-    return _Values(seed, choices, seconds, num_bytes, all_bytes, step_seconds, traced.layer_carry[1])
+    stored = evaluation.candidate.step_seconds
+    num_layers = traced.layer_carry[1]
+    return _Values(seed, choices, seconds, num_bytes, all_bytes, stored, heaviest.seconds, per_byte, num_layers)
 
 
 def _priced(result: Search, seed: Candidate, program: Program) -> _Point:

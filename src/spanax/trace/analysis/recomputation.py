@@ -18,8 +18,7 @@ from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.graph import CANDIDATE, NAME, Body, Op
 
 STEPS = 20
-LOWEST = 1e-9
-"""The number of prices of a byte that are tried, and the lowest as a share of the highest."""
+"""The number of prices of a byte that are tried."""
 
 RESOLUTION = 1 << 28
 """The sum of all capacities of a cut, which are integers."""
@@ -95,7 +94,7 @@ def _candidate(op: Op) -> str:
 
 
 def values_around(
-    choices: Recomputation, seconds: Mapping[Op, float], num_bytes: Mapping[int, float], limit: float
+    choices: Recomputation, seconds: Mapping[Op, float], num_bytes: Mapping[int, float], limit: float, least: float
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Returns the best values to save at the lowest price of a byte at which they fit, and at a little lower one.
 
@@ -106,11 +105,12 @@ def values_around(
       seconds: of all runs of an operation.
       num_bytes: of every value that has a name, over all runs.
       limit: the bytes that may be saved.
+      least: the lowest price of a byte: the seconds that it takes to write and read one.
     """
     fitting = frozenset[int]()
-    larger = _cut(choices, seconds, num_bytes, 0.0)
-    high = sum(seconds.values()) / min(num_bytes.values(), default=1.0)
-    low = high * LOWEST
+    larger = _cut(choices, seconds, num_bytes, least)
+    low = least
+    high = max(2 * least, sum(seconds.values()) / min(num_bytes.values(), default=1.0))
     for _ in range(STEPS):
         price = (low * high) ** 0.5
         chosen = _cut(choices, seconds, num_bytes, price)

@@ -55,7 +55,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     Raises:
       SpanaxError: when called, if the policy is `full`, partial or lists values and the loss has no layer, if a partial
-        policy names all of its layers, or more, or if the layers compute no value of a name.
+        policy names all of its layers, or more, or if the layers compute none of the values that it lists.
 
     Example:
       >>> def loss(weights, x):
@@ -159,7 +159,8 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
 def _marks(graph: Graph, policy: str) -> dict[Op, str]:
     """Returns the names under which a policy saves the results of operations in layers; remats in them are ignored.
 
-    A name is the primitive with its number in the order of the operations of all layers.
+    A name is the primitive with its number in the order of the operations of all layers. Where attention is not fused,
+    as in the first trace of a program, there are others: names without a value are ignored.
     """
     saved = saved_values(policy)
     if not saved and policy != NAMED:
@@ -177,12 +178,11 @@ def _marks(graph: Graph, policy: str) -> dict[Op, str]:
             names[f"{name}.{counts[name]}"] = op
     if policy == NAMED:
         return {op: CANDIDATE + name for name, op in names.items()}
-    for name in saved:
-        if name not in names:
-            operation = name.rpartition(".")[0]
-            what = f"remat '{policy[:40]}' saves '{name}', and the layers have {counts[operation]} '{operation}'."
-            raise RangeError(what, fix=f"{operation}.{counts[operation]}" if counts[operation] else "remat 'dots'")
-    return {names[name]: PREFIX + SAVED + name for name in saved}
+    found = {names[name]: PREFIX + SAVED + name for name in saved if name in names}
+    if not found and not any(name.startswith(ATTENTION) for name in saved):
+        most = ", ".join(f"{name}.{number}" for name, number in counts.most_common(4))
+        raise RangeError(f"the layers compute none of the values of remat '{policy[:40]}'.", fix=f"values up to {most}")
+    return found
 
 
 def _is_transparent(op: Op) -> bool:
