@@ -12,8 +12,8 @@ import spanax
 from spanax.models import gpt
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.candidates import saved_values
-from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.candidates.request import Request
+from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.choose import chosen, searched
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan, Schedule

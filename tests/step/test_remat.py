@@ -55,7 +55,12 @@ TRIED += [("scanned, three layers, dropout", "dot_general.1-2+tanh.1"), ("scanne
 TRIED += [(name, "full:1") for name in ("scanned", "scanned, its own remat, dropout", "unrolled, its own remat")]
 
 # Every kind of layers, and of what the forward pass draws and changes; `slow` is all of it.
-QUICK = [("scanned", "full"), *TRIED[14:16], ("scanned", "full:1,add.1-3+dot_general.1"), ("unrolled, its own remat", "full:1")]
+QUICK = [
+    ("scanned", "full"),
+    *TRIED[14:16],
+    ("scanned", "full:1,add.1-3+dot_general.1"),
+    ("unrolled, its own remat", "full:1"),
+]
 
 
 @functools.cache

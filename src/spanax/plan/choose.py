@@ -21,8 +21,8 @@ from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import padded_axes, search_in_padding
-from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
+from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import (
     STAGE_MARGIN,

@@ -176,9 +176,7 @@ def _seeds(result: Search, most: float) -> list[Candidate]:
     return recomputing[:MOST_SEEDS] + too_large[:MOST_SEEDS]
 
 
-def _traced(
-    result: Search, seeds: list[Candidate], limit: int, most: float, rejected: Rejections
-) -> Iterator[_Point]:
+def _traced(result: Search, seeds: list[Candidate], limit: int, most: float, rejected: Rejections) -> Iterator[_Point]:
     """Yields the price of the fastest choice, then of those that use what it leaves of the memory, or exceeds."""
     full = result.programs["full"]
     options = list[tuple[_Choice, int, _Values]]()

@@ -1,12 +1,13 @@
 """Which values of a layer to save for its backward pass, and what it then computes again.
 
 Of the values that a backward pass reads, each is saved, or computed again from those that are, and so on down to the
-inputs of the layer. At a price per byte, the choice with the least sum of recomputed seconds and paid bytes is a minimum
-cut of the graph of operations (Jain et al., Checkmate, arXiv 1910.02653, has the general problem; torch.compile's
-partitioner the same cut). The price at which the saved bytes just fit is found by bisection.
+inputs of the layer. At a price per byte, the choice with the least sum of recomputed seconds and paid bytes is a
+minimum cut of the graph of operations. The price at which the saved bytes just fit is found by bisection.
+
+Source: Jain et al., "Checkmate", arXiv 1910.02653, for the problem; the partitioner of `torch.compile` for the cut.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from spanax.trace.analysis.op_groups import ancestors_of_loss, trips
 from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.graph import CANDIDATE, NAME, Body, Op
 
-STEPS = 20
+STEPS = 32
 """The number of prices of a byte that are tried."""
 
 RESOLUTION = 1 << 28
@@ -112,7 +113,7 @@ def values_around(
     low = least
     high = max(2 * least, sum(seconds.values()) / min(num_bytes.values(), default=1.0))
     for _ in range(STEPS):
-        price = (low * high) ** 0.5
+        price = (low + high) / 2
         chosen = _cut(choices, seconds, num_bytes, price)
         if sum(num_bytes[value] for value in chosen) <= limit:
             fitting = chosen

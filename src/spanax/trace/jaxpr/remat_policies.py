@@ -33,8 +33,10 @@ def saved_values(policy: str | None) -> tuple[str, ...]:
       >>> saved_values("dot_general.1-3+mul.7"), saved_values("dots")
       (('dot_general.1', 'dot_general.2', 'dot_general.3', 'mul.7'), ())
     """
+    if policy is None or "." not in policy:
+        return ()
     names = list[str]()
-    for term in policy.split("+") if policy is not None and "." in policy else ():
+    for term in policy.split("+"):
         operation, _, numbers = term.rpartition(".")
         first, dash, last = numbers.partition("-")
         start = whole_number(first)

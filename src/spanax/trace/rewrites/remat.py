@@ -8,7 +8,7 @@ The first layers, because the backward pass recomputes them last, when the activ
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,8 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     Args:
       function: takes and returns pytrees of arrays.
-      policy: one of `POLICIES`, values as `saved_values`, or a partial policy such as `dots:8`; None returns `function` unchanged.
+      policy: one of `POLICIES`, values as `saved_values`, or a partial policy such as `dots:8`; None returns `function`
+        unchanged.
 
     Raises:
       SpanaxError: when called, if the policy is `full`, partial or lists values and the loss has no layer, if a partial
@@ -192,8 +193,8 @@ def _is_transparent(op: Op) -> bool:
 
 def _can_be_saved(aval: Any) -> bool:
     """Whether a value has a dtype that a remat can save, as in `_saveable`, and is larger than a number."""
-    dtype = getattr(aval, "dtype", np.dtype(np.void))
-    return bool(aval.shape) and (dtype == bool or jax.dtypes.issubdtype(dtype, np.floating))
+    dtype = getattr(aval, "dtype", np.void)
+    return bool(aval.shape) and any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.bool_, np.floating))
 
 
 def _partial(graph: Graph, policy: PartialPolicy) -> Override:
