@@ -140,7 +140,7 @@ def with_saved_values(result: Search, stage_margin: float) -> Search:
     start = time.perf_counter()
     best = result.best
     limit = result.cluster.memory_bytes
-    if best is None or limit is None or "full" not in result.programs:
+    if best is None or limit is None:
         return result
     most = best.step_seconds * (1 + stage_margin * (best.num_stages > 1)) / (1 + SAVED_VALUES_MARGIN)
     seeds = _seeds(result, most)
@@ -178,13 +178,17 @@ def _seeds(result: Search, most: float) -> list[Candidate]:
 
 def _traced(result: Search, seeds: list[Candidate], limit: int, most: float, rejected: Rejections) -> Iterator[_Point]:
     """Yields the price of the fastest choice, then of those that use what it leaves of the memory, or exceeds."""
-    full = result.programs["full"]
+    try:
+        full = next(iter(result.programs.values())).variant(remat="full")
+        named = full.variant(remat=NAMED)
+    except SpanaxError:  # it has no layers
+        return
     options = list[tuple[_Choice, int, _Values]]()
     for seed in seeds:
         heaviest = _priced(result, seed, full)
         left = limit - heaviest.upper_bytes
         if left > 0:
-            values = _values(result, heaviest, full.variant(remat=NAMED))
+            values = _values(result, heaviest, named)
             options.append((values.within(left / (1 + MARGIN)), left, values))
     if not options:
         return
