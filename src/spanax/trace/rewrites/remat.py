@@ -164,11 +164,12 @@ def _marks(graph: Graph, policy: str) -> dict[Op, str]:
     as in the first trace of a program, there are others: names without a value are ignored.
     """
     saved = saved_values(policy)
-    if not saved and policy != NAMED:
+    layers = [layer for layer, _ in _layers(graph.body)]
+    if not layers or (not saved and policy != NAMED):
         return {}
     counts = Counter[str]()
     names = dict[str, Op]()
-    pending = [op for layer, _ in _layers(graph.body) for op in layer.bodies[0].ops]
+    pending = [op for layer in layers for op in layer.bodies[0].ops]
     while pending:
         op = pending.pop(0)
         if _is_transparent(op):
