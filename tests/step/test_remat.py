@@ -51,10 +51,16 @@ TRIED = [
 TRIED += [("mlp with dropout", "dots"), ("mlp with dropout", "offload"), ("cnn with batch norm", "dots")]
 
 TRIED += [("scanned, three layers, dropout", policy) for policy in ("dots:1", "full:2", "full:2,dots", "offload:1")]
+TRIED += [("scanned, three layers, dropout", "dot_general.1-2+tanh.1"), ("scanned", "full:1,add.1-3+dot_general.1")]
 TRIED += [(name, "full:1") for name in ("scanned", "scanned, its own remat, dropout", "unrolled, its own remat")]
 
 # Every kind of layers, and of what the forward pass draws and changes; `slow` is all of it.
-QUICK = [("scanned", "full"), *TRIED[14:16], ("unrolled, its own remat", "full:1")]
+QUICK = [
+    ("scanned", "full"),
+    *TRIED[14:16],
+    ("scanned", "full:1,add.1-3+dot_general.1"),
+    ("unrolled, its own remat", "full:1"),
+]
 
 
 @functools.cache
@@ -141,7 +147,7 @@ def sine(x: Any) -> Any:
 sine.defvjp(lambda x: (sine(x), x), lambda x, g: (3 * g,))  # not the derivative: to see that it is this one
 
 
-@pytest.mark.parametrize("policy", ["none", "dots", "full", "offload"])
+@pytest.mark.parametrize("policy", ["none", "dots", "full", "offload", "mul.1"])
 def test_a_custom_derivative_is_preserved(policy: str) -> None:
     def loss(w: Any, x: Any) -> Any:
         return lax.scan(lambda x, w: (jax.jit(sine)(jax.nn.silu(x) @ w), None), x, w)[0].sum()
@@ -154,7 +160,7 @@ def test_a_custom_derivative_is_preserved(policy: str) -> None:
 
 
 @pytest.mark.parametrize("is_reverse", [False, True])
-@pytest.mark.parametrize("policy", ["full:1", "dots:3", "full:2,dots"])
+@pytest.mark.parametrize("policy", ["full:1", "dots:3", "full:2,dots", "mul.1+sin.1:2,dot_general.1"])
 def test_a_loop_in_two_parts_equals_one_loop(policy: str, is_reverse: bool) -> None:
     """Rows, stacked results, random keys and consts of a loop of any direction: in the order of one loop."""
 

@@ -160,7 +160,7 @@ class Search:
       assignment: why the best layout is not a preset; None if it is.
       alternative: why axes are padded, or state is offloaded, without a request; None otherwise.
       offload: the kinds of state in host memory, for every candidate.
-      partial_remat: why only the first layers are recomputed without a request; None where all or none are.
+      saved_values: why a remat policy lists the values to save without a request; None where it does not.
       dtype_reason: why the loss is not computed in the default dtype of the cluster; None if it is, or on request.
 
     Example:
@@ -196,7 +196,7 @@ class Search:
     assignment: Reason | None = None
     alternative: Reason | None = None
     offload: tuple[str, ...] = ()
-    partial_remat: Reason | None = None
+    saved_values: Reason | None = None
     dtype_reason: Reason | None = None
 
     def _repr_html_(self) -> str:

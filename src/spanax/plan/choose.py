@@ -21,8 +21,8 @@ from spanax.plan.candidates.grids import CONTIGUOUS, PLAIN, SCHEDULES
 from spanax.plan.candidates.local_search import POOL, with_assignments
 from spanax.plan.candidates.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.candidates.padding import padded_axes, search_in_padding
-from spanax.plan.candidates.partial_remat import with_partial_remat
 from spanax.plan.candidates.request import Request, Scope, is_searchable, pins_of, requested_layout
+from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.candidates.variants import REMAT
 from spanax.plan.defaults import (
     STAGE_MARGIN,
@@ -241,7 +241,7 @@ def searched(
         _placed(program, cluster, request, program.loss_chunks)  # raises why this layout is none of the program
     limit = None if each else top
     if requested.policy is None:
-        result = with_partial_remat(result, scope.stage_margin)
+        result = with_saved_values(result, scope.stage_margin)
     if not (request.is_placed or request.offload or request.padded):
         result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
     if not request.is_placed:
@@ -414,7 +414,7 @@ def chosen(result: Search) -> Plan:
         result.requested,
         result.assignment,
         result.alternative,
-        result.partial_remat,
+        result.saved_values,
         result.dtype_reason,
         rule(result, result.best, plan),
         padding,

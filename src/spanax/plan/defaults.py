@@ -52,10 +52,10 @@ Of measured layouts that were predicted to be so close, 1 in 4 were in the other
 Source: benchmarks/plan_accuracy.py --leave-one-out, 831 pairs in 37 groups.
 """
 
-PARTIAL_REMAT_MARGIN = 0.02
-"""How much faster than the fastest plan a partial remat policy must be, as a fraction.
+SAVED_VALUES_MARGIN = 0.02
+"""How much faster than the fastest plan a policy that lists the values to save must be, as a fraction.
 
-It runs the layers as two loops, which compile longer. Source: a judgment; predicted times of one sharding under two
+Its names are harder to read. Source: a judgment; predicted times of one sharding under two
 policies differ by the recomputed FLOPs, which are exact in compiled programs (notes/planner.md), so that the errors of
 the times are nearly equal.
 """

@@ -46,8 +46,8 @@ class Code(Enum):
     PADDED = "{name} padded: a step takes {detail} less than with the fastest layout without padding"
     PADDED_FITS = "{name} padded: no layout fits without padding"
     IN_HOST_MEMORY = "{name} in host memory: no layout fits into the memory of the devices"
-    PARTIAL_REMAT = "remat {name}: a step takes {detail} less than with the fastest policy of all layers"
-    NOT_PARTIAL = "recomputation in the first layers only is slower, or does not fit"
+    SAVED_VALUES = "remat {name}: a step takes {detail} less than with the fastest policy of all layers"
+    NOT_SAVED = "another selection of values to save is slower, or does not fit"
     NOT_COMPARED = "priced, not compared"
     WRITTEN_DTYPE = "computed in {name}: {detail}"
 

@@ -225,7 +225,7 @@ def _options(search: Search, candidate: Candidate) -> list[str]:
 
 def _reasons(search: Search) -> list[Reason]:
     """Returns the reasons for the dtype and the options of the best layout that a search chooses without a request."""
-    reasons = search.dtype_reason, search.assignment, search.alternative, search.partial_remat
+    reasons = search.dtype_reason, search.assignment, search.alternative, search.saved_values
     return [reason for reason in reasons if reason is not None]
 
 

@@ -55,8 +55,9 @@ def trace(  # noqa: PLR0913
       remat: what the forward pass stores for the backward pass (with `loss`); the rest is rematerialized. `none`
         stores everything and ignores remats of the model; `dots` stores the results of matmuls without batch dims and
         of convolutions; `full` stores only the inputs of a layer (one iteration of a scan, or a remat of the model);
-        `offload` is `dots` in host memory. `dots:8` is for the first 8 layers, all others under `none`; `full:8,dots`
-        has the others under `dots`. None: as written in the model.
+        `offload` is `dots` in host memory; `attention.1+dot_general.2-3` stores these results of a layer. `dots:8` is
+        for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`. None: as written in
+        the model.
       eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, if it reads
         the values of its parameters. The model must fit in host memory.
       evaluate: `evaluate(model, batch) -> dict of metrics`, with either of `loss` and `train_step`: `run.evaluate`

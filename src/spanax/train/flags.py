@@ -142,8 +142,8 @@ class LayoutRequest:
         tensor layout also shards the sequence. Default: inferred from --mesh, or the fastest layout that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
       remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
-        each layer; or offload, as dots, with the results in host memory. With a number, in the first layers only:
-        full:8, the others under none, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
+        each layer; offload, as dots, in host memory; or all but a list, attention.1+dot_general.2-3. With a number, in
+        the first layers only: full:8, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
         as written in the model.
       attention: plain, as written in the model; flash, the platform's kernel, else blocks of keys; auto, the same or
         plain. Default: auto on accelerators, plain on CPUs.

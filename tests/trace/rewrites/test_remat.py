@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -219,6 +220,18 @@ def test_a_partial_policy_counts_layers_in_the_order_of_their_loops() -> None:
     assert backward_loops(jax.jit(jax.jit(run)), "full:1") == [(1, 0), (2, 0), (2, 0), (1, 1)]
 
 
+def test_values_that_no_layer_computes_are_an_error_if_all_are() -> None:
+    assert len(remat_names(run, "sin.1+mul.9")) == 1
+    with pytest.raises(RangeError, match=r"compute none of the values of remat 'mul.9'") as caught:
+        remat_names(run, "mul.9")
+    assert str(caught.value).endswith("fix: values up to dot_general.1, sin.1")
+
+
+def remat_names(function: Callable[..., Any], policy: str) -> set[str]:
+    jaxpr = jax.make_jaxpr(rematerialized(function, policy))(W, X)
+    return set(re.findall(r"name=(spanax:saved:[a-z_.0-9]+)", str(jaxpr)))
+
+
 def test_remat_inside_a_layer_is_preserved() -> None:
     """As attention in chunks has it: forgotten with the layer, and on the way back chunk by chunk."""
 
@@ -325,6 +338,9 @@ def test_an_evaluation_has_no_remat() -> None:
         ({"remat": "full:2,none"}, "remat 'full:2,none' is the same as 'full:2'"),
         ({"remat": "ful:2"}, "unknown remat policy 'ful'"),
         ({"remat": "full:2,dot"}, "unknown remat policy 'dot'"),
+        ({"remat": "mul.1"}, "remat 'mul.1' has no layer to rematerialize"),
+        ({"remat": "mul.1+add.0"}, "remat 'mul.1+add.0' lists 'add.0', which names no values"),
+        ({"remat": "full:2,mul.3-1"}, "remat 'mul.3-1' lists 'mul.3-1', which names no values"),
         ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` requires `loss`"),
     ],
 )

@@ -202,6 +202,7 @@ def _with_recorded_gradients(program: Program, plan: Plan) -> tuple[Program, Pla
 
 def _single_device_plan(program: Program, plan: Plan) -> Plan:
     schedule = replace(plan.schedule, num_stages=1, num_chunks=1, context=GATHERED, loss_chunks=1, padded=())
+    schedule = replace(schedule, remat=None)  # it may name values of fused attention
     return make_plan(program, cluster("cpu:1"), layout="data", schedule=schedule)
 
 

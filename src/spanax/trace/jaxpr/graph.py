@@ -29,6 +29,12 @@ QUANTIZED = "quantized:"
 PRODUCT = "quantized product:"
 """Marks of the results of quantized matmuls, with the paths of weights; a product has no batch dims."""
 
+SAVED = "saved:"
+"""Marks of the values that a layer saves, with their names."""
+
+CANDIDATE = "spanax candidate:"
+"""Names of the values that a layer may save; unlike a mark, each is an operation of the graph."""
+
 LOSS_CHUNKS = "spanax_loss_chunks"
 """Name of the scan of a chunked loss in the name stack, and of its gradients in remat policies."""
 

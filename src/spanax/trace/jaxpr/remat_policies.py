@@ -1,6 +1,6 @@
 """Names of rematerialization policies. Imports no JAX, so that the command line can list them quickly."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from spanax.errors import FormatError, UnknownNameError, VariantError, check_type, nearest
@@ -15,6 +15,54 @@ OFFLOADED_ACTIVATIONS = "offload"
 
 AS_WRITTEN = "as written"
 """Label of a program whose model chooses its own rematerialization."""
+
+
+NAMED = "named"
+"""The policy `none` where every value that a layer may save is an operation with a name; its search traces it."""
+
+
+def saved_values(policy: str | None) -> tuple[str, ...]:
+    """Returns the names of the values that a policy lists, one by one; none for a policy that lists no values.
+
+    `mul.3` is the result of the third `mul` of the layers, and `mul.3-5` are three values.
+
+    Raises:
+      SpanaxError: a name has no number, or a range is empty.
+
+    Example:
+      >>> saved_values("dot_general.1-3+mul.7"), saved_values("dots")
+      (('dot_general.1', 'dot_general.2', 'dot_general.3', 'mul.7'), ())
+    """
+    if policy is None or "." not in policy:
+        return ()
+    names = list[str]()
+    for term in policy.split("+"):
+        operation, _, numbers = term.rpartition(".")
+        first, dash, last = numbers.partition("-")
+        start = whole_number(first)
+        end = whole_number(last) if dash else start
+        if not operation or not start or not end or end < start:
+            what = f"remat '{policy[:40]}' lists '{term[:40]}', which names no values."
+            raise FormatError(what, fix="dot_general.1-3+mul.7, the results of these operations of a layer")
+        names += [f"{operation}.{number}" for number in range(start, end + 1)]
+    return tuple(names)
+
+
+def saving(names: Iterable[str]) -> str:
+    """Returns the shortest policy that saves the values of these names; `full` for none.
+
+    Example:
+      >>> saving(["mul.7", "dot_general.2", "dot_general.1", "dot_general.3"]), saving([])
+      ('dot_general.1-3+mul.7', 'full')
+    """
+    runs = list[tuple[str, int, int]]()
+    for operation, number in sorted((name.rpartition(".")[0], int(name.rpartition(".")[2])) for name in names):
+        if runs and runs[-1][0] == operation and runs[-1][2] == number - 1:
+            runs[-1] = operation, runs[-1][1], number
+        else:
+            runs.append((operation, number, number))
+    terms = (f"{name}.{first}" if first == last else f"{name}.{first}-{last}" for name, first, last in runs)
+    return "+".join(terms) or "full"
 
 
 @dataclass(frozen=True)
@@ -65,7 +113,8 @@ def partial_policy(policy: str | None) -> PartialPolicy | None:
 def known_policy(policy: str | None) -> str | None:
     """Returns the policy if it exists; None leaves the choice to the model.
 
-    `dots:8` is for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`.
+    `dots:8` is for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`. In place of
+    each, `dot_general.1-3+mul.7` lists the values that a layer saves.
 
     Raises:
       SpanaxError: the policy is unknown, or its number of layers is invalid.
@@ -80,7 +129,7 @@ def known_policy(policy: str | None) -> str | None:
 
 def _known_name(policy: str) -> str:
     """Returns the name of a policy of all layers if it exists; the error also lists the form of partial policies."""
-    if policy not in POLICIES:
+    if not saved_values(policy) and policy not in (*POLICIES, NAMED):
         raise UnknownNameError(
             f"unknown remat policy '{policy}'.",
             fix=f"{nearest(policy, POLICIES)}; or 'full:8,dots', full in the first 8 layers and dots in the others",

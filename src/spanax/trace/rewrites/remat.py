@@ -7,6 +7,7 @@ A partial policy is for the first layers only: a scan with more layers is evalua
 The first layers, because the backward pass recomputes them last, when the activations of the others are freed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,11 +19,13 @@ import numpy as np
 from spanax.errors import RangeError, VariantError
 from spanax.trace.jaxpr.graph import (
     CALLS,
+    CANDIDATE,
     CONTRACTIONS,
     LAYER_PARTS,
     LOSS_CHUNKS,
     PREFIX,
     PRODUCT,
+    SAVED,
     Body,
     Graph,
     Op,
@@ -32,8 +35,12 @@ from spanax.trace.jaxpr.graph import (
     scan_counts,
 )
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
-from spanax.trace.jaxpr.remat_policies import PartialPolicy, partial_policy
+from spanax.trace.jaxpr.remat_policies import NAMED, PartialPolicy, partial_policy, saved_values
+from spanax.trace.rewrites.attention.operation import attention_of, named
 from spanax.trace.rewrites.traced_once import jaxpr_of
+
+ATTENTION = "attention"
+"""The name, with a number, of the results of fused attention: with them, its gradient computes no scores again."""
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
@@ -44,11 +51,12 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     Args:
       function: takes and returns pytrees of arrays.
-      policy: one of `POLICIES`, or a partial policy such as `dots:8`; None returns `function` unchanged.
+      policy: one of `POLICIES`, values as `saved_values`, or a partial policy such as `dots:8`; None returns `function`
+        unchanged.
 
     Raises:
-      SpanaxError: when called, if the policy is `full` or partial and the loss has no layer, or if a partial policy
-        names all of its layers, or more.
+      SpanaxError: when called, if the policy is `full`, partial or lists values and the loss has no layer, if a partial
+        policy names all of its layers, or more, or if the layers compute none of the values that it lists.
 
     Example:
       >>> def loss(weights, x):
@@ -67,7 +75,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
         override = _layers_under(graph, policy, in_layer=policy == "none") if parts is None else _partial(graph, parts)
         results: Callable[..., list[Any]] = lambda *leaves: evaluate(graph, leaves, override)  # noqa: E731
         if parts is None and policy != "none" and not _has_layers(graph.body):
-            if policy == "full":
+            if policy in ("full", NAMED) or saved_values(policy):
                 raise _no_layer(policy)
             results = jax.checkpoint(results, policy=_saveable(policy))
         return jax.tree.unflatten(jax.tree.structure(shapes), results(*jax.tree.leaves(args)))
@@ -90,6 +98,8 @@ def _saveable(policy: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if policy == "full":
         return policies.nothing_saveable
+    if saved_values(policy):
+        return policies.save_only_these_names(*(PREFIX + SAVED + name for name in saved_values(policy)))
     dots = policies.dots_with_no_batch_dims_saveable
     dots_policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if policy == "offload" else dots
 
@@ -112,31 +122,80 @@ def _saveable(policy: str) -> Callable[..., Any]:
 
 def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
     """Returns the override that evaluates layers, and operations that contain layers, under the policy."""
+    marks = _marks(graph, policy)
+
+    def marking(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        if _is_transparent(op):
+            return evaluate(graph.within(op.bodies[0]), ins, marking)
+        return named(op, ins, marks[op]) if op in marks else None
 
     def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
         is_layer = _is_layer(op, in_layer)
         if not is_layer and not any(_has_layers(body, in_layer) for body in _followed(op)):
             return None
-        if policy == "none" and _runs_chunks(op):
+        if (policy == "none" or marks) and _runs_chunks(op):
             return None  # a remat of chunks is not the model's
 
         def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
-            return evaluate(graph.within(body), args, _layers_under(graph, policy, in_layer=in_layer or is_layer))
+            further = marking if marks and is_layer else _layers_under(graph, policy, in_layer=in_layer or is_layer)
+            return evaluate(graph.within(body), args, further)
 
         def saving(body: Body, args: Sequence[Any], *, prevent_cse: bool) -> Sequence[Any]:
             remat = {"policy": _saveable(policy), "prevent_cse": prevent_cse}
             return rematted(remat, lambda *args: inner(body, args))(*args)
 
         remat = remat_of(op.eqn)
-        if op.name in CALLS or (remat is not None and policy == "none"):
+        if op.name in CALLS or (remat is not None and policy in ("none", NAMED)):
             return inner(op.bodies[0], ins)
         if remat is not None:
             return saving(op.bodies[0], ins, prevent_cse=remat["prevent_cse"])
         # A body that is a single remat already has the policy. Inside a loop, CSE cannot undo the remat.
-        is_remat = [_is_layer(body_op, True) for body_op in op.bodies[0].ops] == [True]
-        return with_bodies(op, ins, partial(saving, prevent_cse=False) if is_layer and not is_remat else inner)
+        is_remat = not marks and [_is_layer(body_op, True) for body_op in op.bodies[0].ops] == [True]
+        is_saving = is_layer and not is_remat and policy != NAMED
+        return with_bodies(op, ins, partial(saving, prevent_cse=False) if is_saving else inner)
 
     return override
+
+
+def _marks(graph: Graph, policy: str) -> dict[Op, str]:
+    """Returns the names under which a policy saves the results of operations in layers; remats in them are ignored.
+
+    A name is the primitive with its number in the order of the operations of all layers. Where attention is not fused,
+    as in the first trace of a program, there are others: names without a value are ignored.
+    """
+    saved = saved_values(policy)
+    layers = [layer for layer, _ in _layers(graph.body)]
+    if not layers or (not saved and policy != NAMED):
+        return {}
+    counts = Counter[str]()
+    names = dict[str, Op]()
+    pending = [op for layer in layers for op in layer.bodies[0].ops]
+    while pending:
+        op = pending.pop(0)
+        if _is_transparent(op):
+            pending[:0] = op.bodies[0].ops
+        elif all(_can_be_saved(var.aval) for var in op.eqn.outvars):
+            name = op.name if attention_of(op) is None else ATTENTION
+            counts[name] += 1
+            names[f"{name}.{counts[name]}"] = op
+    if policy == NAMED:
+        return {op: CANDIDATE + name for name, op in names.items()}
+    found = {names[name]: PREFIX + SAVED + name for name in saved if name in names}
+    if not found and not any(name.startswith(ATTENTION) for name in saved):
+        most = ", ".join(f"{name}.{number}" for name, number in counts.most_common(4))
+        raise RangeError(f"the layers compute none of the values of remat '{policy[:40]}'.", fix=f"values up to {most}")
+    return found
+
+
+def _is_transparent(op: Op) -> bool:
+    """Whether the values inside an operation are values of the layer around it."""
+    return op.name in CALLS or remat_of(op.eqn) is not None
+
+
+def _can_be_saved(aval: Any) -> bool:
+    """Whether a value has a dtype that a remat can save, as in `_saveable`, and is larger than a number."""
+    dtype = getattr(aval, "dtype", np.void)
+    return bool(aval.shape) and any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.bool_, np.floating))
 
 
 def _partial(graph: Graph, policy: PartialPolicy) -> Override:

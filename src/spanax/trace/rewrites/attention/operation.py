@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
@@ -48,7 +49,14 @@ NUM_ROWS = 7
 
 
 def attention(
-    form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], kernel: Kernel | None = None
+    form: Form,
+    dtype: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    extras: Sequence[Any],
+    kernel: Kernel | None = None,
+    name: str | None = None,
 ) -> Any:
     """Computes softmax(logits(q.k, extras)) v as one operation whose gradient is one operation.
 
@@ -60,6 +68,7 @@ def attention(
       v: (batch, keys, width of the result).
       extras: other operands of the logits.
       kernel: the kernel to use on its platform, if any.
+      name: the name under which a remat policy saves what the gradient reads of the results, if any.
 
     Source: the gradient, Dao et al., FlashAttention, arXiv 2205.14135, appendix B.2.
 
@@ -78,7 +87,8 @@ def attention(
         return attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)[0]
 
     def forward(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> tuple[Any, Any]:
-        out, *rows = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
+        results = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
+        out, *rows = results if name is None else [checkpoint_name(result, name) for result in results]
         return out, (q, k, v, extras, out, rows)
 
     def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
@@ -93,6 +103,23 @@ def attention(
 
     attend.defvjp(forward, backward)
     return attend(q, k, v, tuple(extras))
+
+
+def named(op: Op, ins: Sequence[Any], name: str) -> list[Any]:
+    """Runs a call of `attention` under a name, and any other operation with its results named."""
+    inner = attention_of(op)
+    if inner is None:
+        return [checkpoint_name(out, name) for out in op.bind(ins)]
+    q, k, v, *extras = ins
+    params = inner.params
+    return [attention(params["form"], params["dtype"], q, k, v, extras, params["kernel"], name)]
+
+
+def attention_of(op: Op) -> Op | None:
+    """Returns the forward operation of an operation that is a call of `attention`; None for any other."""
+    if len(op.bodies) != 1 or [inner.name for inner in op.bodies[0].ops] != [FORWARD]:
+        return None
+    return op.bodies[0].ops[0] if op.bodies[0].ops[0].inputs == op.bodies[0].inputs else None
 
 
 def row_products(out: Any, of_out: Any) -> Any:

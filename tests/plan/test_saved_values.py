@@ -1,4 +1,4 @@
-"""Partial remat policies that a search chooses: where, with how many layers, and what it traces for it."""
+"""Values that a search saves one by one: where, in how many layers, and what it traces for it."""
 
 import functools
 from dataclasses import replace
@@ -11,9 +11,9 @@ import pytest
 import spanax
 from spanax.models import gpt
 from spanax.plan.candidate import Candidate, Search
-from spanax.plan.candidates import partial_remat
-from spanax.plan.candidates.partial_remat import with_partial_remat
+from spanax.plan.candidates import saved_values
 from spanax.plan.candidates.request import Request
+from spanax.plan.candidates.saved_values import with_saved_values
 from spanax.plan.choose import chosen, searched
 from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan, Schedule
@@ -55,14 +55,14 @@ def between() -> Search:
     return searched_in((upper_bytes("dots") + upper_bytes("full")) // 2)
 
 
-def test_the_smallest_number_of_layers_that_fits_is_recomputed() -> None:
+def test_what_is_saved_fits_and_is_faster_than_any_number_of_layers_under_a_policy() -> None:
     result, limit = between(), between().cluster.memory_bytes
     best, dots, full = result.best, under("dots"), under("full")
-    first, _, others = best.remat.partition(",")
-    count = int(first.removeprefix("full:"))
-    assert others == "dots" and upper_bytes(best.remat) <= limit < upper_bytes(f"full:{count - 1},dots")
-    assert dots.step_seconds < best.step_seconds < full.step_seconds / (1 + partial_remat.PARTIAL_REMAT_MARGIN)
-    assert best.flops == pytest.approx(dots.flops + count / L * (full.flops - dots.flops))
+    assert "." in best.remat and 0.97 * limit < upper_bytes(best.remat) <= limit
+    counts = (f"full:{count},dots" for count in range(1, L))
+    assert best.step_seconds <= under(next(remat for remat in counts if upper_bytes(remat) <= limit)).step_seconds
+    assert dots.step_seconds < best.step_seconds < full.step_seconds / (1 + saved_values.SAVED_VALUES_MARGIN)
+    assert dots.flops < best.flops < full.flops
     assert result.candidates == (best,)  # not `full` of the same sharding
 
 
@@ -79,65 +79,62 @@ def test_a_candidate_costs_what_its_plan_does() -> None:
 
 def test_an_open_search_chooses_what_a_requested_layout_gets() -> None:
     result = searched(program(), between().cluster, OPEN)
-    assert result.best.remat == between().best.remat and result.partial_remat == between().partial_remat
+    assert result.best.remat == between().best.remat and result.saved_values == between().saved_values
 
 
 def test_enough_memory_for_the_fastest_policy_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_remat, "_traced", None)  # is not called
-    result = searched_in(2 * upper_bytes("dots"))
-    assert result.best.remat == "dots" and result.partial_remat is None and Reason(Code.TOO_LARGE) in result.rejected
+    monkeypatch.setattr(saved_values, "_traced", None)  # is not called
+    result = searched_in(2 * upper_bytes("none"))
+    assert result.best.remat == "none" and result.saved_values is None
 
 
 def test_a_requested_policy_stays() -> None:
     result = searched_in(between().cluster.memory_bytes, replace(REQUEST, schedule=Schedule(remat="full")))
-    assert result.best.remat == "full" and result.partial_remat is None
+    assert result.best.remat == "full" and result.saved_values is None
 
 
-def test_a_program_without_layers_or_memory_limit_or_fitting_layout_is_unchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_search_without_memory_limit_or_fitting_layout_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     result, nothing = before(), searched_in(1)
-    monkeypatch.setattr(partial_remat, "_seeds", None)  # is not called
-    single = replace(result, programs={"none": program(1)})
+    monkeypatch.setattr(saved_values, "_seeds", None)  # is not called
     unlimited = replace(result, cluster=replace(MACHINE, memory_bytes=None))
-    for each in (single, unlimited, nothing):
-        assert with_partial_remat(each, 0.0) is each
+    for each in (unlimited, nothing):
+        assert with_saved_values(each, 0.0) is each
 
 
 @functools.cache
 def before() -> Search:
-    """The search without partial policies."""
+    """The search without lists of values."""
     memory_bytes = between().cluster.memory_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_remat, "_estimates", lambda *_: iter(()))
+        patch.setattr(saved_values, "_seeds", lambda *_: [])
         return searched_in(memory_bytes)
 
 
 def priced(result: Search, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0) -> tuple[Search, list[str]]:
-    """The search with partial policies, and those that were traced; they are `slower` than they are."""
-    traced, price = list[str](), partial_remat._priced
+    """The search with lists of values, and those that were traced; they are `slower` than they are."""
+    traced, price = list[str](), saved_values._priced
 
     def priced(result: Search, seed: Any, program: Program) -> Any:
         point = price(result, seed, program)
-        if ":" in program.remat:
+        if "." in program.remat:
             traced.append(program.remat)
             point = replace(point, candidate=replace(point.candidate, step_seconds=slower * point.seconds))
         return point
 
-    monkeypatch.setattr(partial_remat, "_priced", priced)
-    return with_partial_remat(result, 0.0), traced
+    monkeypatch.setattr(saved_values, "_priced", priced)
+    return with_saved_values(result, 0.0), traced
 
 
-def test_at_most_two_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_three_policies_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before().best.remat == "full"
     result, traced = priced(before(), monkeypatch)
-    assert result.best == between().best and 1 <= len(traced) <= 2
+    assert result.best == between().best and 1 <= len(traced) <= 3
     assert result.layouts_priced == before().layouts_priced + len(traced)
-    assert result.rejected.get(Reason(Code.NOT_PARTIAL), 0) == len(traced) - 1
+    assert result.rejected.get(Reason(Code.NOT_SAVED), 0) == len(traced) - 1
     assert result.search_seconds > before().search_seconds
 
 
 def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_remat, "PARTIAL_REMAT_MARGIN", 0.5)
+    monkeypatch.setattr(saved_values, "SAVED_VALUES_MARGIN", 0.5)
     result, traced = priced(before(), monkeypatch)
     assert result is before() and traced == []
