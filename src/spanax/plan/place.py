@@ -17,6 +17,7 @@ from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
 from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, ULYSSES, known_offload
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat import ATTENTION
 from spanax.trace.rewrites.padding import padded_sizes
 from spanax.trace.variables import Leaf, itemsize
 
@@ -44,6 +45,10 @@ def placed(
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     program = program.variant(**_options(schedule))
+    if program.context == GATHERED and f"{ATTENTION}." in program.remat:
+        raise VariantError(
+            f"remat '{program.remat}' stores results of fused attention, and none is fused.", fix="attention 'flash'"
+        )
     layout = replace(layout, name=in_words(layout.name, context_word(program)))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
     placements = _placements(resolver, schedule.offload)

@@ -56,7 +56,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     Raises:
       SpanaxError: when called, if the policy is `full`, partial or lists values and the loss has no layer, if a partial
-        policy names all of its layers, or more, or if the layers compute none of the values that it lists.
+        policy names all of its layers, or more, or if the layers compute no value that it lists.
 
     Example:
       >>> def loss(weights, x):
@@ -160,8 +160,11 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
 def _marks(graph: Graph, policy: str) -> dict[Op, str]:
     """Returns the names under which a policy saves the results of operations in layers; remats in them are ignored.
 
-    A name is the primitive with its number in the order of the operations of all layers. Where attention is not fused,
-    as in the first trace of a program, there are others: names without a value are ignored.
+    A name is the primitive with its number in the order of the operations of all layers. Those of fused attention are
+    ignored where none is fused, as in the first trace of a program.
+
+    Raises:
+      SpanaxError: the layers compute no value of a name.
     """
     saved = saved_values(policy)
     layers = [layer for layer, _ in _layers(graph.body)]
@@ -180,11 +183,12 @@ def _marks(graph: Graph, policy: str) -> dict[Op, str]:
             names[f"{name}.{counts[name]}"] = op
     if policy == NAMED:
         return {op: CANDIDATE + name for name, op in names.items()}
-    found = {names[name]: PREFIX + SAVED + name for name in saved if name in names}
-    if not found and not any(name.startswith(ATTENTION) for name in saved):
+    known = [name for name in saved if counts[ATTENTION] or not name.startswith(ATTENTION)]
+    missing = next((name for name in known if name not in names), None)
+    if missing is not None:
         most = ", ".join(f"{name}.{number}" for name, number in counts.most_common(4))
-        raise RangeError(f"the layers compute none of the values of remat '{policy[:40]}'.", fix=f"values up to {most}")
-    return found
+        raise RangeError(f"remat '{policy[:40]}': the layers compute no '{missing}'.", fix=f"values up to {most}")
+    return {names[name]: PREFIX + SAVED + name for name in known}
 
 
 def _is_transparent(op: Op) -> bool:
