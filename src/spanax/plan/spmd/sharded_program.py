@@ -8,7 +8,7 @@ from typing import Any
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
-from spanax.plan.sharding.operands import OperandSharding, operand_sharding
+from spanax.plan.sharding.operands import OperandSharding, is_kept, operand_sharding
 from spanax.plan.sharding.partition import (
     Masks,
     PartitionedOp,
@@ -91,7 +91,8 @@ class ShardedProgram:
     def signature(self) -> tuple[object, ...]:
         """Returns what the costs depend on: equal for layouts with equal shardings and equal divisions."""
         sized = (op for name in SIZED for op in self.traced.first_ops.get(name, ()))
-        return (*self.numbers, *map(self.division, sized))
+        kept = map(self._is_kept, self.traced.first_ops.get("dot_general", ()))
+        return (*self.numbers, *map(self.division, sized), *kept)
 
     def on(self, mesh: MeshShape) -> "ShardedProgram":
         """Returns the program on a mesh on which the layout resolves equally: only rings are divided differently."""
@@ -150,8 +151,8 @@ class ShardedProgram:
         known = self._divisions.get(op)
         if known is None:
             numbers = self.numbers
-            mesh = self.resolver.mesh if op.name in SIZED else None
-            key = (op, mesh, *[numbers[each] for each in self.traced.keys_of[op]])
+            sized = self.resolver.mesh if op.name in SIZED else self._is_kept(op)
+            key = (op, sized, *[numbers[each] for each in self.traced.keys_of[op]])
             known = self.cache.divisions.get(key)
             if known is None:
                 known = self._divide(op)
@@ -161,6 +162,10 @@ class ShardedProgram:
                 self.cache.divisions[key] = known
             self._divisions[op] = known
         return known
+
+    def _is_kept(self, op: Op) -> bool:
+        """Returns whether the activations of an operation move instead of its weight."""
+        return bool(is_kept(self.resolver, self.traced, op, self.constraints, self.resolver.mesh.ways))
 
     def _sized(self, op: Op, division: Division) -> object:
         """Returns what the costs of an operation depend on in addition to its division."""

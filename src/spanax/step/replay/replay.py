@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_look
 from spanax.step.replay.single_contraction import single_contraction
 from spanax.step.replay.sorted_rows import row_by_row, rows_by_device
 from spanax.step.replay.specs import check_fits, partition_spec, sharding_of
-from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
@@ -84,6 +85,13 @@ class Replay:
     manual: frozenset[str] = frozenset()
     defers_errors: bool = False
     forms: Forms | None = None
+
+    @cached_property
+    def _moved(self) -> frozenset[int]:
+        """The operands that matmuls reshard."""
+        uses = ((op, use) for op, use in self.uses.items() if op.name in CONTRACTIONS)
+        pairs = (pair for op, use in uses for pair in zip(op.inputs, use.inputs, strict=True))
+        return frozenset(value for value, constraint in pairs if constraint is not None)
 
     def body(
         self,
@@ -326,7 +334,7 @@ class Replay:
         for value, out, previous, leading in zip(op.outputs, outs, current, deferred, strict=True):
             target = constraints[value]
             known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
-            known = known and not is_extended(graph, value, constraints)
+            known = known and not (is_extended(graph, value, constraints) or value in self._moved)
             # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
             known = known or (previous is not None and (target is None or previous.spec == target.spec))
             results.append(out if known else self.constrained(out, target, leading))
