@@ -40,6 +40,7 @@ class OperandSharding:
       parts: the number of shards of the groups of a convolution.
       attention: the sharding of a fused attention operation.
       rows: the sharding of an operation on rows that each device sorts for itself.
+      is_kept: whether the weight of a matmul stays as it is stored, and its activations move.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -51,6 +52,7 @@ class OperandSharding:
     parts: int = 1
     attention: AttentionSharding | None = None
     rows: RowSharding | None = None
+    is_kept: bool = False
     is_isolated: bool = False
 
 
@@ -265,7 +267,7 @@ def _kept(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) 
     # A sum is scattered to its own sharding at once; what has the weight's dim is exchanged after the matmul.
     is_sum = axes_of(specs[2]).isdisjoint(axes_of(specs[kept]) - axes_of(weight.computed))  # type: ignore[union-attr]
     result = None if kept == 2 or is_sum else Constraint(specs[2])
-    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,))
+    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,), is_kept=True)
 
 
 def _contracted(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
