@@ -210,9 +210,11 @@ def kept_specs(op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
     dim are exchanged: their batch is gathered and that dim is sharded. The batch of the others is gathered, or summed
     and scattered. Then every device computes with the part that it stores, and no weight is gathered or reduced.
     """
+    if op.name != "dot_general":
+        return None
     known = [constraints[value] for value in (*op.inputs[:2], op.outputs[0])]
     stored = [(index, each) for index, each in enumerate(known) if each is not None and each.used is not None]
-    if op.name != "dot_general" or None in known or len(stored) != 1:
+    if None in known or len(stored) != 1:
         return None
     ((kept, weight),) = stored
     pairs = enumerate(zip(weight.spec, weight.used or (), strict=True))

@@ -78,6 +78,7 @@ class ShardedProgram:
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
         self._masks: dict[int, Masks] = {}
         self._divisions: dict[Op, Division] = {}
+        self._kept: dict[Op, bool] = {}
 
     @cached_property
     def numbers(self) -> list[int]:
@@ -100,6 +101,7 @@ class ShardedProgram:
         result.constraints = self.constraints
         result.numbers = self.numbers
         result._masks = self._masks
+        result._kept = self._kept
         resized = RING | {OWN_KERNEL}
         result._divisions = {op: division for op, division in self._divisions.items() if op.name not in resized}
         return result
@@ -165,7 +167,9 @@ class ShardedProgram:
 
     def _is_kept(self, op: Op) -> bool:
         """Returns whether the activations of an operation move instead of its weight."""
-        return bool(is_kept(self.resolver, self.traced, op, self.constraints, self.resolver.mesh.ways))
+        if op not in self._kept:
+            self._kept[op] = bool(is_kept(self.resolver, self.traced, op, self.constraints, self.resolver.mesh.ways))
+        return self._kept[op]
 
     def _sized(self, op: Op, division: Division) -> object:
         """Returns what the costs of an operation depend on in addition to its division."""
