@@ -33,9 +33,24 @@ PRESETS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor")
 ROUNDED = 1.005
 """Up to this, a ratio is printed as 1.00."""
 
-SMALL = "its activations are smaller than its weights, and the naive program leaves the weights where they are stored"
+SMALL = "the naive program leaves hidden dims sharded between layers, as tensor parallelism does"
 
-ABOVE = {"ensemble fsdp": SMALL}
+KERNELS = "gradients of convolutions are all-reduced over both axes, and then sliced"
+
+VECTORS = "a vector is gathered in each shape in which it is read: some 100 bytes"
+
+ABOVE = {
+    "ensemble fsdp": SMALL,
+    "ensemble hsdp": SMALL,
+    "moco hsdp": KERNELS,
+    "multitask fsdp+tensor": "looked-up rows are reduced before their weighted sum, not exchanged after it",
+    "normed_weights fsdp": VECTORS,
+    "pixelcnn hsdp": KERNELS,
+    "pixelcnn tensor": "the naive program shards images along their height between convolutions",
+    "solver fsdp": VECTORS,
+    "solver fsdp+tensor": VECTORS,
+    "solver hsdp": VECTORS,
+}
 """The cells that send more than the naive program on 8 simulated devices, each with the reason."""
 
 BEGIN = "<!-- the table of naive programs: benchmarks/naive_bytes.py -->"
