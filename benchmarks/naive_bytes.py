@@ -141,7 +141,7 @@ def main() -> None:
             continue
         try:
             row = compared(name, preset, asked.on)
-        except (SpanaxError, TypeError) as error:  # a compiler that crashes on the naive program, a dtype that it lacks
+        except (SpanaxError, TypeError, ValueError) as error:  # of the naive program's compiler, or another batch size
             row = {"cell": f"{name} {preset}", "refused": f"{type(error).__name__}: {error}".splitlines()[0]}
         rows.append(row)
         print(json.dumps(row | ({} if "refused" in row else {"ratio": round(ratio(row), 3)})), flush=True)
