@@ -244,8 +244,8 @@ def is_kept(
 ) -> Any:
     """Returns whether the activations of a matmul move instead of its weight: of one mesh, or an array for several.
 
-    A weight may be gathered once for the forward and the backward pass, and both move activations. Gradients that are
-    accumulated over microbatches are reduced once.
+    Its gradient needs what the forward and the backward pass have moved. Accumulated over microbatches, gradients are
+    reduced once, and a weight that is gathered once in each must be larger than what both move.
     """
     found = kept_specs(op, constraints)
     if found is None:
@@ -255,7 +255,7 @@ def is_kept(
     weight = constraints[values[kept]]
     num_bytes = [traced.graph.num_bytes(value) for value in values]
     moved = sum(num_bytes[side] / ways([*axes_of(specs[side])]) for side in {0, 1, 2} - {kept})
-    is_reduced = kept == 2 and resolver.program.microbatches == 1 and resolver.mesh.ways([PIPE]) == 1
+    is_reduced = resolver.program.microbatches == 1 and resolver.mesh.ways([PIPE]) == 1
     return (1 if is_reduced else 2) * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
 
 
