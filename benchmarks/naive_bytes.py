@@ -39,17 +39,26 @@ KERNELS = "gradients of convolutions are all-reduced over both axes, and then sl
 
 VECTORS = "a vector is gathered in each shape in which it is read: some 100 bytes"
 
+SMALL_CELLS = {
+    **dict.fromkeys(("annotated", "dropout", "ensemble", "lora", "mixed-dtype", "mlp", "multitask"), ("fsdp", "hsdp")),
+    "clip": ("fsdp",),
+}
+"""Models of a few layers, whose 64 examples are fewer than the dims of their weights."""
+
 ABOVE = {
-    "ensemble fsdp": SMALL,
-    "ensemble hsdp": SMALL,
+    **{f"{name} {preset}": SMALL for name, presets in SMALL_CELLS.items() for preset in presets},
+    "dropout fsdp+tensor": SMALL,
+    "mlp fsdp+tensor": SMALL,
     "moco hsdp": KERNELS,
     "multitask fsdp+tensor": "looked-up rows are reduced before their weighted sum, not exchanged after it",
     "normed_weights fsdp": VECTORS,
     "pixelcnn hsdp": KERNELS,
     "pixelcnn tensor": "the naive program shards images along their height between convolutions",
+    "resnet hsdp": KERNELS,
     "solver fsdp": VECTORS,
     "solver fsdp+tensor": VECTORS,
     "solver hsdp": VECTORS,
+    "unet hsdp": KERNELS,
 }
 """The cells that send more than the naive program on 8 simulated devices, each with the reason."""
 
