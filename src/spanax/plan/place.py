@@ -17,8 +17,8 @@ from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
 from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, ULYSSES, known_offload
 from spanax.trace.program import Program
-from spanax.trace.rewrites.remat import ATTENTION
 from spanax.trace.rewrites.padding import padded_sizes
+from spanax.trace.rewrites.remat import ATTENTION
 from spanax.trace.variables import Leaf, itemsize
 
 

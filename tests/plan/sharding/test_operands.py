@@ -47,7 +47,7 @@ def test_data_parallelism_reshards_no_matmul() -> None:
 
 
 def test_fsdp_gathers_a_stored_weight_before_its_matmuls() -> None:
-    program = traced(lambda rngs: nnx.Linear(32, 64, use_bias=False, rngs=rngs), 16, 32)
+    program = traced(lambda rngs: nnx.Linear(32, 64, use_bias=False, rngs=rngs), 512, 32)
     resolver, by_op = shardings(program, "fsdp", "fsdp=4")
     (kernel,) = (value for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False)
                  if leaf.kind == "param")  # fmt: skip

@@ -4,10 +4,11 @@ By default, XLA may move activations to a sharded weight instead of gathering th
 of a platform's kernel. Both are decided here, ahead of time.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from spanax.plan.layout import PIPE
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
@@ -54,6 +55,7 @@ class OperandSharding:
       halos: the dims under windows that are sharded.
       attention: the sharding of a fused attention operation.
       rows: the sharding of an operation on rows that each device sorts for itself.
+      is_kept: whether the weight of a matmul stays as it is stored, and its activations move.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -66,6 +68,7 @@ class OperandSharding:
     halos: tuple[ShardedWindow, ...] = ()
     attention: AttentionSharding | None = None
     rows: RowSharding | None = None
+    is_kept: bool = False
     is_isolated: bool = False
 
 
@@ -98,7 +101,7 @@ def operand_sharding(
         middle = _between(constraints[op.outputs[0]])
         known = {value: constraints[value] for value in (*op.inputs, *op.outputs)}
         known |= {} if middle is None else {op.outputs[0]: middle}
-        sharding = _by_shard(resolver, traced, op, known) or _exchanged(traced, op, known)
+        sharding = _by_shard(resolver, traced, op, known) or _kept(resolver, traced, op, known)
         return _exchanged_after(op, middle, sharding or _contracted(resolver, traced, op, known))
     if piece_links(op, traced.axes.classes, traced.axes.wholes):
         return _gathered(op, constraints)
@@ -235,40 +238,73 @@ def _reshaped(
     return OperandSharding((results[0],), (results[1],)) if any(results) else None
 
 
-def _exchanged(traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
-    """Moves the activations of a gradient that is stored sharded, where they are smaller than the gradient.
+def kept_specs(op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
+    """Returns which of a matmul's operands and result may stay as it is stored, and the specs of all three then.
 
-    The operand with the dim along which the gradient is stored is exchanged: its batch is gathered and that dim is
-    sharded. The batch of the other one is gathered. Then every device computes the part of the gradient that it stores,
-    and no gradient is reduced.
+    That is a weight, or a gradient, which has mesh axes along one more dim than in computation. Activations with this
+    dim are exchanged: their batch is gathered and that dim is sharded. The batch of the others is gathered, or summed
+    and scattered. Then every device computes with the part that it stores, and no weight is gathered or reduced.
     """
-    values = (*op.inputs[:2], op.outputs[0])
-    known = [constraints[value] for value in values]
-    gradient = known[2]
-    if op.name != "dot_general" or None in known or gradient is None or gradient.used is None:
+    if op.name != "dot_general":
         return None
-    further = [
-        (dim, set(by) - set(used)) for dim, (by, used) in enumerate(zip(gradient.spec, gradient.used, strict=True))
-    ]
-    changed = [(dim, axes) for dim, axes in further if axes]
+    known = [constraints[value] for value in (*op.inputs[:2], op.outputs[0])]
+    stored = [(index, each) for index, each in enumerate(known) if each is not None and each.used is not None]
+    if None in known or len(stored) != 1:
+        return None
+    ((kept, weight),) = stored
+    pairs = enumerate(zip(weight.spec, weight.used or (), strict=True))
+    changed = [(dim, {*by} - {*used}) for dim, (by, used) in pairs if {*by} - {*used}]
+    if len(changed) != 1:
+        return None
+    ((stored_dim, axes),) = changed
     summed, passed = op.dim_map.contraction
-    sizes = [math.prod(traced.graph.shape(value)) for value in values]
-    if len(changed) != 1 or sizes[0] + sizes[1] > sizes[2]:
-        return None
-    ((stored, axes),) = changed
-    inputs = list[Constraint | None](None for _ in op.inputs)
-    for side in (0, 1):
+    dims = [*((lhs, rhs, -1) for lhs, rhs in summed), *passed]
+    along = next(each for each in dims if each[kept] == stored_dim)
+    specs = [weight.spec] * 3
+    for side in {0, 1, 2} - {kept}:
         spec = [*known[side].computed]  # type: ignore[union-attr]
-        dims = [pair[side] for pair in summed]
-        if {axis for dim in dims for axis in spec[dim] if axis in axes} != axes:
+        free = [each[side] for each in dims if each[kept] < 0 <= each[side]]
+        if {axis for dim in free for axis in spec[dim] if axis in axes} != axes:
             return None
-        for dim in dims:
+        for dim in free:
             spec[dim] = tuple(axis for axis in spec[dim] if axis not in axes)
-        for pair in passed:
-            if pair[2] == stored and pair[side] >= 0:
-                spec[pair[side]] = gradient.spec[stored]
-        inputs[side] = Constraint(tuple(spec))
-    return OperandSharding(tuple(inputs), (None,) * len(op.outputs))
+        if along[side] >= 0:
+            spec[along[side]] = weight.spec[stored_dim]
+        specs[side] = tuple(spec)
+    return kept, specs
+
+
+def is_kept(
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known, ways: Callable[[Sequence[str]], Any]
+) -> Any:
+    """Returns whether the activations of a matmul move instead of its weight: of one mesh, or an array for several.
+
+    Its gradient needs what the forward and the backward pass have moved. Accumulated over microbatches, gradients are
+    reduced once, and a weight that is gathered once in each must be larger than what both move.
+    """
+    found = kept_specs(op, constraints)
+    if found is None:
+        return False
+    kept, specs = found
+    values = (*op.inputs[:2], op.outputs[0])
+    weight = constraints[values[kept]]
+    num_bytes = [traced.graph.num_bytes(value) for value in values]
+    moved = sum(num_bytes[side] / ways([*axes_of(specs[side])]) for side in {0, 1, 2} - {kept})
+    is_reduced = resolver.program.microbatches == 1 and resolver.mesh.ways([PIPE]) == 1
+    return (1 if is_reduced else 2) * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
+
+
+def _kept(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
+    """Moves the activations of a matmul where they are smaller than its weight, or than the gradient of one."""
+    if not is_kept(resolver, traced, op, constraints, resolver.mesh.ways):
+        return None
+    kept, specs = kept_specs(op, constraints)  # type: ignore[misc]
+    inputs = [None if side == kept else Constraint(specs[side]) for side in (0, 1)]
+    weight = constraints[(*op.inputs[:2], op.outputs[0])[kept]]
+    # A sum is scattered to its own sharding at once; what has the weight's dim is exchanged after the matmul.
+    is_sum = axes_of(specs[2]).isdisjoint(axes_of(specs[kept]) - axes_of(weight.computed))  # type: ignore[union-attr]
+    result = None if kept == 2 or is_sum else Constraint(specs[2])
+    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,), is_kept=True)
 
 
 def _contracted(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:

@@ -10,6 +10,7 @@ import numpy as np
 from spanax.plan.sharding.assign import expert_axes, is_staying
 from spanax.plan.sharding.attention import attention_kernels, unit_of
 from spanax.plan.sharding.lookups import LOOKUPS, lookup_of, strategies
+from spanax.plan.sharding.operands import is_kept, kept_specs
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.analysis.labels import label_key
 from spanax.trace.jaxpr.dim_maps.relations import Kind
@@ -30,7 +31,7 @@ def size_decisions(resolver: Resolver, sizes: Array) -> Array:
     def ways(axes: tuple[str, ...]) -> Array:
         return np.asarray(np.prod([by_axis[axis] for axis in axes], axis=0, initial=1) * np.ones(sizes.shape[1], int))
 
-    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _windowed, _looked_up, _stayed)
+    parts = (_divided, _stored, _moved, _exchanged, _in_groups, _windowed, _looked_up, _kept, _stayed)
     rows = [row for part in parts for row in part(resolver, lambda axes: ways(tuple(sorted(axes))))]
     return np.asarray(rows, int).reshape(-1, sizes.shape[1])
 
@@ -157,6 +158,15 @@ def _looked_up(resolver: Resolver, ways: Ways) -> Iterator[Array]:
         if lookup is not None:
             moved = [numbers for *_, numbers in strategies(lookup, step, ways)]
             yield np.argmin(np.stack([numbers * np.ones_like(ways(()), float) for numbers in moved]), axis=0)
+
+
+def _kept(resolver: Resolver, ways: Ways) -> Iterator[Array]:
+    """Yields whether the activations of a matmul move instead of its weight."""
+    step = resolver.program.step
+    constraints = resolver.constraints(step)
+    for op in step.first_ops.get("dot_general", ()):
+        if kept_specs(op, constraints) is not None:
+            yield is_kept(resolver, step, op, constraints, ways) * np.ones_like(ways(()))
 
 
 def _stayed(resolver: Resolver, ways: Ways) -> Iterator[Array]:

@@ -8,7 +8,7 @@ from typing import Any
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
-from spanax.plan.sharding.operands import OperandSharding, operand_sharding
+from spanax.plan.sharding.operands import OperandSharding, is_kept, operand_sharding
 from spanax.plan.sharding.partition import (
     Masks,
     PartitionedOp,
@@ -80,6 +80,7 @@ class ShardedProgram:
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
         self._masks: dict[int, Masks] = {}
         self._divisions: dict[Op, Division] = {}
+        self._kept: dict[Op, bool] = {}
 
     @cached_property
     def numbers(self) -> list[int]:
@@ -93,7 +94,8 @@ class ShardedProgram:
     def signature(self) -> tuple[object, ...]:
         """Returns what the costs depend on: equal for layouts with equal shardings and equal divisions."""
         sized = (op for name in SIZED for op in self.traced.first_ops.get(name, ()))
-        return (*self.numbers, *map(self.division, sized))
+        kept = map(self._is_kept, self.traced.first_ops.get("dot_general", ()))
+        return (*self.numbers, *map(self.division, sized), *kept)
 
     def on(self, mesh: MeshShape) -> "ShardedProgram":
         """Returns the program on a mesh on which the layout resolves equally: only rings are divided differently."""
@@ -101,6 +103,7 @@ class ShardedProgram:
         result.constraints = self.constraints
         result.numbers = self.numbers
         result._masks = self._masks
+        result._kept = self._kept
         resized = RING | WINDOWED | {OWN_KERNEL}
         result._divisions = {op: division for op, division in self._divisions.items() if op.name not in resized}
         return result
@@ -152,9 +155,9 @@ class ShardedProgram:
         known = self._divisions.get(op)
         if known is None:
             numbers = self.numbers
-            mesh = self.resolver.mesh if op.name in SIZED else None
+            sized = self.resolver.mesh if op.name in SIZED else self._is_kept(op)
             viewed = [self._viewed(value) for value in op.outputs if value in self.traced.views]
-            key = (op, mesh, *viewed, *[numbers[each] for each in self.traced.keys_of[op]])
+            key = (op, sized, *viewed, *[numbers[each] for each in self.traced.keys_of[op]])
             known = self.cache.divisions.get(key)
             if known is None:
                 known = self._divide(op)
@@ -164,6 +167,12 @@ class ShardedProgram:
                 self.cache.divisions[key] = known
             self._divisions[op] = known
         return known
+
+    def _is_kept(self, op: Op) -> bool:
+        """Returns whether the activations of an operation move instead of its weight."""
+        if op not in self._kept:
+            self._kept[op] = bool(is_kept(self.resolver, self.traced, op, self.constraints, self.resolver.mesh.ways))
+        return self._kept[op]
 
     def _sized(self, op: Op, division: Division) -> object:
         """Returns what the costs of an operation depend on in addition to its division."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -85,6 +86,13 @@ class Replay:
     manual: frozenset[str] = frozenset()
     defers_errors: bool = False
     forms: Forms | None = None
+
+    @cached_property
+    def _moved(self) -> frozenset[int]:
+        """The activations that matmuls move instead of their weights."""
+        uses = ((op, use) for op, use in self.uses.items() if use.is_kept)
+        pairs = (pair for op, use in uses for pair in zip(op.inputs, use.inputs, strict=True))
+        return frozenset(value for value, constraint in pairs if constraint is not None)
 
     def body(
         self,
@@ -321,7 +329,7 @@ class Replay:
         for value, out, previous, leading in zip(op.outputs, outs, current, deferred, strict=True):
             target = constraints[value]
             known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
-            known = known and not is_extended(graph, value, constraints)
+            known = known and not (is_extended(graph, value, constraints) or value in self._moved)
             # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
             known = known or (previous is not None and (target is None or previous.spec == target.spec))
             results.append(out if known else self.constrained(out, target, leading))
