@@ -112,4 +112,4 @@ def test_the_samples_have_stages_rings_and_every_policy() -> None:
 
 
 def spanax_axes() -> tuple[str, ...]:
-    return ("data", "fsdp", "expert", "context", "model")
+    return ("data", "fsdp", "expert", "context", "model", "groups")

@@ -12,7 +12,7 @@ import spanax
 from sampling import sampled
 from spanax.plan.plan import Schedule
 
-DIM, WIDTH, LAYERS = 32, 256, 2
+DIM, WIDTH, LAYERS = 64, 256, 2
 
 
 class Tower(nnx.Module):

@@ -41,6 +41,7 @@ SEQUENCE = [
     ("context", "data=2,context=4"),
     ("ring", "data=2,context=4"),
     ("ring", "fsdp=2,context=2,model=2"),
+    ("ulysses", "data=2,context=4"),
 ]
 EXPERT = [("expert", "expert=8"), ("expert", "data=4,expert=2")]
 
@@ -49,10 +50,13 @@ FEW = [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
 MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "mlp": DATA + TENSOR,
     "dropout": DATA + TENSOR,
-    "cnn": DATA + TENSOR,
+    "cnn": DATA + TENSOR + [("spatial", "data=2,context=4")],
     "gpt": DATA + TENSOR + SEQUENCE,
     "gqa": DATA + TENSOR + SEQUENCE,
-    "moe": DATA + TENSOR + [item for item in SEQUENCE if item[0] != "ring"] + EXPERT,  # it has no attention
+    "moe": DATA
+    + TENSOR
+    + [item for item in SEQUENCE if item[0] not in ("ring", "ulysses")]
+    + EXPERT,  # it has no attention
     "indexed-moe": FEW + EXPERT,
     "llama": FEW + SEQUENCE,
     "mixtral": FEW + EXPERT + [("context", "data=4,context=2"), (None, "expert=4,model=2"), (None, "fsdp=2,expert=4")],
@@ -65,9 +69,9 @@ MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
 QUICK = {
     "mlp": {"data", "zero1", "zero2", "fsdp", "hsdp", "tensor", "data+tensor", "fsdp+tensor"},
     "dropout": {"tensor"},
-    "cnn": {"hsdp", "tensor"},
+    "cnn": {"spatial", "tensor"},
     "gpt": {"fsdp+tensor+seq"},
-    "gqa": {"context", "ring"},
+    "gqa": {"context", "ring", "ulysses"},
     "moe": {"expert"},
     "indexed-moe": {"expert"},
 } | dict.fromkeys(("annotated", "lora", "mixed-dtype"), {"fsdp"})

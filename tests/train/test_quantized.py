@@ -37,7 +37,8 @@ def test_a_quantized_step_equals_one_device(devices: Any, table: str, layout: st
 
 
 def test_every_preset_has_a_row() -> None:
-    assert quantized.MESHES.keys() >= PRESETS.keys()
+    """`ulysses` computes attention otherwise, in which no weight is quantized; `spatial` is for images."""
+    assert quantized.MESHES.keys() >= PRESETS.keys() - {"ulysses", "spatial"}
 
 
 def test_the_rates_of_quantized_matmuls_are_priced() -> None:

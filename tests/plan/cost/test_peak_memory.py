@@ -108,8 +108,8 @@ class TwoLayers(nnx.Module):
 
 
 @functools.cache
-def two_layers() -> Program:
-    return spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(64, 32), loss=squared)
+def two_layers(batch_size: int = 64) -> Program:
+    return spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(batch_size, 32), loss=squared)
 
 
 def test_the_peak_of_two_layers_by_hand() -> None:
@@ -137,8 +137,9 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
     elsewhere = groups(two_layers(), "data", "data=8")  # the masked value is in memory, and its operand is dead
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 8 * 128 + 4, down + up)
     # If stored sharded, the last sum is replicated before it is sharded, with its shard and that of the first.
-    result = groups(two_layers(), "fsdp", "fsdp=8", is_tpu=True)
-    assert result["activations"] == 4 * 2 * 8 * 128 + 4
+    # Of 64 examples, the weights would stay, and the activations move.
+    result = groups(two_layers(128), "fsdp", "fsdp=8", is_tpu=True)
+    assert result["activations"] == 4 * 2 * 16 * 128 + 4
     assert (result["gradients"], result["gathered weights"]) == (up + up // 8 + down // 8, 0)
     # The hidden dim is split, and the 16 outputs are not: it is where their gradient goes back through `down`.
     result = groups(two_layers(), "tensor", "model=8", is_tpu=True)
@@ -146,8 +147,8 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
 
 
 def test_a_gathered_weight_is_live_while_it_is_used() -> None:
-    """With one example a device the weights are what matters."""
-    program = spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(8, 32), loss=squared)
+    """With few examples a device, yet too many to move their activations instead."""
+    program = two_layers(128)
     stored, replicated = groups(program, "fsdp", "fsdp=8"), groups(program, "data", "data=8")
     assert stored["parameters"] == replicated["parameters"] // 8
     assert stored["gathered weights"] + stored["gradients"] >= 4 * 32 * 128

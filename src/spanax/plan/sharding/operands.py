@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spanax.plan.layout import PIPE
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
@@ -71,6 +70,9 @@ class OperandSharding:
     is_kept: bool = False
     is_isolated: bool = False
 
+
+MOVED_IN_MICROBATCHES = 4
+"""How many times as large as what moves instead a weight must be, in each microbatch, to stay as it is stored."""
 
 Known = Sequence[Constraint | None] | Mapping[int, Constraint | None]
 """The constraints of values, by number."""
@@ -280,7 +282,7 @@ def is_kept(
     """Returns whether the activations of a matmul move instead of its weight: of one mesh, or an array for several.
 
     Its gradient needs what the forward and the backward pass have moved. Accumulated over microbatches, gradients are
-    reduced once, and a weight that is gathered once in each must be larger than what both move.
+    reduced once, and the gathers of a weight overlap with the computation that moved activations are waited for in.
     """
     found = kept_specs(op, constraints)
     if found is None:
@@ -290,8 +292,8 @@ def is_kept(
     weight = constraints[values[kept]]
     num_bytes = [traced.graph.num_bytes(value) for value in values]
     moved = sum(num_bytes[side] / ways([*axes_of(specs[side])]) for side in {0, 1, 2} - {kept})
-    is_reduced = resolver.program.microbatches == 1 and resolver.mesh.ways([PIPE]) == 1
-    return (1 if is_reduced else 2) * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
+    times = 1 if resolver.program.microbatches == 1 else MOVED_IN_MICROBATCHES
+    return times * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
 
 
 def _kept(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
