@@ -11,6 +11,8 @@ from jax import lax
 from spanax.trace.jaxpr.dim_maps.relations import Equation
 from spanax.trace.jaxpr.dim_maps.windows import Window, windows
 
+pytestmark = pytest.mark.usefixtures("devices")
+
 WAYS = 4
 
 

@@ -162,6 +162,7 @@ def halves(real: Any, table: Any) -> Any:
     return jnp.concatenate([documents(real, table), documents(real, table)], axis=1)[:, :1]
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("wrap", ["scan", "remat", "cond", "remat in scan"])
 @pytest.mark.parametrize("mask, num_extras", [(causal, 0), (documents, 2), (distances, 1), (halves, 1)])
 def test_a_mask_outside_of_layers_is_computed_in_each(wrap: str, mask: Callable[..., Any], num_extras: int) -> None:
