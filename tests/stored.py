@@ -74,7 +74,7 @@ def program() -> spanax.Program:
     return spanax.trace(
         build=Model,
         optimizer=optax.sgd(0.1),
-        batch=jax.ShapeDtypeStruct((64, 256), "float32"),
+        batch=jax.ShapeDtypeStruct((2048, 256), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
         compute_dtype="bfloat16",
     )
