@@ -85,9 +85,9 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       on: several clusters, or their names, instead of `cluster`.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `ring`, `ulysses`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a
-        Layout. Default: the layout that the names of the mesh axes imply; without a mesh, the fastest layout that fits,
-        as `spanax.search` ranks them. For chips of unknown speed: `data` if the state fits on one device, else `fsdp`.
+        `context`, `ring`, `ulysses`, `spatial`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor
+        one), or a Layout. Default: the layout that the names of the mesh axes imply; without a mesh, the fastest one
+        that fits, as `spanax.search` ranks them. On chips of unknown speed: `data` if the state fits, or `fsdp`.
       mesh: axis sizes, slowest axis first: `"data=4,model=2"`, a dict, or a `jax.sharding.Mesh` of the devices of
         `MeshShape.build`. Default: a mesh that suits the layout.
       sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.

@@ -137,9 +137,9 @@ class LayoutRequest:
     """The requested layout; the planner chooses what is not requested.
 
     Attributes:
-      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, ulysses, expert,
-        pipeline, pipeline+tensor, 3d, or another name that spanax plan lists, such as pipeline+fsdp; `+seq` after a
-        tensor layout also shards the sequence. Default: inferred from --mesh, or the fastest layout that fits.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, ulysses,
+        spatial, expert, pipeline, pipeline+tensor, 3d, or another name that spanax plan lists, such as pipeline+fsdp;
+        `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or the fastest that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
       remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
         each layer; offload, as dots, in host memory; or all but a list, attention.1+dot_general.2-3. With a number, in

@@ -308,6 +308,11 @@ def reductions(
     return shifts + transition(value, tuple(done), requested, is_operand=False)
 
 
+def words_of_sum(graph: Graph, value: int) -> int:
+    """Returns the bytes of a value's 32-bit sum over the value's own bytes."""
+    return max(1, 4 // graph.avals[value].dtype.itemsize)
+
+
 def summed_shards(
     graph: Graph, op: Op, ins: Sequence[Masks], outs: Sequence[Masks], summed: Sequence[int]
 ) -> PartitionedOp:
@@ -317,7 +322,7 @@ def summed_shards(
     """
     shifts = []
     for value, masks, over in zip(op.outputs, outs, summed, strict=True):
-        words = max(1, 4 // graph.avals[value].dtype.itemsize)
+        words = words_of_sum(graph, value)
         before = union(masks) & ~over
         for mask in masks:
             if scattered := mask & over:

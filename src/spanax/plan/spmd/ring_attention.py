@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import AttentionSharding
-from spanax.plan.sharding.partition import PartitionedOp, Reshard, as_masks, union
+from spanax.plan.sharding.partition import PartitionedOp, Reshard, as_masks, union, words_of_sum
 from spanax.plan.sharding.resolve import Spec, axes_of
 from spanax.plan.spmd.terms import HOP, ROUND, Matmul
 from spanax.trace.analysis.op_groups import OpGroup
@@ -49,7 +49,7 @@ def ring_partition(graph: Graph, op: Op, sharding: AttentionSharding, mesh: Mesh
         used = mask(sharding.axes)
         for value, spec in zip(op.outputs, sharding.results(op), strict=True):
             if over := used & ~mask(spec):
-                shifts.append(Reshard("all-reduce", value, over, mask(spec), False, _words(graph, value)))
+                shifts.append(Reshard("all-reduce", value, over, mask(spec), False, words_of_sum(graph, value)))
     return PartitionedOp(mask(sharding.axes), (), (), tuple(shifts))
 
 
@@ -74,15 +74,10 @@ def _moving(graph: Graph, op: Op, sharding: AttentionSharding) -> Iterator[tuple
     for value in keys:
         yield value, sharding.keys, 1, 1
     for index, (value, spec) in enumerate(zip(op.outputs, sharding.results(op), strict=True)):
-        width = _words(graph, value) if is_back else 1
+        width = words_of_sum(graph, value) if is_back else 1
         is_key = is_back and index in (1, 2)
         if not axes_of(spec).isdisjoint(sharding.ring):
             yield value, spec, int(is_key), width
-
-
-def _words(graph: Graph, value: int) -> int:
-    """Returns the bytes of a value's 32-bit sum over the value's own bytes."""
-    return max(1, 4 // graph.avals[value].dtype.itemsize)
 
 
 def products(
