@@ -1,13 +1,16 @@
 """Random batches for a program: normally distributed floats, and integers that are valid indices."""
 
-from collections.abc import Mapping
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
 import numpy as np
 
 from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.index_arrays import IndexArrays
+from spanax.trace.jaxpr.provenance import propagated
 from spanax.trace.program import Program
 
 FOLLOWED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RESIZE, Family.DYNAMIC_SLICE})
@@ -43,46 +46,32 @@ def example_batch(program: Program, seed: int) -> Any:
 def index_bounds(program: Program) -> dict[str, int]:
     """Returns the smallest size that the integers of each batch leaf index, by path; 2 if they index nothing."""
     graph = program.step.graph
-    inputs = graph.body.inputs[len(program.leaves) :]
-    bounds = {}
-    for leaf, value in zip(program.batch, inputs, strict=True):
-        if jax.dtypes.issubdtype(leaf.dtype, np.integer):
-            sizes: list[int] = []
-            _follow(graph, graph.body, {value}, {}, sizes)
-            bounds[leaf.path] = min(sizes, default=2)
-    return bounds
+    pairs = zip(program.batch, graph.body.inputs[len(program.leaves) :], strict=True)
+    inputs = {value: leaf.path for leaf, value in pairs if jax.dtypes.issubdtype(leaf.dtype, np.integer)}
+    follows = propagated(graph, {value: 1 << place for place, value in enumerate(inputs)}, partial(_followed, graph))
+    arrays = IndexArrays(graph)
+    bounds: dict[str, list[int]] = {path: [] for path in inputs.values()}
+    for op in graph.ops():
+        for value in op.inputs:
+            sizes = _sizes(arrays, op, value) if follows[value] else ()
+            for place, path in enumerate(bounds):
+                bounds[path] += sizes if follows[value] >> place & 1 else ()
+    return {path: min(sizes, default=2) for path, sizes in bounds.items()}
 
 
-def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int], sizes: list[int]) -> None:
-    """Appends to `sizes` the sizes that values in `indices` index; extends `indices` and `ranges` by derived values."""
-    for op in body.ops:
-        if op.name == "iota":
-            ranges[op.outputs[0]] = op.params["shape"][op.params["dimension"]]
-        sizes += _sizes(graph, op, indices, ranges)
-        if op.bodies:
-            for outer, inner in graph.wires(op).inputs:
-                if outer in indices:
-                    indices.add(inner)
-            for inner_body in op.bodies:
-                _follow(graph, inner_body, indices, ranges, sizes)
-            continue
-        is_integer = all(jax.dtypes.issubdtype(graph.avals[value].dtype, np.integer) for value in op.outputs)
-        if op.family in FOLLOWED and is_integer:
-            indices.update(op.outputs if indices.intersection(op.inputs) else ())
-            operand_ranges = [ranges[value] for value in op.inputs if value in ranges]
-            ranges.update(
-                dict.fromkeys(op.outputs, operand_ranges[0])
-                if operand_ranges and not indices.intersection(op.inputs)
-                else {}
-            )
+def _followed(graph: Graph, op: Op, operands: list[int]) -> int:
+    """Returns the bits of the leaves whose integers are the results of an operation, given those of its operands."""
+    is_integer = all(jax.dtypes.issubdtype(graph.avals[value].dtype, np.integer) for value in op.outputs)
+    return reduce(or_, operands, 0) if op.family in FOLLOWED and is_integer else 0
 
 
-def _sizes(graph: Graph, op: Op, indices: set[int], ranges: Mapping[int, int]) -> list[int]:
-    if op.family in INDEXED and op.inputs[1] in indices:
+def _sizes(arrays: IndexArrays, op: Op, value: int) -> list[int]:
+    """Returns the sizes that an operand of an operation indexes, if it does."""
+    if op.family in INDEXED and op.inputs[1] == value:
         numbers = op.params["dimension_numbers"]
         dims = numbers.start_index_map if op.family is Family.GATHER else numbers.scatter_dims_to_operand_dims
         # Batching dims are indexed implicitly, so only the dims in the start index map have bounds.
-        return [graph.shape(op.inputs[0])[dim] for dim in dims]
-    if op.name in ("eq", "ne") and indices.intersection(op.inputs):
-        return [ranges[value] for value in op.inputs if value in ranges]
-    return []
+        return [arrays.graph.shape(op.inputs[0])[dim] for dim in dims]
+    others = [each for each in op.inputs if each != value] if op.name in ("eq", "ne") else []
+    options = [elements for each in others if (elements := arrays.elements(each, {})) is not None]
+    return [int(elements.max()) + 1 for elements in options if any(elements.strides)]
