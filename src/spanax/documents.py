@@ -200,3 +200,38 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:60]} is not a finite number")
     return number
+
+
+def message_classes(text: str, *names: str) -> dict[str, Any]:
+    """Returns the classes of some protocol buffer messages, with the fields that are declared of each.
+
+    Args:
+      text: for each message a line, `Message: field=number type, ...`, which may continue after a comma; `*` marks
+        repeated fields.
+      names: the messages.
+
+    Example:
+      >>> pair = message_classes("Pair: first=1 int64, others=2 *string", "Pair")["Pair"]
+      >>> pair.FromString(pair(first=3, others=["a"]).SerializeToString()).first
+      3
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="messages.proto", package="spanax", syntax="proto3")
+    for line in text.replace(",\n ", ",").strip().splitlines():
+        name, _, fields = line.partition(": ")
+        message = file.message_type.add(name=name)
+        for entry in fields.split(", "):
+            field, kind = entry.split()
+            field_name, number = field.split("=")
+            label = kinds.LABEL_REPEATED if kind.startswith("*") else kinds.LABEL_OPTIONAL
+            added = message.field.add(name=field_name, number=int(number), label=label)
+            if (kind := kind.lstrip("*"))[0].isupper():
+                added.type = kinds.TYPE_MESSAGE
+                added.type_name = f".spanax.{kind}"
+            else:
+                added.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"spanax.{name}")) for name in names}

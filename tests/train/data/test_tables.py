@@ -62,8 +62,8 @@ def records(path: Path, rows: list[bytes]) -> None:
 
 
 def as_example(row: dict[str, Any]) -> bytes:
-    example = _example_type()()
-    features = example.features.feature
+    example = _example_type()["Example"]()
+    features = {name: example.features.feature.add(key=name).value for name in ("text", "ids", "label")}
     features["text"].bytes_list.value.append(row["text"].encode())
     features["ids"].int64_list.value.extend(row["ids"])
     features["label"].int64_list.value.append(row["label"])

@@ -6,9 +6,9 @@ xla/xla_data.proto, whose field numbers XLA keeps backward compatible.
 
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from spanax.documents import message_classes
 from spanax.errors import FileError
 
 MESSAGES = """
@@ -54,10 +54,9 @@ StackFrameIndex: file_names=1 *string, file_locations=3 *FileLocation, stack_fra
 FileLocation: file_name_id=1 int32, line=3 int32
 StackFrame: file_location_id=1 int32, parent_frame_id=2 int32
 """
-"""Message: field=number type, ...; `*` marks repeated fields. A module's `name` is bytes to parse any HloProto."""
+"""A module's `name` is bytes to parse any HloProto."""
 
-_FIELD = descriptor_pb2.FieldDescriptorProto
-_PACKAGE = "spanax.hlo"
+_CLASSES = message_classes(MESSAGES, "HloProto", "HloModule")
 
 
 def parse_hlo(data: bytes) -> Any:
@@ -67,41 +66,11 @@ def parse_hlo(data: bytes) -> Any:
       DataError: the bytes are neither.
     """
     try:
-        module = _MODULE.FromString(data)
+        module = _CLASSES["HloModule"].FromString(data)
         if not module.entry_computation_name:  # the name of an HloModule is the module of an HloProto
-            module = _HLO.FromString(data).hlo_module
+            module = _CLASSES["HloProto"].FromString(data).hlo_module
     except DecodeError as error:
         raise FileError("this is not a serialized program.", where=str(error)) from None
     if not module.computations:
         raise FileError("this is not a serialized program.", where="it has no computations")
     return module
-
-
-def _message_class(name: str) -> Any:
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
-
-def _pool() -> descriptor_pool.DescriptorPool:
-    """Returns the descriptors of `MESSAGES`."""
-    file = descriptor_pb2.FileDescriptorProto(name="hlo.proto", package=_PACKAGE, syntax="proto3")
-    for line in MESSAGES.replace(",\n ", ",").strip().splitlines():
-        name, _, fields = line.partition(": ")
-        message = file.message_type.add(name=name)
-        for entry in fields.split(", "):
-            field, kind = entry.split()
-            field_name, number = field.split("=")
-            label = _FIELD.LABEL_REPEATED if kind.startswith("*") else _FIELD.LABEL_OPTIONAL
-            added = message.field.add(name=field_name, number=int(number), label=label)
-            if (kind := kind.lstrip("*"))[0].isupper():
-                added.type = _FIELD.TYPE_MESSAGE
-                added.type_name = f".{_PACKAGE}.{kind}"
-            else:
-                added.type = _FIELD.Type.Value(f"TYPE_{kind.upper()}")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-_POOL = _pool()
-_HLO = _message_class("HloProto")
-_MODULE = _message_class("HloModule")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spanax.documents import message_classes
 from spanax.errors import DataError, FileError
 from spanax.train.data.cache import check_expansion
 
@@ -148,15 +149,16 @@ def _example_row(record: bytes) -> dict[str, Any]:
     """Returns the features of a `tf.train.Example`: bytes as UTF-8 text, a single number as a scalar."""
     from google.protobuf.message import DecodeError
 
-    example = _example_type()()
+    example = _example_type()["Example"]()
     try:
         example.ParseFromString(record)
     except DecodeError as error:
         raise ValueError(str(error)) from None
     row: dict[str, Any] = {}
-    for name, feature in example.features.feature.items():
-        kind = feature.WhichOneof("kind")
-        values = list(getattr(feature, kind).value) if kind else []
+    for entry in example.features.feature:
+        name = entry.key
+        kind = next((field.name for field, _ in entry.value.ListFields()), "")
+        values = list(getattr(entry.value, kind).value) if kind else []
         if kind == "bytes_list":
             row[name] = values[0].decode("utf-8") if len(values) == 1 else values
         else:
@@ -165,36 +167,16 @@ def _example_row(record: bytes) -> dict[str, Any]:
     return row
 
 
-EXAMPLE_PROTO = """
-name: "spanax/example.proto" package: "spanax" syntax: "proto3"
-message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
-message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
-message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
-message_type {
-  name: "Feature" oneof_decl { name: "kind" }
-  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".spanax.BytesList" oneof_index: 0 }
-  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".spanax.FloatList" oneof_index: 0 }
-  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".spanax.Int64List" oneof_index: 0 }
-}
-message_type {
-  name: "Features"
-  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Features.FeatureEntry" }
-  nested_type {
-    name: "FeatureEntry" options { map_entry: true }
-    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
-    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".spanax.Feature" }
-  }
-}
-message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".spanax.Features" } }
+EXAMPLE = """
+BytesList: value=1 *bytes
+FloatList: value=1 *float
+Int64List: value=1 *int64
+Feature: bytes_list=1 BytesList, float_list=2 FloatList, int64_list=3 Int64List
+Entry: key=1 string, value=2 Feature
+Features: feature=1 *Entry
+Example: features=1 Features
 """
-"""The descriptor of tensorflow/core/example/example.proto, which no dependency of Spanax contains; array_record itself
-imports TensorFlow for it."""
+"""The messages of tensorflow/core/example/example.proto, which no dependency of Spanax contains; array_record itself
+imports TensorFlow for it. On the wire, a map is a list of entries, and a union the one field that is present."""
 
-
-@cache
-def _example_type() -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(EXAMPLE_PROTO, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("spanax.Example"))
+_example_type = cache(partial(message_classes, EXAMPLE, "Example"))
