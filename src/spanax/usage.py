@@ -1,4 +1,4 @@
-"""Examples and descriptions of commands for `--help`, colors, and checks of flags that several commands share."""
+"""Examples and descriptions of commands for `--help`, colors, and a check of flags that several commands share."""
 
 import inspect
 import os
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from spanax.errors import MissingError, RangeError, UnknownNameError
+from spanax.errors import MissingError, UnknownNameError
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
@@ -261,11 +261,3 @@ def require(command: str, workload: str, on: str, devices: str) -> None:
         raise MissingError(f"spanax {command} needs a workload.", fix=f"spanax {command} gpt2 --on {devices}")
     if not on:
         raise MissingError(f"spanax {command} needs the devices.", fix=f"spanax {command} {workload} --on {devices}")
-
-
-def check_positive(command: object, **usual: str) -> None:
-    """Raises RangeError if a number of a command is not positive; `usual` has a usual value of each number."""
-    for name, text in usual.items():
-        value = getattr(command, name)
-        if value is not None and not value > 0:
-            raise RangeError(f"{flag(name)} is {value}; expected a number > 0.", fix=f"{flag(name)} {text}")

@@ -17,7 +17,8 @@ from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError, WriteError
 from spanax.launch.exit_codes import ATTEMPT, ending_of
 from spanax.launch.request import request_of
-from spanax.launch.supervisor import Limits, Supervisor, check
+from spanax.launch.supervisor import Limits, Supervisor
+from spanax.train.flags import check_numbers
 from spanax.train.record import events
 from spanax.train.record.heartbeat import Pulse
 from spanax.train.record.run_lock import claimed
@@ -269,7 +270,7 @@ def test_the_first_failure_of_several_is_reported() -> None:
 def test_invalid_limits_raise() -> None:
     for wrong in (Limits(stuck_seconds=0), Limits(restarts=-1), Limits(backoff_seconds=float("nan"))):
         with pytest.raises(SpanaxError, match="--"):
-            check(wrong)
+            check_numbers(wrong)
 
 
 def test_the_command_after_the_dashes_is_parsed() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.train.flags import Load, Precision, SizeFlags, Sizes
-from spanax.usage import check_positive
+from spanax.train.flags import Load, Precision, SizeFlags, Sizes, check_numbers
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def compared(command: CompareCommand, load: Load, devices: Sequence[Any]) -> tup
     from spanax.show.compare import compared_json, compared_text
 
     Precision(command.dtype).check_dtype()
-    check_positive(command, steps="10", top="5", devices="8")
+    check_numbers(command)
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))

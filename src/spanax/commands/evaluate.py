@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
 from spanax.documents import json_line
-from spanax.usage import check_positive
+from spanax.train.flags import check_numbers
 
 if TYPE_CHECKING:
     from spanax.train.data.text.chat_template import ChatTemplate
@@ -55,7 +55,7 @@ def answer(command: EvaluateCommand) -> Answer:
       SpanaxError: an argument is invalid, or an example does not fit the model.
       DataError: the checkpoint or the file of tasks cannot be read.
     """
-    check_positive(command, limit="100")
+    check_numbers(command)
     from spanax.interop.tasks import evaluate, read_examples, summary
     from spanax.processes.devices import devices
     from spanax.train.compilation_cache import enable_compilation_cache

@@ -17,9 +17,10 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import RANK_LOG
 from spanax.errors import PREEMPTED
 from spanax.launch.exit_codes import begin_log
-from spanax.launch.request import Request, count, request_of
-from spanax.launch.supervisor import Limits, Supervisor, check
+from spanax.launch.request import Request, request_of
+from spanax.launch.supervisor import Limits, Supervisor
 from spanax.printable import to_stderr
+from spanax.train.flags import check_numbers
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,11 +49,10 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    count("processes", command.processes)
-    if command.devices_per_process is not None:
-        count("devices-per-process", command.devices_per_process)
+    check_numbers(command)
+    check_numbers(command.limits)
     request = request_of(argv, command.logs)
-    code = Supervisor.of(partial(start, command, request), request, check(command.limits), shows_first=True).watch()
+    code = Supervisor.of(partial(start, command, request), request, command.limits, shows_first=True).watch()
     if code == PREEMPTED and not request.is_program:
         to_stderr(f"to resume: {resume_line(command, request)}")
     return code

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanax.errors import ConflictError, MissingError, NotInstalledError, RangeError
+from spanax.errors import ConflictError, MissingError, NotInstalledError
 from spanax.processes.gpu_memory import missing_setting
 from spanax.train.config import TrainConfig, check, check_path, with_settings
 from spanax.train.record.folder import read_config
@@ -137,14 +137,3 @@ def _check_program(argv: Sequence[str]) -> None:
     if shutil.which(program) is None:
         fix = f"-- python {program}" if program.endswith(".py") else "-- python script.py, -- train ..., or a path"
         raise NotInstalledError(f"there is no program '{program}'.", where="the executables of PATH", fix=fix)
-
-
-def count(name: str, value: int) -> int:
-    """Validates a number of hosts or devices.
-
-    Raises:
-      SpanaxError: it is below 1.
-    """
-    if value < 1:
-        raise RangeError(f"--{name} is {value}; expected an integer >= 1.", fix=f"--{name} 2")
-    return value

@@ -24,9 +24,10 @@ from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import FileErrors, FormatError, LaunchError, NotInstalledError, WriteError
 from spanax.launch.exit_codes import begin_log
 from spanax.launch.local import LOOPBACK, free_port
-from spanax.launch.request import Request, count, request_of
-from spanax.launch.supervisor import Limits, as_flags, check
+from spanax.launch.request import Request, request_of
+from spanax.launch.supervisor import Limits, as_flags
 from spanax.printable import printable_lines, to_stdout
+from spanax.train.flags import check_numbers
 from spanax.train.record.run_lock import check_entries
 
 
@@ -71,15 +72,15 @@ def script(command: SlurmCommand, request: Request) -> str:
     Raises:
       SpanaxError: a value is invalid for Slurm.
     """
-    hosts = count("hosts", command.hosts)
-    devices = count("devices-per-host", command.devices_per_host)
+    check_numbers(command)
+    check_numbers(command.limits)
     folder = Path(os.path.abspath(request.folder))
     options = {
         "job-name": command.name or request.name,
-        "nodes": hosts,
+        "nodes": command.hosts,
         "ntasks-per-node": 1,
-        "gpus-per-node": devices if command.device == "gpu" else None,
-        "cpus-per-task": None if command.cpus_per_host is None else count("cpus-per-host", command.cpus_per_host),
+        "gpus-per-node": command.devices_per_host if command.device == "gpu" else None,
+        "cpus-per-task": command.cpus_per_host,
         "partition": command.partition,
         "account": command.account,
         "time": command.time,
@@ -94,7 +95,7 @@ def script(command: SlurmCommand, request: Request) -> str:
     spanax = f"{shlex.quote(command.python)} -P -m spanax"
     start = f"srun --kill-on-bad-exit=1{cpus} --open-mode=append --output={log}"
     start = start if request.is_program else f"{start} {spanax}"
-    flags = ["--hosts", str(hosts), *as_flags(check(command.limits)), *request.flags, "--start", start]
+    flags = ["--hosts", str(command.hosts), *as_flags(command.limits), *request.flags, "--start", start]
     lines = [
         "#!/bin/bash",
         *(_directive(name, value) for name, value in options.items() if value is not None),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from spanax.entries.names import LOGS
-from spanax.errors import PREEMPTED, RangeError
+from spanax.errors import PREEMPTED
 from spanax.launch.exit_codes import Ending, ending_of, last_words
 from spanax.launch.guard import Guard, kill_all, started_by, state_of
 from spanax.launch.log_copy import LogCopy
@@ -365,22 +365,3 @@ def as_flags(limits: Limits) -> list[str]:
     """
     changed = [(name, value) for name, value in asdict(limits).items() if value != getattr(Limits, name)]
     return [word for name, value in changed for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-def check(limits: Limits) -> Limits:
-    """Returns the limits after validating them.
-
-    Raises:
-      SpanaxError: a limit is out of range.
-    """
-    for name in ("stuck_seconds", "quiet_seconds", "stop_seconds"):
-        value = getattr(limits, name)
-        if not value > 0:
-            flag = f"--{name.replace('_', '-')}"
-            raise RangeError(f"{flag} is {value:g}; expected a number > 0.", fix=f"{flag} {getattr(Limits(), name):g}")
-    if (limits.restarts or 0) < 0 or not limits.backoff_seconds >= 0:
-        raise RangeError(
-            f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} must not be negative.",
-            fix="--restarts 3 --backoff-seconds 10",
-        )
-    return limits

@@ -11,10 +11,11 @@ import tyro
 
 from spanax.errors import PREEMPTED
 from spanax.launch import local, slurm
-from spanax.launch.request import count, request_of
-from spanax.launch.supervisor import RESUME_AGAIN, Limits, Process, Supervisor, check
+from spanax.launch.request import request_of
+from spanax.launch.supervisor import RESUME_AGAIN, Limits, Process, Supervisor
 from spanax.printable import to_stderr
 from spanax.processes.environment import number
+from spanax.train.flags import check_numbers
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    hosts = count("hosts", command.hosts)
+    check_numbers(command)
+    check_numbers(command.limits)
     words = shlex.split(command.start)
     request = request_of(argv, command.logs)
     is_slurm = words[:1] == ["srun"]
@@ -52,15 +54,14 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
         prefixed = [*words, *request.argv(is_again=is_again)]
         argv_of_attempt = prefixed if words else request.command(sys.executable, is_again=is_again)
         if is_slurm:
-            return slurm.started(argv_of_attempt, hosts, environment, request.folder)
+            return slurm.started(argv_of_attempt, command.hosts, environment, request.folder)
         # This machine has one process; the environment says whether the run has others.
         return [local.started(argv_of_attempt, environment, request.folder, rank)]
 
     # Earlier starts of the job itself, as reported by a JobSet or by Slurm.
     counter = "SPANAX_ATTEMPT" if os.environ.get("SPANAX_ATTEMPT") else "SLURM_RESTART_COUNT"
     begun = number(os.environ, counter, 0)
-    limits = check(command.limits)
-    code = Supervisor.of(start, request, limits, begun=begun, rank=rank, shows_first=not is_slurm).watch()
+    code = Supervisor.of(start, request, command.limits, begun=begun, rank=rank, shows_first=not is_slurm).watch()
     is_requeued = code == PREEMPTED and is_slurm and slurm.requeue()
     if code == PREEMPTED and rank == 0 and not is_requeued and not request.is_program:
         to_stderr(RESUME_AGAIN)

@@ -1,5 +1,6 @@
 """Flags that several commands share: sizes of a workload, precision, and the requested layout."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +25,16 @@ MIN: dict[str, float] = {
     "devices": 1, "steps": 1, "num_epochs": 1, "steps_per_call": 1, "global_batch_size": 1, "seq_len": 1, "layers": 1,
     "embed": 1, "microbatches": 1, "virtual_stages": 1, "learning_rate": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-6, "ema": 0.0, "seed": 0, "save_every": 0, "keep_last": 1, "eval_every": 0, "eval_batches": 1,
-    "sample_every": 1, "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0,
+    "sample_every": 1, "log_every": 1, "spike_factor": 1.1, "max_bad_steps": 0, "top": 1, "limit": 1, "hosts": 1,
+    "processes": 1, "devices_per_process": 1, "devices_per_host": 1, "cpus_per_host": 1, "restarts": 0,
+    "backoff_seconds": 0.0,
 }  # fmt: skip
+
+POSITIVE = (
+    "tokens", "examples", "target_mfu", "budget_hours", "save_seconds", "stuck_seconds", "quiet_seconds",
+    "stop_seconds",
+)  # fmt: skip
+"""Numbers without a least value."""
 
 MAX: dict[str, float] = {
     "steps_per_call": 1024, "seq_len": 1 << 24, "seed": (1 << 63) - 1, "learning_rate": 1e6, "weight_decay": 1e6,
@@ -37,6 +46,8 @@ USUAL = {
     "devices": "8", "steps": "100", "num_epochs": "1", "global_batch_size": "32", "seq_len": "128", "layers": "12",
     "embed": "768", "microbatches": "4", "virtual_stages": "2", "learning_rate": "3e-4", "warmup_steps": "100",
     "weight_decay": "0.1", "max_grad_norm": "1", "ema": "0.999", "spike_factor": "10", "sample_every": "200",
+    "tokens": "300e9", "examples": "1e6", "target_mfu": "40", "budget_hours": "500", "top": "5", "limit": "100",
+    "devices_per_process": "4", "cpus_per_host": "8", "restarts": "3",
 }  # fmt: skip
 """Usual values of numbers without a default, for the `fix` of an error."""
 
@@ -45,13 +56,13 @@ def check_numbers(flags: Any) -> None:
     """Raises RangeError if a number of a dataclass of flags is out of its range."""
     for field in fields(flags):
         value = getattr(flags, field.name)
-        if field.name not in MIN or value is None:
+        if value is None or field.name not in (*MIN, *POSITIVE):
             continue
-        least = MIN[field.name]
-        most = MAX.get(field.name, 10**12)
-        if not least <= value <= most:
+        least = MIN.get(field.name, 0)
+        most = MAX.get(field.name, math.inf if field.name in POSITIVE else 10**12)
+        if not least <= value <= most or (value == 0 and field.name in POSITIVE):
             name = flag(field.name)
-            bound = f"<= {most:g}" if value > most else f">= {least:g}"
+            bound = f"<= {most:g}" if value > most else f">{'=' * (field.name in MIN)} {least:g}"
             usual = USUAL.get(field.name, field.default)
             raise RangeError(f"{name} is {value}; expected a number {bound}.", fix=f"{name} {usual}")
 

@@ -21,7 +21,7 @@ from spanax.train.flags import (
     Sizes,
     check_numbers,
 )
-from spanax.usage import check_positive, flag, require
+from spanax.usage import flag, require
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
@@ -106,10 +106,8 @@ def check(command: PlanCommand) -> None:
     require("plan", command.workload, ",".join(clusters(command)), "a100-80gb:8")
     command.request.check_layout(command.why)
     command.precision.check_dtype(command.recipe.lora)
-    check_numbers(command.recipe)
-    check_numbers(command.request)
-    counts = {"top": "10", "tokens": "300e9", "examples": "1e6"}
-    check_positive(command, **counts, target_mfu="40", budget_hours="500", save_seconds="60")
+    for flags in (command.recipe, command.request, command):
+        check_numbers(flags)
     if command.tokens is not None and command.examples is not None:
         raise ConflictError("--tokens contradicts --examples.", fix="one of them")
     questions = [flag(name) for name in ("solve_for", "target_mfu") if getattr(command, name) is not None]
