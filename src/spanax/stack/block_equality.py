@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend import core
+
+from spanax.trace.axes.example_dims import runs_of
+from spanax.trace.jaxpr.graph import from_jaxpr
 
 
 def difference(first: Any, second: Any, path: str = "", seen: set[int] | None = None) -> str:
@@ -114,24 +116,11 @@ def operation_counts(function: Callable[..., Any], *args: Any) -> Counter[str]:
       >>> sorted(operation_counts(looped, jax.ShapeDtypeStruct((4,), "float32")).items())
       [('mul 2.0 float32[4]', 3), ('sin float32[4]', 3)]
     """
-    counts: Counter[str] = Counter()
-    _count(jax.make_jaxpr(function)(*args).jaxpr, 1, counts)
-    return counts
-
-
-def _count(jaxpr: Any, times: int, counts: Counter[str]) -> None:
-    for eqn in jaxpr.eqns:
-        bodies = [body for value in eqn.params.values() for body in _bodies(value)]
-        for body in bodies:
-            _count(body, times * eqn.params.get("length", 1), counts)
-        if not bodies:
-            counts[" ".join([eqn.primitive.name, *map(_operand_text, eqn.invars)])] += times
-
-
-def _bodies(value: Any) -> list[Any]:
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [getattr(item, "jaxpr", item) for item in values if isinstance(item, core.ClosedJaxpr | core.Jaxpr)]
-
-
-def _operand_text(atom: Any) -> str:
-    return str(atom.val) if isinstance(atom, core.Literal) else atom.aval.str_short()
+    graph = from_jaxpr(jax.make_jaxpr(function)(*args))
+    counts = Counter[str]()
+    for op, runs in runs_of(graph.body, 1):
+        numbers = (graph.constants.get(value) if graph.shape(value) == () else None for value in op.inputs)
+        avals = (graph.avals[value].str_short() for value in op.inputs)
+        operands = (aval if number is None else str(number) for number, aval in zip(numbers, avals, strict=True))
+        counts[" ".join([op.name, *operands])] += runs * (not op.bodies)
+    return +counts
