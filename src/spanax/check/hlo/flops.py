@@ -6,13 +6,11 @@ XLA's `cost_analysis` counts the body of a loop once, and is empty on GPUs.
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
-
-import numpy as np
 
 from spanax.check.hlo.module import Computation, Instruction, Module
 from spanax.check.hlo.trip_counts import Value, Values, trip_count
 from spanax.plan.pipeline.ticks import share_of
+from spanax.trace.jaxpr.dim_maps.windows import num_pairs
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 CONVOLUTION = "__cudnn$conv"
@@ -96,13 +94,7 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
     num_products = out[names.output_batch_dimension] * out[names.output_feature_dimension]
     num_products *= rhs[names.kernel_input_feature_dimension]
     for dim, lhs_dim, rhs_dim, out_dim in zip(instruction.message.window.dimensions, *spatial, strict=True):
-        num_products *= _valid_positions(dim, lhs[lhs_dim], rhs[rhs_dim], out[out_dim])
+        sizes = lhs[lhs_dim], rhs[rhs_dim], out[out_dim]
+        dilations = dim.base_dilation or 1, dim.window_dilation or 1
+        num_products *= num_pairs(sizes, dim.stride or 1, dim.padding_low, dilations)
     return 2.0 * num_products
-
-
-def _valid_positions(dim: Any, size: int, window: int, out: int) -> int:
-    """Returns the number of (output, window position) pairs of a spatial dim that read an element of the input."""
-    base_dilation = dim.base_dilation or 1
-    offsets = np.arange(window)[None, :] * (dim.window_dilation or 1) - dim.padding_low
-    positions = np.arange(out)[:, None] * (dim.stride or 1) + offsets
-    return int(((positions >= 0) & (positions <= (size - 1) * base_dilation) & (positions % base_dilation == 0)).sum())

@@ -8,7 +8,9 @@ from jax import lax
 
 from spanax.decoding.derive.bands import ring_positions
 from spanax.decoding.derive.forward import Forward
-from spanax.decoding.derive.incremental import IDENTITY, How, Part, Steps
+from spanax.decoding.derive.incremental import How, Part, Steps
+from spanax.trace.jaxpr.dim_maps.registry import neutral_element
+from spanax.trace.jaxpr.dim_maps.relations import Equation
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.jaxpr.interpret import Values, evaluate, read
 from spanax.trace.jaxpr.loops import loop_of
@@ -64,12 +66,8 @@ def filled(forward: Forward, steps: Steps, args: Sequence[Any], count: Any) -> t
 def _total(part: Part, results: Any, count: Any) -> Any:
     """Returns the result of a cumulative operation after `count` rows."""
     (axis,) = part.results[0].rows
-    none = IDENTITY[part.op.name]
-    if not jnp.issubdtype(results.dtype, jnp.floating):
-        limits = jnp.iinfo(results.dtype)
-        none = min(max(none, limits.min), limits.max)
     last = lax.dynamic_slice_in_dim(results, jnp.maximum(count - 1, 0), 1, axis)
-    return jnp.where(count > 0, last, jnp.asarray(none, results.dtype))
+    return jnp.where(count > 0, last, neutral_element(Equation(part.op.eqn)))
 
 
 def _filled_part(forward: Forward, part: Part, ins: Sequence[Any], count: Any) -> tuple[list[Any], Cache]:

@@ -8,7 +8,6 @@ computed for all positions from cached operands, unless it is in a region that i
 whether the model is causal: `proof` does.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,13 @@ from spanax.decoding.derive.forward import Forward
 from spanax.decoding.derive.windows import Window, windows
 from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Body, Graph, Op, remat_of
 from spanax.trace.jaxpr.loops import Loop, loop_of
 from spanax.trace.jaxpr.provenance import propagated
 
-IDENTITY = {"cumsum": 0, "cumprod": 1, "cummax": -math.inf, "cummin": math.inf, "cumlogsumexp": -math.inf}
-"""By cumulative operation, its result of no rows."""
+RUNNING = names(Family.CUMULATIVE) - {"sort"}
+"""Operations whose result of a row is computed from that of the row before."""
 
 
 @dataclass(frozen=True, order=True)
@@ -358,7 +358,7 @@ class _Derivation:
     def _is_running(self, op: Op, direct: list[Want]) -> bool:
         """Whether the row of a cumulative operation along the sequence is wanted, and not all positions of it."""
         return (
-            op.name in IDENTITY
+            op.name in RUNNING
             and not op.params["reverse"]
             and self.forward.follows_tokens(op.outputs[0])
             and all(want.rows == (op.params["axis"],) for want in direct)

@@ -105,7 +105,7 @@ def slice_sizes_of(equation: Equation, shapes: Sequence[Shape]) -> Mapping[str, 
 
 
 def neutral_element(equation: Equation) -> Any:
-    """Returns the result of a reduction of no elements.
+    """Returns the result of a reduction, or of a cumulative operation, of no elements.
 
     Example:
       >>> import jax
@@ -115,7 +115,7 @@ def neutral_element(equation: Equation) -> Any:
     """
     dtype = np.dtype(equation.eqn.invars[0].aval.dtype)
     is_bool = dtype.kind == "b"
-    name = equation.name.removeprefix("reduce_")
+    name = equation.name.removeprefix("reduce_").removeprefix("cum").replace("logsumexp", "max")
     if name in ("sum", "or", "xor"):
         return np.zeros((), dtype)
     if name in ("prod", "and"):

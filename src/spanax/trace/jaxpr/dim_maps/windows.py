@@ -17,6 +17,17 @@ POOL_GRADIENT = "select_and_scatter_add"
 WINDOWED = POOLS | {POOL_GRADIENT, "conv_general_dilated"}
 
 
+def num_pairs(sizes: tuple[int, int, int], stride: int, low: int, dilations: tuple[int, int]) -> int:
+    """Returns the number of pairs of a row and an element of its window that is an element of the dim, not padding.
+
+    Arguments are as in `Window`.
+    """
+    size, width, num_rows = sizes
+    of_dim, of_window = dilations
+    positions = np.arange(num_rows)[:, None] * stride - low + np.arange(width) * of_window
+    return int(((positions >= 0) & (positions <= (size - 1) * of_dim) & (positions % of_dim == 0)).sum())
+
+
 @dataclass(frozen=True)
 class Halo:
     """The rows that a shard reads of the shards before and after it, and the padding around these that remains."""
@@ -58,13 +69,7 @@ class Window:
     @cached_property
     def num_products(self) -> int:
         """The number of pairs of a row and an element of its window that is an element of the dim, not padding."""
-        return self._products(self.sizes, self.low)
-
-    def _products(self, sizes: tuple[int, int, int], low: int) -> int:
-        size, width, num_rows = sizes
-        of_dim, of_window = self.dilations
-        positions = np.arange(num_rows)[:, None] * self.stride - low + np.arange(width) * of_window
-        return int(((positions >= 0) & (positions <= (size - 1) * of_dim) & (positions % of_dim == 0)).sum())
+        return num_pairs(self.sizes, self.stride, self.low, self.dilations)
 
     def halo(self, ways: int, is_summed: bool) -> Halo | None:
         """Returns the halo of one of `ways` shards of the dim and of the rows; None if one neighbor does not have it.
@@ -94,7 +99,7 @@ class Window:
         """Returns the products of all shards over those of the whole: shards multiply the zeros of outer halos."""
         size, width, num_rows = self._shard(ways, is_summed)
         extended = (size + halo.size, width, num_rows)
-        return ways * self._products(extended, halo.padding[0]) / self.num_products
+        return ways * num_pairs(extended, self.stride, halo.padding[0], self.dilations) / self.num_products
 
     def _shard(self, ways: int, is_summed: bool) -> tuple[int, int, int]:
         size, width, num_rows = self.sizes
