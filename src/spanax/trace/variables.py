@@ -99,7 +99,7 @@ class Variables:
         if self.is_hijax:
             state = nnx.with_vars(state, hijax=False)
         before = [leaf.path for leaf in self.leaves]
-        after = [path for path, _, _ in _named_values(state, self.prefixes)]
+        after = [path for path, _, _ in named_values(state, self.prefixes)]
         if before != after:
             moved = [path for path, other in zip_longest(after, before) if path != other]
             odd = sorted(set(before) ^ set(after)) or [path for path in moved if path is not None]
@@ -301,21 +301,13 @@ def take_apart(owners: Sequence[Owner]) -> tuple[Variables, list[Any]]:
     prefixes = [owner.prefix for owner in owners]
     leaves = []
     trained = _trained_arrays(owners)
-    for (path, index, variable), value in zip(_named_values(state, prefixes), values, strict=True):
+    for (path, index, variable), value in zip(named_values(state, prefixes), values, strict=True):
         kind = "param" if isinstance(variable, nnx.Param) or path in trained else "other"
         if owners[index].is_optimizer or OPTIMIZER_STATE in path.split("."):
             kind = "optimizer"
-        # A NumPy array (a table of indices in int64) has the dtype that JAX converts it to on first use.
-        try:
-            aval = jax.typeof(value)
-        except TypeError as error:
-            raise ObjectsError(
-                f"`{path}` is {'an array' if hasattr(value, 'dtype') else 'data'} of "
-                f"{getattr(value, 'dtype', type(value).__name__)}; the state consists of numbers.",
-                fix="a tuple of str, or another static attribute",
-            ) from error
+        aval = type_of(path, value)
         leaves.append(Leaf(path, aval.shape, aval.dtype, kind, (), _annotation(variable)))
-    names = tuple(path for path, _, _ in _named_values(state, [owner.name for owner in owners]))
+    names = tuple(path for path, _, _ in named_values(state, [owner.name for owner in owners]))
     return Variables(graphdef, treedef, tuple(leaves), False, tuple(prefixes), names), values
 
 
@@ -326,9 +318,27 @@ def _trained_arrays(owners: Sequence[Owner]) -> set[str]:
     for optimizer in (owner.node for owner in owners if isinstance(owner.node, nnx.Optimizer)):
         # In one tuple: an owner may be a Variable, which has no parts that a filter could select.
         state = nnx.state(tuple(owner.node for owner in models), optimizer.wrt)
-        named = _named_values(state, [owner.prefix for owner in models])
+        named = named_values(state, [owner.prefix for owner in models])
         trained |= {path for path, _, value in named if not isinstance(value, nnx.Variable)}
     return trained
+
+
+def type_of(path: str, value: Any) -> Any:
+    """Returns the abstract value of an array of the state.
+
+    A NumPy array (a table of indices in int64) has the dtype that JAX converts it to on first use.
+
+    Raises:
+      SpanaxError: it is not numeric.
+    """
+    try:
+        return jax.typeof(value)
+    except TypeError as error:
+        raise ObjectsError(
+            f"`{path}` is {'an array' if hasattr(value, 'dtype') else 'data'} of "
+            f"{getattr(value, 'dtype', type(value).__name__)}; the state consists of numbers.",
+            fix="a tuple of str, or another static attribute",
+        ) from error
 
 
 def itemsize(dtype: Any) -> int:
@@ -339,15 +349,19 @@ def itemsize(dtype: Any) -> int:
     return dtype.itemsize
 
 
-def _named_values(state: Any, prefixes: Sequence[str]) -> list[tuple[str, int, Any]]:
+def stored_value(leaf: Any) -> Any:
+    """Returns the value of a Variable as stored: before the hooks and methods that compute what is read of it."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def named_values(state: Any, prefixes: Sequence[str]) -> list[tuple[str, int, Any]]:
     """Returns (path, index of the owner, Variable) of every array, in tree order."""
     named = []
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
         owner, *names = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        value = variable.get_raw_value() if is_variable(variable) else variable  # as stored, before hooks
         prefix = [prefixes[int(owner)]] if prefixes[int(owner)] else []
-        for inner, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
+        for inner, _ in jax.tree_util.tree_flatten_with_path(stored_value(variable))[0]:
             tail = jax.tree_util.keystr(inner, simple=True, separator=".")
             named.append((".".join(prefix + names + ([tail] if tail else [])), int(owner), variable))
     return named

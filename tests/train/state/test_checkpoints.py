@@ -235,6 +235,26 @@ def test_a_state_that_cannot_be_restored_changes_no_other(tmp_path: Path) -> Non
     assert bits(new) == before and data.state() == position != {}
 
 
+def test_variables_are_saved_as_stored() -> None:
+    class Doubled(nnx.Variable[Any]):
+        def get_value(self, **options: Any) -> Any:
+            return 2 * super().get_value(**options)
+
+    class Stored(nnx.Module):
+        def __init__(self) -> None:
+            self.doubled, self.several = Doubled(jnp.ones(2)), nnx.Variable({"one": jnp.ones(1), "more": [jnp.ones(2)]})
+
+    model = Stored()
+    named = NamedObjects.of({"model": model})
+    named.update({path: value + 1 for path, value in named.arrays.items()})
+    assert model.doubled.get_value().tolist() == [4, 4]  # not saved as it is read
+    assert type(model.several.get_value()) is dict and list(named.arrays) == [
+        "doubled",
+        "several.more.0",
+        "several.one",
+    ]
+
+
 def test_an_attribute_of_the_model_has_no_other_objects_name() -> None:
     model = Odd(nnx.Rngs(0))
     with pytest.raises(spanax.SpanaxError, match="'net' is the name of an object and of an attribute of the model"):
