@@ -65,6 +65,12 @@ def by_scatter(router: Any, experts: Any, x: Any) -> Any:
     return combined(jnp.zeros((3, 4)).at[jnp.arange(3)[:, None], chosen].set(weights), experts, x)
 
 
+def by_lookup(router: Any, experts: Any, x: Any) -> Any:
+    """Looks up the weights of the chosen experts for each token."""
+    weights, chosen = jax.lax.top_k(x @ router, 2)
+    return jnp.einsum("bk,bkdf,bd->bf", weights, experts[chosen], x)
+
+
 def combined(weights: Any, experts: Any, x: Any) -> Any:
     return jnp.einsum("be,bef,efd->bd", weights, jnp.tanh(jnp.einsum("bd,edf->bef", x, experts)), experts.mT)
 
@@ -119,6 +125,10 @@ CASES: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], jax.Shape
     ),
     "experts weighted by one-hot choices": (by_one_hot, *CHOSEN),
     "experts weighted by a scatter": (by_scatter, *CHOSEN),
+    "experts looked up by their choices": (
+        by_lookup, [array(7, 4), array(4, 7, 5)], array(3, 7),
+        [("embed", "experts"), ("experts", "embed", "embed"), ("batch", "embed")],
+    ),
 }  # fmt: skip
 
 

@@ -53,6 +53,9 @@ VIDEO = ("frames", "height", "width")
 INNER = frozenset({"heads", "mlp", "vocab", "hidden", "channels", "features", "classes"})
 """The names of dims of which each device may have its shard of every piece."""
 
+CHOSEN = STRENGTH["experts"] - 1
+"""The strength of `vocab` where the model chooses the rows of a table: codes, or experts."""
+
 ANNOTATED = 99
 """The strength of an annotation by the author; only evidence from the batch is stronger."""
 
@@ -159,8 +162,12 @@ def _gather(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_param
                 _claim(claims, label, "nodes")
         return
     if origins[operand] & Origin.PARAM:
+        is_chosen = from_batch and origins[indices] != Origin.BATCH
         for label in lookup_labels:
-            _claim(claims, label, "vocab" if from_batch else "positions")
+            if is_chosen and label is not None:
+                claims[label]["vocab"] = max(claims[label]["vocab"], CHOSEN)
+            else:
+                _claim(claims, label, "vocab" if from_batch else "positions")
         for dim, label in enumerate(labels):
             if dim not in numbers.start_index_map and from_batch:
                 _claim(claims, label, "embed")
@@ -191,7 +198,7 @@ def _ragged_dot(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_p
 
 
 def _claim_selected(dims: Dims, claims: Claims, in_params: InParams) -> None:
-    """Claims dims of weights that the choices of a router select, by comparison with an index or by a scatter.
+    """Claims dims of weights that the choices of a router select, by comparison with an index, a scatter or a lookup.
 
     Weights of a token for all experts, such as the sum of its one-hot choices, are no function of the router's scores.
     """
@@ -202,7 +209,8 @@ def _claim_selected(dims: Dims, claims: Claims, in_params: InParams) -> None:
         sizes = {num_experts[value] for value in op.inputs if value in num_experts}
         if not sizes:
             continue
-        for value in op.outputs if op.name == "eq" or op.name in SCATTERS else ():
+        selected = op.outputs if op.name == "eq" or op.name in SCATTERS else ()
+        for value in op.inputs[:1] if op.name == "gather" else selected:
             for label, size in zip(dims.classes(value), dims.shape(value), strict=True):
                 if size in sizes and label in in_params:
                     _claim(claims, label, "experts")
