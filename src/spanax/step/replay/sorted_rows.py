@@ -125,7 +125,8 @@ class _OnDevice:
         Where the indices are those of sorted rows, for each choice, each row has the choice as its address.
         """
         is_read = self.op.family is Family.GATHER
-        table, indices = parts[0], parts[1].reshape(-1)
+        table = parts[0]
+        indices = parts[1].reshape(-1)
         shape = table.shape[1:]
         axes = self.rows.staying
         num_asked = len(indices) // self.num_devices
