@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 
 import spanax
 import zoo
+from byo import corpus
 from programs import workload, zoo_program
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.evaluate import evaluate
@@ -92,6 +94,21 @@ def test_the_price_of_a_candidate_equals_its_price_alone(place: str) -> None:
         assert candidate.hidden == pytest.approx(alone.hidden, rel=1e-9, abs=1e-9 * alone.step_seconds), where
         assert candidate.memory == pytest.approx(alone.memory, rel=1e-9, abs=1), where
         assert candidate.host_bytes == pytest.approx(alone.host_bytes, rel=1e-9, abs=1), where
+
+
+@pytest.mark.slow
+def test_meshes_on_which_experts_are_sent_rows_are_priced_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two choices of four devices are sent, and tokens gathered for two."""
+    model = corpus.model("sorted_moe")
+    monkeypatch.setattr(sys.modules[model.build.__module__], "EXPERTS", 16)
+    program = spanax.trace(build=model.build, optimizer=optax.sgd(0.1), batch=model.batch(64), loss=model.loss)
+    options: dict[str, Any] = {"remat": ("none",), "pipeline": False}
+    result = search(program, spanax.cluster("h100:8"), top=EVERYTHING, assign=False, **options)
+    sharded = [each for each in (*result.candidates, *result.too_large) if each.mesh.ways(["expert"]) > 1]
+    assert {each.mesh.ways(["expert"]) for each in sharded} >= {2, 4}
+    for candidate in sharded:
+        alone = evaluate(result.program_of(candidate), plan_of(result, candidate), result.cluster).candidate
+        assert candidate.step_seconds == pytest.approx(alone.step_seconds, rel=1e-9), candidate.mesh
 
 
 @pytest.mark.parametrize(("place", "share"), [("blocks in a list, GPUs", 2), ("layers in a chain", 2)])

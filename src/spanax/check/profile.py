@@ -27,7 +27,7 @@ from spanax.schema import Count, Seconds, parsed
 from spanax.train.profile import INPUT, STEP, WINDOW
 
 COLLECTIVE = re.compile(
-    r"(?:async-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
+    r"(?:async-|ragged-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
 )
 """The prefixes of XLA's communication operations, including their fusions on GPUs."""
 

@@ -107,7 +107,7 @@ FLAGS = (
         "JAX, GPU performance tips; set in NVIDIA's JAX images (JAX-Toolbox, environment variables)",
     ),
     # The report (GB200, August 2026) names no XLA version with or without the error, and none was reproduced here. It
-    # concerns ragged all-to-alls, which a program may also contain in a shard_map of its own.
+    # concerns ragged all-to-alls, by which rows of sorted experts are sent.
     XlaFlag(
         "xla_gpu_enable_latency_hiding_scheduler",
         "False",

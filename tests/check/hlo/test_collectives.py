@@ -156,6 +156,23 @@ def test_a_scan_compiled_here_counts_its_body() -> None:
     assert totals(result) == {"model": {"all-gather": 6 * row}}
 
 
+@pytest.mark.usefixtures("devices")
+def test_a_ragged_all_to_all_counts_the_rows_of_one_device() -> None:
+    """Its other buffer has room for the rows of all."""
+    shape = MeshShape.of("data=2,expert=4")
+
+    def part(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        room = jnp.zeros((32, 16))
+        return jax.lax.ragged_all_to_all(rows, room, sizes, sizes, sizes, sizes, axis_name="expert")
+
+    by_device = PartitionSpec(("data", "expert"))
+    specs = by_device, PartitionSpec()
+    mapped = jax.shard_map(part, mesh=shape.build(), in_specs=specs, out_specs=by_device, check_vma=False)
+    lowered = jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(*each) for each in (((64, 16), "float32"), ((4,), "int32"))))
+    [move] = collectives(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), shape)
+    assert (move.kind, move.axes, move.num_bytes, move.group_size) == ("all-to-all", "expert", 8 * 16 * 4, 4)
+
+
 def test_lines_of_libraries_are_ignored() -> None:
     flax, mine = "/x/site-packages/flax/nnx/nn/linear.py", "/home/me/model.py"
     assert user_line([(flax, 1), (mine, 2), ("/home/me/train.py", 3)]) == f"{mine}:2"

@@ -21,6 +21,8 @@ from spanax.plan.sharding.placement import Placement
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
+RAGGED = "ragged-all-to-all"
+
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 """XLA's names for an all-gather or reduce-scatter that is implemented as a loop of permutes around a matmul.
 Source: openxla/xla xla/service/spmd/dot_handler.cc; occurs in programs compiled for TPU."""
@@ -147,6 +149,11 @@ class _Collector:
                 self._add_chained(instruction, chained[instruction.id], runs, is_counted)
             elif opcode in KINDS:
                 self._add(computation, instruction, opcode, runs, is_counted)
+            elif opcode == RAGGED:
+                # The larger buffer has room for rows of any device.
+                shapes = computation.instructions[instruction.operands[0]].shape, _result(instruction)
+                rows = min(shapes, key=lambda shape: shape.num_bytes)
+                self._append(instruction, "all-to-all", rows, groups_of(instruction), runs, is_counted, RAGGED)
             elif instruction.opcode == "recv":
                 self._add_received(instruction, runs, is_counted)
             elif instruction.opcode == "while":

@@ -438,8 +438,11 @@ def _reduced(sharded: ShardedProgram, live: Liveness, ops: Sequence[Op]) -> Iter
 
 
 def _worked(sharded: ShardedProgram, divided: Sequence[tuple[int, Op]]) -> Iterator[Span]:
-    """Yields the temporaries of ring attention, and the copies of shards with their halos."""
+    """Yields the temporaries of ring attention, the copies of shards with their halos, and rows as they are sent."""
     for index, op in divided:
+        partition = sharded.division(op).partition if op in sharded.traced.sorted_rows.ops else None
+        for value in [shift.instead[0].value for shift in partition.shifts if shift.instead] if partition else ():
+            yield Span(index, index, _column(sharded, value), sharded.num_bytes(value))
         use = sharded.division(op).operands if op.name in RING | WINDOWED else None
         for value in {op.inputs[each.window.read[0]] for each in use.halos if each.halo.size} if use else ():
             yield Span(index, index, _column(sharded, value), sharded.num_bytes(value))

@@ -131,8 +131,12 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             assigning.ranks[each] |= dict.fromkeys(assigning.sequences(each), SEQUENCES)
     ranks = _with_experts(program, assigning.ranks, mesh)
     axes = expert_axes(program, ranks)
-    stays = bool(axes) and bool(is_staying(program, ranks, mesh.ways))
-    return Assignment(ranks, assigning.reasons, assigning.parts, axes if stays else ())
+    if not axes or not is_staying(program, ranks, mesh.ways):
+        return Assignment(ranks, assigning.reasons, assigning.parts)
+    classes = program.step.axes.classes
+    experts = [label for value, dim in program.step.sorted_rows.groups if (label := classes[value][dim]) is not None]
+    ranks |= {axis: {**ranks[axis], **dict.fromkeys(experts, SENT_TO)} for axis in axes}
+    return Assignment(ranks, assigning.reasons, assigning.parts, axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,7 +346,7 @@ def expert_axes(program: Program, ranks: Mapping[str, Mapping[int, int]]) -> tup
 
 
 def is_staying(program: Program, ranks: Mapping[str, Mapping[int, int]], ways: Callable[[Sequence[str]], Any]) -> Any:
-    """Returns whether gathering tokens moves less than gathering experts: of one mesh, or an array for several."""
+    """Returns whether moving tokens moves less than gathering experts: of one mesh, or an array for several."""
     step = program.step
     found = step.sorted_rows
     among = expert_axes(program, ranks)
@@ -350,8 +354,7 @@ def is_staying(program: Program, ranks: Mapping[str, Mapping[int, int]], ways: C
     weights = {label for value, _ in found.groups for label in step.axes.classes[value]}
     of_rows = [axis for axis, labels in ranks.items() if axis not in among and rows <= labels.keys()]
     of_weights = [axis for axis in ranks if axis not in (*among, *of_rows) and not weights.isdisjoint(ranks[axis])]
-    tokens, experts = found.moved
-    return tokens * ways(of_weights) < experts * ways(of_rows)
+    return found.tokens(ways(among)) * ways(of_weights) < found.weights * ways(of_rows)
 
 
 def divided_layers(program: Program) -> list[int]:

@@ -37,6 +37,7 @@ class Reshard:
       is_operand: whether it reshards an operand before use, shared by all operations that use it so.
       times: how often it runs.
       share: the bytes that move over those of the value.
+      instead: what moves instead where the compiler sends rows of any number.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Reshard:
     is_operand: bool
     times: int = 1
     share: float = 1.0
+    instead: tuple["Reshard", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

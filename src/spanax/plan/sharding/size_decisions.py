@@ -172,9 +172,13 @@ def _kept(resolver: Resolver, ways: Ways) -> Iterator[Array]:
 def _stayed(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     """Yields whether experts stay on their devices, and which part of all rows may be theirs."""
     ranks = resolver.assignment.ranks
+    step = resolver.program.step
     if axes := expert_axes(resolver.program, ranks):
         yield is_staying(resolver.program, ranks, ways) * np.ones_like(ways(()))
-        yield (resolver.program.step.sorted_rows.share(ways(axes)) * 1e6).astype(int)
+        yield (step.sorted_rows.share(ways(axes)) * 1e6).astype(int)
+        sent = [op.is_sent(ways(axes)) for op in step.sorted_rows.ops.values()]
+        yield np.any(sent, axis=0) * ways(axes)  # every device sends addresses to all others
+        yield from sent
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -21,6 +21,7 @@ class Compiler:
       expands_ragged: whether ragged matmuls are masked matmuls before they are partitioned, so that one over rows
         computes each shard of its result alone: for CPUs they are, while libtpu 0.0.52 computes all of it on every
         device. Source: tests/byo/sorted_moe.py under `spanax check`, levels 2 and 3.
+      sends_rows: whether it has a ragged all-to-all: those for TPUs and GPUs do, XLA's for CPUs does not.
       all_reduced: the number of devices over which it all-reduces sums that are stored sharded; 0 for none.
     """
 
@@ -28,12 +29,14 @@ class Compiler:
     narrows_first: bool = False
     rounds_first: bool = False
     expands_ragged: bool = False
+    sends_rows: bool = False
     all_reduced: int = 0
 
     @staticmethod
     def of(cluster: Cluster) -> "Compiler":
         """Returns the compiler of a cluster, without what depends on the sizes of a mesh."""
-        return Compiler(cluster.adds_first, cluster.narrows_first, expands_ragged=cluster.expands_ragged)
+        expands = cluster.expands_ragged
+        return Compiler(cluster.adds_first, cluster.narrows_first, expands_ragged=expands, sends_rows=not expands)
 
     @staticmethod
     def of_program(cluster: Cluster, *, adds_first: bool) -> "Compiler":
@@ -41,7 +44,7 @@ class Compiler:
         is_tpu = adds_first and cluster.narrows_first
         all_reduced = all_reduced_devices(cluster) if is_tpu else 0
         # Up to the partitioner, programs are compiled for simulated devices.
-        return Compiler(adds_first, is_tpu, is_tpu, expands_ragged=not adds_first, all_reduced=all_reduced)
+        return Compiler(adds_first, is_tpu, is_tpu, not adds_first, adds_first, all_reduced)
 
 
 def all_reduced_devices(cluster: Cluster) -> int:

@@ -192,7 +192,8 @@ class _TermCounter:
         division = sharded.division(op)
         moves = list[Move]()
         for shift in division.partition.shifts if division.partition else ():
-            moves.append(self._moved(group, shift, self._key(shift, group.phase, group.in_layers)))
+            for each in (self._compiler.sends_rows and shift.instead) or (shift,):
+                moves.append(self._moved(group, each, self._key(each, group.phase, group.in_layers)))
         rows = list[Matmul]()
         if op.name in RING and division.operands and division.operands.attention and division.partition:
             use = division.operands.attention

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spanax.plan.sharding.sorted_rows import RowSharding
+from spanax.step.replay.sent_rows import add_rows, read_rows
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import RAGGED, Op
 
@@ -34,7 +35,8 @@ def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, ma
     leading = [rows.axes if index == row_op.counts else axes for index, axes in enumerate(leading)]
     leading[num_inputs:] = [rows.summed or axes for axes in leading[num_inputs:]]
     dims = [*row_op.inputs, *row_op.outputs]
-    specs = [_spec(axes, dim, rows.axes) for axes, dim in zip(leading, dims, strict=True)]
+    by = [(*rows.axes, *rows.staying) if index in rows.tokens else rows.axes for index in range(len(dims))]
+    specs = [_spec(axes, dim, each) for axes, dim, each in zip(leading, dims, by, strict=True)]
     if op.name == RAGGED and rows.staying:
         groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
         if groups:
@@ -58,7 +60,8 @@ def rows_by_device(op: Op, ins: Sequence[Any], rows: RowSharding, mesh: Mesh, ma
         part,
         in_specs=(*map(PartitionSpec, over), *specs[:num_inputs]),
         out_specs=specs[num_inputs:],
-        axis_names={*rows.axes, *rows.staying},
+        # What is sent has no shards along other axes, and compilers partition no ragged exchange.
+        axis_names={*mesh.axis_names} - manual if rows.tokens else {*rows.axes, *rows.staying},
         check_vma=False,
         **mesh_argument,
     )
@@ -85,9 +88,13 @@ class _OnDevice:
         if row_op.column is not None:
             table = parts[0].shape[row_op.inputs[0]]  # type: ignore[index]
             is_row = jnp.arange(parts[1].shape[-1], dtype=parts[1].dtype) == row_op.column
+            table *= self.num_devices if 0 in self.rows.tokens else 1
             parts[1] = parts[1] - is_row * self.index[self.rows.axes].astype(parts[1].dtype) * table
         if not any(self.rows.varying) and op.name != RAGGED:
-            return op.bind(parts)
+            outs = op.bind(parts)
+            return [lax.psum(out, self.rows.staying) for out in outs] if self.rows.tokens else outs
+        if self.rows.tokens:
+            return [self._sent(parts)]
         if op.name == "sort":
             return self._sorted(parts) if row_op.beyond else self._places(parts)
         if op.name == RAGGED:
@@ -112,16 +119,44 @@ class _OnDevice:
         padding = [(0, number - first if each == dim else 0, 0) for each in range(out.ndim)]
         return [lax.pad(out, jnp.zeros((), out.dtype), padding)]
 
+    def _sent(self, parts: Sequence[Any]) -> Any:
+        """Reads or adds to rows of tokens or choices, of the devices that have them.
+
+        Where the indices are those of sorted rows, for each choice, each row has the choice as its address.
+        """
+        is_read = self.op.family is Family.GATHER
+        table = parts[0]
+        indices = parts[1].reshape(-1)
+        shape = table.shape[1:]
+        axes = self.rows.staying
+        num_asked = len(indices) // self.num_devices
+        if 0 in self.rows.tokens:
+            if is_read:
+                out = read_rows(table, indices, num_asked, axes)
+                return out.reshape(*parts[1].shape[:-1], *shape)
+            return add_rows(table, parts[2].reshape(-1, *shape), indices, num_asked, axes)
+        numbers = jnp.arange(len(indices), dtype=indices.dtype)
+        addresses = jnp.full(len(table), len(indices), indices.dtype).at[indices].set(numbers, mode="drop")
+        if not is_read:
+            return table + read_rows(parts[2].reshape(-1, *shape), addresses, num_asked, axes)
+        out = add_rows(jnp.zeros((num_asked, *shape), table.dtype), table, addresses, num_asked, axes)
+        return out.reshape(-1, *parts[1].shape[1:-1], *shape)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices with different experts."""
+        return math.prod(self.ways[axis] for axis in self.rows.staying)
+
     def _own(self, counts: Any) -> Any:
         """Returns the counts of the experts of this device."""
-        number = counts.shape[0] // math.prod(self.ways[axis] for axis in self.rows.staying)
+        number = counts.shape[0] // self.num_devices
         return lax.dynamic_slice_in_dim(counts, self.index[self.rows.staying] * number, number)
 
     def _sorted(self, parts: Sequence[Any]) -> list[Any]:
         """Sorts the rows of the experts of this device before all others."""
         beyond = self.rows.op.beyond
         keys = parts[0]
-        number = (beyond[0] or 0) // math.prod(self.ways[axis] for axis in self.rows.staying)
+        number = (beyond[0] or 0) // self.num_devices
         first = self.index[self.rows.staying].astype(keys.dtype) * number
         is_own = (keys >= first) & (keys < first + number)
         known = [

@@ -6,6 +6,7 @@ of its own tokens. What only looks like this has rows that are gathered: a shard
 the partitioner replicates them for every ragged matmul.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class RowOp:
       outputs: the same for each result; None: the sum over all rows.
       column: the column of the indices that is a row of a table; None without indices.
       counts: the position of the operand with the sizes of the groups; None without.
+      sizes: of a lookup of tokens, or of choices, the numbers of rows, of tokens, and of elements of each; else 0.
+      is_whole: whether it takes whole rows, by one index for each.
       beyond: of a sort by expert, what each operand has in place of a row of another device; None: anything. The first
         is the number of experts.
     """
@@ -47,6 +50,16 @@ class RowOp:
     column: int | None = None
     counts: int | None = None
     beyond: tuple[int | None, ...] = ()
+    sizes: tuple[int, int, int] = (0, 0, 0)
+    is_whole: bool = False
+
+    def is_sent(self, ways: Any) -> Any:
+        """Returns whether `ways` devices with different experts send less if they send rows than if they gather tokens.
+
+        Each of them needs the rows of its own experts, and sends the places of these to all others.
+        """
+        rows, tokens, size = self.sizes
+        return self.is_whole & (rows * (size + ways) < ways * tokens * size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +73,7 @@ class SortedRows:
       added: those that an operation computes, and of which anything else needs the numbers over all devices.
       groups: the dims of experts of the weights in ragged matmuls.
       varying: the values that differ between devices with the same tokens and other experts.
-      moved: the elements that move if experts stay on their devices, and if they are gathered.
+      weights: the elements of experts that move if these are gathered.
       can_stay: whether each device can compute its experts for the tokens of others.
       choices: the number of experts, and of different ones that each token chooses; (0, 0) where sorts differ in it.
       ragged: the dims of all rows of ragged matmuls, of what is computed between them, and of its indices.
@@ -72,10 +85,18 @@ class SortedRows:
     added: frozenset[int] = frozenset()
     groups: tuple[Dim, ...] = ()
     varying: frozenset[int] = frozenset()
-    moved: tuple[float, float] = (0.0, 0.0)
+    weights: int = 0
     can_stay: bool = False
     choices: tuple[int, int] = (0, 0)
     ragged: frozenset[Dim] = frozenset()
+
+    def tokens(self, ways: Any) -> Any:
+        """Returns the elements of tokens that move if experts stay on `ways` devices, and of the places of rows."""
+        moved = np.zeros_like(ways, float)
+        for op in self.ops.values():
+            rows, tokens, size = op.sizes
+            moved += np.where(op.is_sent(ways), rows * (size / ways + 1), tokens * size)
+        return moved
 
     def share(self, ways: Any) -> Any:
         """Returns the largest share of rows that may belong to the experts of one of `ways` devices.
@@ -133,7 +154,7 @@ def sorted_rows(graph: Graph) -> SortedRows:
         frozenset(added),
         tuple((op.inputs[1], dim) for op in ops if op.name == RAGGED for dim in _group_dims(op)),
         frozenset(value for value, _ in dims).union(*(region.places for region in regions)),
-        (sum(region.tokens for region in regions), sum(region.weights for region in regions)),
+        sum(region.weights for region in regions),
         all(region.can_stay for region in regions),
         next(iter(choices)) if len(choices) == 1 else (0, 0),
         _rows_of(graph, matmuls),
@@ -232,7 +253,6 @@ class _Region:
         self._choices: Choices | None = None
         self._num_experts = 0
         self.places = set[int]()
-        self.tokens = 0
         self.weights = 0
         self.can_stay = True
         self.ops: dict[Op, RowOp] = {}
@@ -395,9 +415,14 @@ class _Region:
         self._need(in_table == (set() if is_by_row else {dim}))
         inputs = (dim, 0) if is_read else (dim, 0, first)
         self.can_stay &= self._is_dropped(op, column) and (op.name != "scatter" or self._arrays.are_all(table, 0))
-        looked_up = op.outputs[0] if is_read else op.inputs[2]
-        self.tokens += int(np.prod(self._graph.shape(table if is_by_row else looked_up)))
-        self.ops[op] = RowOp(self._first, inputs, (first,) if is_read else (dim,), column)
+        whole = self._graph.shape(table)
+        sizes = self._num_rows, whole[dim] if is_by_row else self._num_rows, math.prod(whole) // whole[dim]
+        looked_up = self._graph.shape(op.outputs[0] if is_read else op.inputs[2])
+        number = len(self._graph.shape(indices)) - 1
+        is_whole = looked_up == (*self._graph.shape(indices)[:-1], *whole[1:]) and dim == 0
+        is_whole &= (*windows,) == (*range(number, rank),) and self._graph.shape(indices)[-1] == 1
+        outputs = (first,) if is_read else (dim,)
+        self.ops[op] = RowOp(self._first, inputs, outputs, column, sizes=sizes, is_whole=is_whole)
 
     def _is_dropped(self, op: Op, column: int) -> bool:
         """Returns whether what stands for rows of other devices is beyond the table of a lookup."""
