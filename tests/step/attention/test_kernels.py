@@ -139,23 +139,34 @@ class Model(nnx.Module):
 
 
 class Masked(nnx.Module):
-    """One attention under a mask of `masks`; batches have segments and lengths."""
+    """One attention of `masks`; batches have segments and lengths."""
 
     def __init__(self, name: str, rngs: nnx.Rngs):
-        self.attend = masks.MASKS[name][0]
+        self.attend = masks.ATTENTIONS[name]
         self.embed = nnx.Embed(32, 16, rngs=rngs)
         self.q, self.k, self.v = (
             nnx.LinearGeneral(16, (heads, masks.K), use_bias=False, rngs=rngs) for heads in (masks.H, masks.G, masks.G)
         )
         self.out = nnx.LinearGeneral((masks.H, masks.K), 32, axis=(-2, -1), rngs=rngs)
+        self.sinks = nnx.Param(jnp.linspace(0.0, 1.0, masks.H))
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (32, masks.H)))
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         x = self.embed(batch["x"])
-        return self.out(self.attend(batch | {"q": self.q(x) * 3, "k": self.k(x) * 3, "v": self.v(x)}))
+        given = batch | {"q": self.q(x) * 3, "k": self.k(x) * 3, "v": self.v(x)}
+        return self.out(self.attend(given | {"sinks": self.sinks[...], "table": self.table[...]}))
 
 
 def masked_loss(model: Masked, batch: dict[str, Any]) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch), batch["y"]).mean()
+
+
+@functools.cache
+def masked_program(name: str, shape: tuple[int, int]) -> spanax.Program:
+    batch = {name: np.zeros(shape, np.int32) for name in "xy"}
+    batch |= {name: masks.inputs(0, shape[1], shape[0])[name] for name in ("segments", "lengths")}
+    build = functools.partial(Masked, name)
+    return spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=masked_loss)
 
 
 def loss(model: Model, batch: dict[str, Any]) -> Any:
@@ -242,11 +253,7 @@ def test_a_step_has_the_numbers_of_every_mask_on_every_mesh(where: str, name: st
 @pytest.mark.parametrize("name", sampled(masks.MASKS, ["causal documents"]))
 def test_a_compiled_step_has_no_array_of_queries_and_keys(name: str) -> None:
     """Without a kernel, as on CPUs, `flash` is in blocks of at most 512 keys."""
-    shape = (2, 1024)
-    batch = {name: np.zeros(shape, np.int32) for name in "xy"}
-    batch |= {name: masks.inputs(0, shape[1], shape[0])[name] for name in ("segments", "lengths")}
-    build = functools.partial(Masked, name)
-    program = spanax.trace(build=lambda rngs: build(rngs=rngs), optimizer=optax.sgd(0.1), batch=batch, loss=masked_loss)
+    program = masked_program(name, (2, 1024))
     found = {}
     for attention in ("plain", "flash"):
         plan = spanax.plan(program, spanax.cluster("cpu:2"), layout="data", attention=attention)
