@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from expert_forms import CAPACITY, DIM, EXPERTS, FF, TOP, Arrays
@@ -92,10 +93,10 @@ def maxtext_sorted(params: Arrays, x: jax.Array) -> jax.Array:
 
 
 def deepseek(params: Arrays, x: jax.Array) -> jax.Array:
-    """Groups of experts are chosen first; sigmoid gates, normalized; rows are set by choice; a shared expert."""
+    """Groups of experts are chosen first; sigmoid gates, normalized; rows are set by choice."""
     h = x.reshape(-1, DIM)
     scores = jax.nn.sigmoid(h @ params["router"])
-    biased = (scores + params["correction"]).reshape(len(h), 4, -1)
+    biased = (scores + jnp.linspace(0.0, 0.1, EXPERTS)).reshape(len(h), 4, -1)
     _, groups = lax.top_k(lax.top_k(biased, 2)[0].sum(-1), 2)
     allowed = jnp.zeros((len(h), 4), bool).at[jnp.arange(len(h))[:, None], groups].set(True)
     _, chosen = lax.top_k(jnp.where(allowed[..., None], biased, 0.0).reshape(len(h), -1), TOP)
@@ -106,8 +107,7 @@ def deepseek(params: Arrays, x: jax.Array) -> jax.Array:
     sizes = jnp.zeros(EXPERTS, jnp.int32).at[flat].add(1)
     y = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(h[order // TOP], params["up"], sizes)), params["down"], sizes)
     y = jnp.zeros_like(y).at[order].set(y).reshape(len(h), TOP, DIM)
-    shared = of_expert(h, params["shared_up"], params["shared_down"])
-    return ((y * weights[..., None]).sum(1) + shared).reshape(x.shape)
+    return (y * weights[..., None]).sum(1).reshape(x.shape)
 
 
 def megablox(params: Arrays, x: jax.Array) -> jax.Array:
@@ -183,7 +183,6 @@ def experts_choose(params: Arrays, x: jax.Array) -> jax.Array:
 
 
 STACKED = {"router": ROUTER, "up": UP, "down": DOWN}
-SHARED = {"shared_up": UP[1:], "shared_down": DOWN[1:]}
 
 CONVENTIONS: dict[str, tuple[str, Callable[[Arrays, jax.Array], jax.Array], dict[str, tuple[int, ...]]]] = {
     "flaxformer, masks": ("one-hot", flaxformer_masks, STACKED),
@@ -191,13 +190,25 @@ CONVENTIONS: dict[str, tuple[str, Callable[[Arrays, jax.Array], jax.Array], dict
     "MaxText, capacity": ("one-hot", maxtext_capacity, STACKED),
     "MaxText, dense": ("dense", maxtext_dense, STACKED),
     "MaxText, sorted": ("sorted", maxtext_sorted, STACKED),
-    "DeepSeek": ("sorted", deepseek, STACKED | SHARED | {"correction": (EXPERTS,)}),
+    "DeepSeek": ("sorted", deepseek, STACKED),
     "Megablox": ("sorted", megablox, STACKED | {"up": (EXPERTS, FF, DIM)}),
-    "Mixtral": ("dense", mixtral, STACKED),
-    "scanned": ("dense", scanned, STACKED),
     "vmapped": ("dense", vmapped, STACKED),
     "experts last": ("dense", experts_last, {"router": ROUTER, "up": (DIM, FF, EXPERTS), "down": (FF, DIM, EXPERTS)}),
-    "weights taken": ("gather", weights_taken, STACKED),
     "experts choose": ("one-hot", experts_choose, STACKED),
 }
 """The form that each has, and the shapes of its weights."""
+
+UNSEEN = {"Mixtral": mixtral, "scanned": scanned, "weights taken": weights_taken}
+"""Layers in which no dim of experts is computed at once."""
+
+
+class Layer(nnx.Module):
+    """A layer of a convention, or of `UNSEEN`."""
+
+    def __init__(self, name: str, rngs: nnx.Rngs):
+        _, self.compute, shapes = CONVENTIONS.get(name) or ("", UNSEEN[name], STACKED)
+        init = nnx.initializers.normal(0.1)
+        self.weights = nnx.Dict({name: nnx.Param(init(rngs.params(), shape)) for name, shape in shapes.items()})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.compute({name: weight[...] for name, weight in self.weights.items()}, x)
