@@ -220,7 +220,7 @@ EVERYWHERE: dict[str, tuple[str, tuple[int, int], str, Callable[[str], bool]]] =
     "heads": ("splash", (4, 256), "data=2,context=2,model=2", lambda told: False),
     "shards": ("splash", (4, 256), "fsdp=4,model=2", lambda told: False),
     "ring of kernels": ("splash", (1, 1024), "context=4,model=2", lambda told: not re.search("prefix|chunks", told)),
-    "ring of blocks": ("blockwise", (2, 1024), "data=2,context=2,model=2", lambda told: True),
+    "ring of blocks": ("blockwise", (2, 1024), "context=4,model=2", lambda told: True),
     "ring": ("ring", (2, 64), "data=2,context=4", lambda told: True),
 }  # fmt: skip
 
@@ -233,14 +233,15 @@ def as_written(name: str, shape: tuple[int, int]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("where", "name"),
     sampled(
-        [(where, name) for where in EVERYWHERE for name in masks.MASKS],
+        [*((where, name) for where in EVERYWHERE for name in masks.MASKS), *(("ring", name) for name in masks.BIASES)],
         [("ring of kernels", "causal documents")],
     ),
 )
 def test_a_step_has_the_numbers_of_every_mask_on_every_mesh(where: str, name: str) -> None:
     context, shape, mesh, is_ring = EVERYWHERE[where]
     may_see_none = name in ("padded documents", "padding, Flax", "padding of keys", "lengths", "heads")
-    in_ring = is_ring(masks.MASKS[name][1]) and not (where == "ring of kernels" and may_see_none)
+    told = "" if name in masks.BIASES else masks.MASKS[name][1]
+    in_ring = is_ring(told) and not (where == "ring of kernels" and may_see_none)
     asked: dict[str, Any] = {"mesh": mesh} | ({"layout": "ring"} if context == "ring" else {})
     actual = numbers(shape, functools.partial(Masked, name), context, in_ring=in_ring, **asked)
     expected = as_written(name, shape)
