@@ -6,13 +6,14 @@ and the sums of results scattered. For sorted rows, also an all-to-all of rows, 
 sent per device and step, and KiB held.
 
 Usage:
-  python benchmarks/expert_forms.py [--ratios]
+  python benchmarks/expert_forms.py [--ratios [--write docs/expert.md]]
 """
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import spanax
@@ -28,6 +29,7 @@ from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 from collective_bytes import measured  # noqa: E402
+from generated_tables import write_figures  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.train.run import Run  # noqa: E402
 
@@ -131,9 +133,9 @@ class Experts(nnx.Module):
         return x + (combined if self.form == "dense" else sorted_rows)(params, x, weights, chosen)
 
 
-def derived(form: str, mesh: str) -> jax.stages.Lowered:
+def derived(build: Callable[[nnx.Rngs], nnx.Module], mesh: str) -> jax.stages.Lowered:
     program = spanax.trace(
-        build=lambda rngs: Experts(form, rngs),
+        build=build,
         optimizer=optax.sgd(RATE),
         batch=jax.ShapeDtypeStruct((EXAMPLES, LENGTH, DIM), "float32"),
         loss=lambda model, x: jnp.square(model(x)).mean(),
@@ -233,34 +235,49 @@ def figures(lowered: jax.stages.Lowered, mesh: str) -> dict[str, float]:
     return {"MFLOP": moved["flops"] / 1e6, "sent": moved["sent_bytes"] / 1024, "held": moved["peak_bytes"] / 1024}
 
 
-def compared(form: str, mesh: str) -> dict[str, dict[str, float]]:
-    """The figures of the step that Spanax derives, and of those by hand."""
-    steps = {"Spanax": derived(form, mesh)}
+def compared(form: str, mesh: str, build: Any = None) -> dict[str, dict[str, float]]:
+    """The figures of the step that Spanax derives of the model, or of another one, and of those by hand."""
+    steps = {"Spanax": derived(build or partial(Experts, form), mesh)}
     steps |= {name: by_hand(exchange, form, mesh) for name, exchange in BY_HAND[form].items()}
     return {name: figures(lowered, mesh) for name, lowered in steps.items()}
+
+
+def ratios() -> Iterator[str]:
+    """Yields the table of bytes sent over those by hand."""
+    yield "| form | " + " | ".join(f"`{mesh}`" for mesh in MESHES[1:]) + " |"
+    yield "|---|" + "---|" * len(MESHES[1:])
+    for form in BY_HAND:
+        cells = []
+        for mesh in MESHES[1:]:
+            rows = compared(form, mesh)
+            ours, other = rows["Spanax"], rows["by hand"]
+            assert math.isclose(ours["MFLOP"], other["MFLOP"], rel_tol=0.01), (form, mesh)
+            cells.append(f"{ours['sent'] / other['sent']:.2f}")
+        yield f"| {form} | {' | '.join(cells)} |"
+
+
+def steps() -> Iterator[str]:
+    """Yields the table of the figures of each step."""
+    yield "| form, mesh | step | MFLOP | KiB sent | KiB held |"
+    yield "|---|---|---|---|---|"
+    for form in BY_HAND:
+        for mesh in MESHES:
+            for name, row in compared(form, mesh).items():
+                sizes = " | ".join(f"{math.ceil(row[key]):,}" for key in ("sent", "held"))
+                yield f"| {form}, `{mesh}` | {name} | {row['MFLOP']:.1f} | {sizes} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ratios", action="store_true", help="bytes sent over those by hand; equal FLOPs")
-    args = parser.parse_args()
-    if args.ratios:
-        print("| form | " + " | ".join(f"`{mesh}`" for mesh in MESHES[1:]) + " |")
-        print("|---|" + "---|" * len(MESHES[1:]))
-    else:
-        print("| form, mesh | step | MFLOP | KiB sent | KiB held |\n|---|---|---|---|---|")
-    for form in BY_HAND:
-        cells = []
-        for mesh in MESHES[1:] if args.ratios else MESHES:
-            rows = compared(form, mesh)
-            ours, other = rows["Spanax"], rows["by hand"]
-            assert math.isclose(ours["MFLOP"], other["MFLOP"], rel_tol=0.01), (form, mesh)
-            cells.append(f"{ours['sent'] / other['sent']:.2f}")
-            for name, row in () if args.ratios else rows.items():
-                sizes = " | ".join(f"{math.ceil(row[key]):,}" for key in ("sent", "held"))
-                print(f"| {form}, `{mesh}` | {name} | {row['MFLOP']:.1f} | {sizes} |", flush=True)
-        if args.ratios:
-            print(f"| {form} | {' | '.join(cells)} |", flush=True)
+    parser.add_argument("--write", type=Path, help="put the table of ratios into this page")
+    asked = parser.parse_args()
+    rows = []
+    for row in ratios() if asked.ratios or asked.write else steps():
+        rows.append(row)
+        print(row, flush=True)
+    if asked.write:
+        write_figures(asked.write, "python benchmarks/expert_forms.py --ratios", "\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import optax
 import qwix  # noqa: F401  reads the dtypes of JAX when it is imported
 
 import spanax
-from generated_tables import write_table
+from generated_tables import write_figures
 from spanax.adapters.packed import FORMATS
 from spanax.check.parity.parity import parity
 from spanax.models.workloads import load
@@ -220,10 +220,10 @@ def main() -> None:
         print(row, flush=True)
     if not arguments.write:
         return
+    command = f"python benchmarks/quantized.py {arguments.table}"
     for page in PAGES:
-        for begin in page.read_text().splitlines():
-            if f"quantized.py {arguments.table}," in begin:
-                write_table(page, begin, "\n".join(rows))
+        if f"{command}," in page.read_text():
+            write_figures(page, command, "\n".join(rows))
 
 
 if __name__ == "__main__":

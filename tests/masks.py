@@ -156,8 +156,8 @@ def capped_documents(given: Inputs) -> Any:
 
 
 def sinks(given: Inputs) -> Any:
-    """A number for each head: a function of what a gradient can be taken of."""
-    return given["q"][0, 0, :, 0] + 0.5
+    """A number for each head: a parameter, or a function of what a gradient can be taken of."""
+    return given["sinks"] if "sinks" in given else given["q"][0, 0, :, 0] + 0.5
 
 
 def with_sink(given: Inputs, change: Callable[[Any], Any]) -> Any:
@@ -199,7 +199,7 @@ def off_by_one(given: Inputs) -> Any:
 def distances(given: Inputs) -> Any:
     """Relative biases as in T5: looked up in a table by the bucket of a distance."""
     q, k = at(given)
-    table = jnp.tanh(given["v"][0, :32, :, 0].repeat(H // G, axis=1))  # (buckets, heads)
+    table = given["table"]  # (buckets, heads)
     distance = jnp.maximum(q - k, 0)
     far = 16 + (jnp.log(jnp.maximum(distance, 1) / 16) / jnp.log(8.0) * 16).astype(jnp.int32)
     bucket = jnp.where(distance < 16, distance, jnp.minimum(far, 31))
@@ -243,3 +243,5 @@ MASKS: dict[str, tuple[Callable[[Inputs], Any], str]] = {
 
 BIASES = {"distances": distances, "slopes": slopes}
 """Attention with biases, which no kernel takes: computed in blocks."""
+
+ATTENTIONS = {name: function for name, (function, _) in MASKS.items()} | BIASES

@@ -17,7 +17,8 @@ from spanax.models import gpt
 from spanax.models.workloads import load
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Traced, discover
-from spanax.trace.jaxpr.graph import Graph, from_jaxpr
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.jaxpr.permutations import step_graph
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf
 
@@ -87,7 +88,7 @@ def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 def graph_of(function: Any, *shapes: Any) -> Graph:
     """A function's graph; its inputs as shapes."""
     shapes = tuple(array(*shape) if isinstance(shape, tuple) else shape for shape in shapes)
-    return from_jaxpr(jax.make_jaxpr(function)(*shapes))
+    return step_graph(jax.make_jaxpr(function)(*shapes))
 
 
 def leaf(shape: jax.ShapeDtypeStruct, kind: str, annotation: tuple[Any, ...] | None = None) -> Leaf:

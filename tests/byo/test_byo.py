@@ -14,6 +14,7 @@ import zoo
 from byo import corpus
 from sampling import sampled
 from spanax.errors import SpanaxError
+from spanax.plan.place import as_planned
 from spanax.plan.presets import PRESETS
 from spanax.train.run import Run
 
@@ -139,7 +140,7 @@ def test_three_steps_are_those_of_one_device(name: str, preset: str) -> None:
     if count == 1:  # births are compared in test_state.py
         mesh = plan.mesh.build()
         run = Run(
-            built,
+            as_planned(built, plan),
             plan,
             mesh,
             # Copies: the step gives its state away, and a key that is put on a device may be the one it was.

@@ -17,9 +17,12 @@ import pytest
 
 import spanax
 from byo import corpus
+from masks import ATTENTIONS
 from programs import calm_program
 from spanax.check.hlo.collectives import collectives
+from spanax.plan.place import as_planned
 from spanax.train.run import Run
+from step.attention.test_kernels import masked_program
 from step.test_expert_forms import FORMS
 from step.test_expert_forms import program as form
 
@@ -45,6 +48,7 @@ SEQUENCE = [
     ("ring", "data=2,context=4"),
 ]
 EXPERT = [("expert", "expert=8"), ("expert", "data=4,expert=2")]
+MASKED = [SEQUENCE[-1], ("ulysses", "data=4,context=2"), COMMON[-2]]
 
 MATRIX = {
     "gpt": COMMON + SEQUENCE,
@@ -60,18 +64,30 @@ MATRIX = {
     "gather": EXPERT[1:],
     "sorted_moe": EXPERT[1:],
     "sorted_taken": EXPERT,
+    "stored": MASKED,
+    "causal documents": MASKED,
+    "prefix": MASKED,
+    "window": MASKED,
+    "chunks": MASKED,
+    "slopes": MASKED,
+    "distances": MASKED,
+    "soft cap": MASKED,
+    "sink of a window": MASKED,
 }
 
 QUICK = {
     "gpt": {"fsdp+tensor+seq"},
+    "causal documents": {"ring"},
 }
-"""Programs that test_parity.py compiles as well."""
+"""Programs that test_parity.py compiles as well, and a small one."""
 
 
 def program_of(name: str) -> spanax.Program:
-    """Of the zoo, of other authors, or the form of experts of this name."""
+    """Of the zoo, of other authors, or the form of experts or of attention of this name."""
     if name in FORMS:
         return form(name)
+    if name in ATTENTIONS:
+        return masked_program(name, (8, 64))
     return corpus.program(name) if name in corpus.FILES else calm_program(name)
 
 
@@ -90,7 +106,8 @@ def moved(name: str, layout: str, mesh: str) -> list[str]:
     """A line for each mesh axis and kind: how many run in a step, and the bytes of their results on one device."""
     program = program_of(name)
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
-    (module,) = Run(program, plan, plan.mesh.build(), state=[]).compile().runtime_executable().hlo_modules()
+    run = Run(as_planned(program, plan), plan, plan.mesh.build(), state=[])
+    (module,) = run.compile().runtime_executable().hlo_modules()
     result: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for collective in collectives(module.as_serialized_hlo_module_proto(), plan.mesh):
         assert collective.is_counted, collective

@@ -97,6 +97,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "mesh axis 'expert' (16) has nothing to shard in this program under layout 'expert'.",
         "mesh data=2,expert=8, layout 'expert'",
     ),
+    "experts that do not divide": (
+        lambda: plan(program("moe", 12), layout="expert", mesh="data=2,expert=3", devices=6),
+        "mesh axis 'expert' (3) has nothing to shard in this program under layout 'expert'.",
+        "mesh data=6, layout 'data'",
+    ),
     "no dim that tensor parallelism can split": (
         lambda: plan(odd(), layout="tensor"),
         "mesh axis 'model' (8) has nothing to shard in this program under layout 'tensor'.",

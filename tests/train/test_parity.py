@@ -14,6 +14,7 @@ import spanax
 import zoo
 from programs import calm_program as program
 from sampling import sampled
+from spanax.plan.place import as_planned
 from spanax.train.run import Run
 
 STEPS, SIZE = 3, 16
@@ -132,7 +133,8 @@ def moved(name: str, layout: str | None, mesh: str) -> Run:
     plan = spanax.plan(program(name), cluster, layout=layout, mesh=mesh)
     devices = plan.mesh.build()
     pairs = zip(reference(name)[0], plan.leaves, strict=True)
-    return Run(program(name), plan, devices, [jax.device_put(a.copy(), leaf.sharding(devices)) for a, leaf in pairs])
+    state = [jax.device_put(a.copy(), leaf.sharding(devices)) for a, leaf in pairs]
+    return Run(as_planned(program(name), plan), plan, devices, state)
 
 
 def differences(expected: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> dict[str, float]:

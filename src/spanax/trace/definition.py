@@ -16,7 +16,8 @@ from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import Traced, aligned, discover, named_like, warn_of_unknown
 from spanax.trace.axes.retrace import Shapes, batch_sized_dims, matching, retraced_graph
 from spanax.trace.initial_state import Eager, Initial, initial
-from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
+from spanax.trace.jaxpr.graph import Graph, contains, remat_of
+from spanax.trace.jaxpr.permutations import step_graph
 from spanax.trace.jaxpr.remat_policies import GATHERED
 from spanax.trace.loss import as_metrics, chosen_step, dtype_error, fusing_step, losses_of, traced_update
 from spanax.trace.optimizers.wrapped import injected_rate, observing, of_loss, recording, with_logged
@@ -48,8 +49,7 @@ def _once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any,
 
     @wraps(method)
     def stored(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = (method.__name__, *args)
-        if key not in self._memo:
+        if (key := (method.__name__, *args)) not in self._memo:
             with unsharded_tracers():
                 self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
         return cast(T, self._memo[key])
@@ -447,7 +447,7 @@ def traced_function(
     values = state.variables.abstract()
     with plain_variables():  # Variables created in the step have the same type as those of the model
         jaxpr, (_, result) = user.jaxpr(function, values, batch, state.mesh)
-    graph = from_jaxpr(jaxpr)
+    graph = step_graph(jaxpr)
     if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
         raise StepError(
             "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 
+import experts
 import spanax
 import zoo
 from spanax.trace.analysis.moe_routing import Routing
@@ -32,11 +33,11 @@ class Pooled(nnx.Module):
 
 @functools.cache
 def program(name: str) -> Program:
-    if name == "pooled":
+    if name in ("pooled", "grouped"):
         return spanax.trace(
-            build=lambda rngs: Pooled(rngs),
+            build=Pooled if name == "pooled" else lambda rngs: experts.Layer("flaxformer, masks", rngs),
             optimizer=optax.sgd(0.1),
-            batch=jax.ShapeDtypeStruct((64, 16), "float32"),
+            batch=jax.ShapeDtypeStruct((64, 16) if name == "pooled" else (16, 8, experts.DIM), "float32"),
             loss=lambda model, x: (model(x) ** 2).mean(),
         )
     case = zoo.ZOO[name]
@@ -71,7 +72,10 @@ def test_the_flops_of_experts(name: str, inside: list[list[str]], scoring: list[
     assert named(result, first) == (inside, scoring)
 
 
-@pytest.mark.parametrize(("name", "counts"), [("moe", True), ("mixtral", False), ("dropless", False), ("pooled", True)])
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [("moe", True), ("mixtral", False), ("dropless", False), ("pooled", True), ("grouped", True)],
+)
 def test_choices_of_tokens_are_counted_per_slot(name: str, counts: bool) -> None:
     (routing, *_) = [routing for routing in program(name).step.routings.values() if routing.inside]
     sent = routing.num_sent + routing.num_pooled

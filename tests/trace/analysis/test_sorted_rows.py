@@ -69,6 +69,10 @@ def by_set(out: jax.Array, order: jax.Array) -> jax.Array:
     return jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(NUM_TOKENS, TOP, DIM).sum(1)
 
 
+def by_last_set(out: jax.Array, order: jax.Array) -> jax.Array:
+    return jnp.zeros_like(out).at[order].set(out).reshape(NUM_TOKENS, TOP, DIM).sum(1)
+
+
 FORMS: dict[str, dict[str, Callable[..., jax.Array]]] = {
     "argsort, bincount, scatter-add": {},
     "a sort of several operands": {"sort": by_sort},
@@ -76,6 +80,7 @@ FORMS: dict[str, dict[str, Callable[..., jax.Array]]] = {
     "a scatter of ones": {"count": by_scatter},
     "the inverse permutation": {"combine": by_inverse},
     "a scatter by choice": {"combine": by_set},
+    "a scatter whose indices might repeat": {"combine": by_last_set},
     "a bias per row": {"change": lambda rows: jax.nn.softmax(rows) + 1.0},
 }
 

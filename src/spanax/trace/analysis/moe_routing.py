@@ -13,7 +13,7 @@ from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
 
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
-"""Operations between chosen indices and their one-hots."""
+"""Operations between chosen indices and their one-hots, and between experts and the slots of groups of tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ def routings(
 ) -> dict[int, Routing]:
     """Returns the routing of each class of experts."""
     dots = [op for op in graph.ops() if op.name == "dot_general"]
-    keys = {value: _key(axes.classes[value], layers) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
+    values = {value for op in dots for value in (*op.inputs[:2], op.outputs[0])}
+    values |= {graph.origin(value, VIEWS) for value in values}
+    keys = {value: _key(axes.classes[value], layers) for value in values}
     params = [value for value in graph.body.inputs if axes.origins[value] == Origin.PARAM]
     weights = {_key(axes.classes[value], layers) for value in params}
     return {label: _routing(graph, axes, dots, keys, weights, batch, label) for label in experts}
@@ -215,6 +217,11 @@ def _routing(
                 scoring.add(keys[weight])
             else:
                 inside.update(key for key in (keys[activation], keys[op.outputs[0]]) if label in key)
+    for op in dots:  # experts may have one dim for what is a dim of groups and one of slots outside of them
+        for value in op.inputs[:2]:
+            both = {keys[value], keys[graph.origin(value, VIEWS)]}
+            if not inside.isdisjoint(both):
+                inside.update(key for key in both if label in key)
     num_tokens = 0
     num_sent = 0
     num_pooled = 0

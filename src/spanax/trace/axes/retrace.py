@@ -13,7 +13,8 @@ from spanax.batch_dims import num_examples
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Kind
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op, difference, from_jaxpr
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op, difference
+from spanax.trace.jaxpr.permutations import step_graph
 from spanax.trace.optimizers.wrapped import with_logged
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -37,7 +38,7 @@ def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any
     num_layers = next(sizes, 0)
     try:
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
-        graph = from_jaxpr(jaxpr)
+        graph = step_graph(jaxpr)
         if len(graph.body.outputs) < len(written.body.outputs):  # the original has the values of logged schedules
             graph, _ = with_logged(graph, len(state), jax.tree.structure(result))
     except Exception as error:
