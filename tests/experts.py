@@ -195,10 +195,11 @@ CONVENTIONS: dict[str, tuple[str, Callable[[Arrays, jax.Array], jax.Array], dict
     "vmapped": ("dense", vmapped, STACKED),
     "experts last": ("dense", experts_last, {"router": ROUTER, "up": (DIM, FF, EXPERTS), "down": (FF, DIM, EXPERTS)}),
     "experts choose": ("one-hot", experts_choose, STACKED),
+    "weights taken": ("dense", weights_taken, STACKED),
 }
 """The form that each has, and the shapes of its weights."""
 
-UNSEEN = {"Mixtral": mixtral, "scanned": scanned, "weights taken": weights_taken}
+UNSEEN = {"Mixtral": mixtral, "scanned": scanned}
 """Layers in which no dim of experts is computed at once."""
 
 
