@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import own_kernels
 import spanax
 from causal import CAUSAL, Learned
 from spanax.check.hlo.collectives import collectives, totals
@@ -125,6 +126,36 @@ def test_an_expert_mesh_and_like() -> None:
     step = spanax.jit(lambda model, tokens: model(tokens)[0], mesh="data=2,expert=4")
     step.prepare(model, jax.ShapeDtypeStruct((8, 16), "int32"))
     results = spanax.generate(model, prompts, 5, temperature=0, like=step)
+    assert [result.tokens for result in results] == expected
+
+
+class WithKernels(nnx.Module):
+    """Two scanned layers of a norm and attention, which are kernels of one's own if the kind is `own`."""
+
+    def __init__(self, kind: str, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (64, 32)))
+        self.qkv = nnx.Param(0.2 * jax.random.normal(rngs.params(), (2, 3, 32, 4, 8)))
+        self.kind = kind
+
+    def __call__(self, tokens: Any) -> Any:
+        run = own_kernels.kernels(self.kind)
+
+        def layer(x: Any, qkv: Any) -> Any:
+            rows = run["norm"](x.reshape(-1, 32), jnp.ones(32)).reshape(x.shape)
+            mixed = run["attention"](*jnp.einsum("btd,cdhk->cbhtk", rows, qkv))
+            return x + mixed.swapaxes(1, 2).reshape(x.shape), None
+
+        x, _ = jax.lax.scan(layer, self.embed[tokens], self.qkv[...])
+        return x @ self.embed[...].T
+
+
+def test_kernels_of_ones_own_compute_one_position_by_their_references() -> None:
+    plain, own = (WithKernels(kind, nnx.Rngs(0)) for kind in ("plain", "own"))
+    decoder = Decoder(lambda: own, called, None, (), False)
+    decoder.form_for(16, {})
+    assert decoder.recomputed == ()
+    expected = [result.tokens for result in spanax.generate(plain, PROMPTS, 5, temperature=0)]
+    results = spanax.generate(own, PROMPTS, 5, temperature=0, mesh="fsdp=2,model=2")
     assert [result.tokens for result in results] == expected
 
 

@@ -9,9 +9,10 @@ import jax
 
 from spanax.decoding.derive.associative_scans import as_loops
 from spanax.errors import DecodeError, RangeError, SpanaxError, first_line
-from spanax.trace.jaxpr.graph import Graph
-from spanax.trace.jaxpr.interpret import Values, read, run
+from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op
+from spanax.trace.jaxpr.interpret import Values, evaluate, read, run, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
+from spanax.trace.kernels.runs import by_reference
 from spanax.trace.program import Program
 from spanax.trace.tracing import trace_function
 from spanax.trace.variables import Owner, take_apart
@@ -161,7 +162,32 @@ def _traced(
         for array, is_row in zip(arrays, per_token, strict=True)
     ]
     with as_loops():
-        return trace_function(call, [Owner(model)], shapes, names, batch_axes=(0,) * len(arrays))
+        program = trace_function(call, [Owner(model)], shapes, names, batch_axes=(0,) * len(arrays))
+    plain = _by_references(program.step.graph)
+    if plain is None:
+        return program
+    return trace_function(plain, [Owner(model)], shapes, names, batch_axes=(0,) * len(arrays))
+
+
+def _by_references(graph: Graph) -> Callable[..., Any] | None:
+    """Returns a forward pass with kernels of the user's own computed by their references; None if it has no kernels.
+
+    A kernel computes blocks of positions; its reference computes one as well.
+    """
+    runs = {op: by_reference(op.params["run"]) for op in graph.ops() if op.name == OWN_KERNEL}
+    if not runs or None in runs.values():
+        return None
+
+    def computed(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        if op in runs:
+            results: Sequence[Any] = runs[op](*ins)
+            return results
+        return with_bodies(op, ins, inside) if op.bodies else None
+
+    def inside(body: Body, args: Sequence[Any]) -> list[Any]:
+        return evaluate(graph.within(body), args, computed)
+
+    return lambda nodes, values: evaluate(graph, [*take_apart([Owner(nodes[0])])[1], *values], computed)[-1]
 
 
 def evaluating(model: Any) -> Any:
