@@ -96,7 +96,24 @@ def test_samples_are_the_same_on_every_mesh_and_streamed(
     assert [*map(tuple, np.transpose(steps).tolist())] == expected
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,model=2", "model=8"])
+def test_activations_that_move_to_fused_weights_leave_them_in_the_order_of_their_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries, keys and values of an encoder: the fused weight stays where it is stored, with `model` along others."""
+    monkeypatch.setattr(rows, "are_gathered", lambda *_: False)
+    case = CAUSAL["cross attention"]
+    model = case.build(nnx.Rngs(0))
+    inputs = {name: np.repeat(array[:1], 4, 0) for name, array in case.inputs.items()}
+    options = {"function": case.call, "inputs": inputs, "temperature": 0}
+    expected, found = (spanax.generate(model, PROMPTS, 2, mesh=mesh, **options) for mesh in (None, "fsdp=2,model=2"))
+    for one, other in zip(expected, found, strict=True):
+        assert one.tokens == other.tokens
+        assert np.allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=4,model=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp=8", "model=8"))]
+)
 def test_a_step_moves_what_is_planned(model: llama.Llama, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
     """Activations to stored weights; what is drawn adds a few numbers for each sequence."""
     monkeypatch.setattr(rows, "are_gathered", lambda *_: False)
