@@ -112,14 +112,14 @@ def of_llama(length: int, batch_size: int, rounds: int) -> dict:
     difference = float(abs(expected - logits).max())
     recompute = nnx.jit(lambda model, tokens: model(tokens)[:, -1])
     parameters = decoder.parameters()
-    step = decoder.compiled(stepped, donated=2)
+    step = jax.jit(decoder.stepped, static_argnums=0, donate_argnums=2)
     arrays = cache.arrays
     seconds: dict[str, list[float]] = {"derived": [], "by_hand": [], "recomputed": []}
     for turn in range(rounds + 1):
         start = time.perf_counter()
         for position in range(first, first + 8):
             token = jnp.asarray(tokens[:, position])
-            logits, arrays = step(cache.form, parameters, arrays, token, jnp.full(batch_size, position))
+            logits, arrays = step(cache.form, parameters, arrays, [token], jnp.full(batch_size, position))
         jax.block_until_ready(logits)
         middle = time.perf_counter()
         for position in range(first, first + 8):
@@ -144,11 +144,6 @@ def of_llama(length: int, batch_size: int, rounds: int) -> dict:
     }
 
 
-def stepped(decoder, form, parameters, arrays, token, positions):
-    """Returns the logits of a token, and the caches."""
-    return decoder.stepped(form, parameters, arrays, [token], positions)
-
-
 def of_models(length: int, rounds: int) -> list[dict]:
     """Returns how much faster the derived step of each causal model of the tests is than its forward pass."""
     sys.path += [str(TESTS)]
@@ -169,14 +164,14 @@ def of_models(length: int, rounds: int) -> list[dict]:
         model.eval()
         forward = nnx.jit(call)
         parameters = decoder.parameters()
-        step = decoder.compiled(stepped, donated=2)
+        step = jax.jit(decoder.stepped, static_argnums=0, donate_argnums=2)
         ratios = []
         arrays = cache.arrays
         for turn in range(rounds + 1):
             start = time.perf_counter()
             for position in range(length - 32, length - 24):
                 token = jnp.asarray(tokens[:, position])
-                logits, arrays = step(cache.form, parameters, arrays, token, jnp.full(2, position))
+                logits, arrays = step(cache.form, parameters, arrays, [token], jnp.full(2, position))
             jax.block_until_ready(logits)
             middle = time.perf_counter()
             jax.block_until_ready(forward(model, tokens, **case.inputs))

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import own_kernels
 import spanax
 from causal import CAUSAL, Learned
-from spanax.decoding.decoder import called
+from spanax.check.hlo.collectives import collectives, totals
+from spanax.decoding import rows
+from spanax.decoding.decoder import Decoder, called
 from spanax.decoding.sampling import Sampling, draw
 from spanax.errors import DecodeError, RangeError
 from spanax.models import llama, moe
+from spanax.plan.evaluate import evaluate
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 32, "mlp_dim": 64}
 CONFIG = llama.LlamaConfig(64, 64, **SIZES)
@@ -77,14 +81,58 @@ def test_512_greedy_tokens_are_those_of_recomputation(name: str) -> None:
 RULES: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3, "temperature": 0.8}
 
 
-@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4,model=2", "fsdp=2", "model=2"])
-def test_samples_are_the_same_on_every_mesh_and_streamed(model: llama.Llama, mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "is_gathered"), [("data=4", True), ("fsdp=4,model=2", False), ("fsdp=2", True)])
+def test_samples_are_the_same_on_every_mesh_and_streamed(
+    model: llama.Llama, monkeypatch: pytest.MonkeyPatch, mesh: str, is_gathered: bool
+) -> None:
+    """Shards that the sequences do not fill compute one that is dropped."""
+    monkeypatch.setattr(rows, "are_gathered", lambda *_: is_gathered)
     options = {"max_new_tokens": 6, "seed": 5, "num_samples": 2, **RULES}
-    expected = [result.tokens for result in spanax.generate(model, PROMPTS, **options)]
-    assert len(expected) == 8 and expected[0] != expected[1]
-    assert [result.tokens for result in spanax.generate(model, PROMPTS, mesh=mesh, **options)] == expected
-    steps = list(spanax.generate(model, PROMPTS, mesh=mesh, stream=True, **options))
+    prompts = PROMPTS[:3]
+    expected = [result.tokens for result in spanax.generate(model, prompts, **options)]
+    assert len(expected) == 6 and expected[0] != expected[1]
+    assert [result.tokens for result in spanax.generate(model, prompts, mesh=mesh, **options)] == expected
+    steps = list(spanax.generate(model, prompts, mesh=mesh, stream=True, **options))
     assert [*map(tuple, np.transpose(steps).tolist())] == expected
+
+
+def test_activations_that_move_to_fused_weights_leave_them_in_the_order_of_their_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries, keys and values of an encoder: the fused weight stays where it is stored, with `model` along others."""
+    monkeypatch.setattr(rows, "are_gathered", lambda *_: False)
+    case = CAUSAL["cross attention"]
+    model = case.build(nnx.Rngs(0))
+    inputs = {name: np.repeat(array[:1], 4, 0) for name, array in case.inputs.items()}
+    options = {"function": case.call, "inputs": inputs, "temperature": 0}
+    expected, found = (spanax.generate(model, PROMPTS, 2, mesh=mesh, **options) for mesh in (None, "fsdp=2,model=2"))
+    for one, other in zip(expected, found, strict=True):
+        assert one.tokens == other.tokens
+        assert np.allclose(one.log_probabilities, other.log_probabilities, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=4,model=2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp=8", "model=8"))]
+)
+def test_a_step_moves_what_is_planned(model: llama.Llama, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """Activations to stored weights; what is drawn adds a few numbers for each sequence."""
+    monkeypatch.setattr(rows, "are_gathered", lambda *_: False)
+    decoder = Decoder(lambda: model, called, None, (), False)
+    placed = rows.Rows.of(model, decoder.derived(decoder.form_for(12, {})), 8, mesh=mesh)
+    assert placed.planned is not None
+    _, step = placed.planned
+    state, (token, positions) = step.abstract
+    num_parameters = len(decoder.parameters())
+    lowered = jax.jit(placed.stepped).lower(state[:num_parameters], state[num_parameters:], [token], positions)
+    (module,) = lowered.compile().runtime_executable().hlo_modules()
+    moved = totals(collectives(module.as_serialized_hlo_module_proto(), step.plan.mesh))
+    planned = evaluate(step.program, step.plan, spanax.cluster("cpu:8")).collectives
+    for axis, kinds in planned.items():
+        # XLA for CPUs reduces whole sums and slices them.
+        sums = kinds.pop("all-reduce", 0) + kinds.pop("reduce-scatter", 0) * step.plan.mesh.ways([axis])
+        assert moved[axis].pop("all-reduce", 0) == sums
+        assert moved[axis] == kinds
+    assert moved.keys() == planned.keys()
 
 
 def test_an_expert_mesh_and_like() -> None:
@@ -95,6 +143,36 @@ def test_an_expert_mesh_and_like() -> None:
     step = spanax.jit(lambda model, tokens: model(tokens)[0], mesh="data=2,expert=4")
     step.prepare(model, jax.ShapeDtypeStruct((8, 16), "int32"))
     results = spanax.generate(model, prompts, 5, temperature=0, like=step)
+    assert [result.tokens for result in results] == expected
+
+
+class WithKernels(nnx.Module):
+    """Two scanned layers of a norm and attention, which are kernels of one's own if the kind is `own`."""
+
+    def __init__(self, kind: str, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (64, 32)))
+        self.qkv = nnx.Param(0.2 * jax.random.normal(rngs.params(), (2, 3, 32, 4, 8)))
+        self.kind = kind
+
+    def __call__(self, tokens: Any) -> Any:
+        run = own_kernels.kernels(self.kind)
+
+        def layer(x: Any, qkv: Any) -> Any:
+            rows = run["norm"](x.reshape(-1, 32), jnp.ones(32)).reshape(x.shape)
+            mixed = run["attention"](*jnp.einsum("btd,cdhk->cbhtk", rows, qkv))
+            return x + mixed.swapaxes(1, 2).reshape(x.shape), None
+
+        x, _ = jax.lax.scan(layer, self.embed[tokens], self.qkv[...])
+        return x @ self.embed[...].T
+
+
+def test_kernels_of_ones_own_compute_one_position_by_their_references() -> None:
+    plain, own = (WithKernels(kind, nnx.Rngs(0)) for kind in ("plain", "own"))
+    decoder = Decoder(lambda: own, called, None, (), False)
+    decoder.form_for(16, {})
+    assert decoder.recomputed == ()
+    expected = [result.tokens for result in spanax.generate(plain, PROMPTS, 5, temperature=0)]
+    results = spanax.generate(own, PROMPTS, 5, temperature=0, mesh="fsdp=2,model=2")
     assert [result.tokens for result in results] == expected
 
 
@@ -177,7 +255,6 @@ def test_log_probabilities_are_those_of_a_train_step() -> None:
         ({"stop": [64]}, "`stop` has token 64"),
         ({"stop": "x"}, "`stop` is 'x'"),
         ({"prompts": [[1], [-1]]}, "`prompts` has token -1"),
-        ({"mesh": "data=4"}, "do not divide into 4"),
         ({"model": nnx.view(Learned(nnx.Rngs(0)), deterministic=True), "max_new_tokens": 64}, "64 positions"),
     ],
 )

@@ -63,12 +63,17 @@ def test_layouts_that_store_parameters_are_those_that_do_not_gather_them() -> No
     """`spanax.generate` gathers parameters once over the axes of the sequences, where they fit."""
     traced = programs(16)
     cluster = spanax.cluster("a100:8")
-    limit = cluster.memory_bytes
-    assert not any(each.is_gathered(limit) for each in generation_plan(traced, cluster).layouts)
-    requested = generation_plan(traced, cluster, layout="fsdp").best
+    assert not any(each.is_gathered for each in generation_plan(traced, cluster).layouts)
+    data, requested = (generation_plan(traced, cluster, layout=name).best for name in ("data", "fsdp"))
+    assert data is not None
     assert requested is not None
-    assert requested.is_gathered(limit)
-    assert not requested.is_gathered(requested.parameter_bytes)
+    assert requested.is_gathered
+    assert requested.step.layout == "fsdp"
+    assert requested.step.step_seconds == data.step.step_seconds
+    assert requested.peak_bytes == data.peak_bytes
+    small = replace(cluster, memory_bytes=1.9 * data.parameter_bytes)
+    stored = generation_plan(traced, small, layout="fsdp")
+    assert not (stored.best or stored.nearest).is_gathered
     with pytest.raises(spanax.SpanaxError, match="no layout divides"):
         generation_plan(traced, cluster, layout="pipeline")
 

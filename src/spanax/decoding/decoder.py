@@ -220,10 +220,10 @@ class Decoder:
         return form
 
     def compiled(self, function: Callable[..., Any], donated: int | None = None) -> Callable[..., Any]:
-        """Returns `function(decoder, static, ...)` without its first argument, compiled once for this decoder."""
+        """Returns `function(static, ...)`, compiled once for this decoder, with which its programs are freed."""
         if function not in self._compiled:
             donate = () if donated is None else donated
-            self._compiled[function] = jax.jit(partial(function, self), static_argnums=0, donate_argnums=donate)
+            self._compiled[function] = jax.jit(partial(function), static_argnums=0, donate_argnums=donate)
         return self._compiled[function]
 
     def form_for(self, length: int, inputs: Mapping[str, Any]) -> Form:

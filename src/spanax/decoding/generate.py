@@ -89,7 +89,7 @@ def generate(  # noqa: PLR0913
       tokenizer: encodes and decodes text: an object with `encode` and `decode`.
       function: as in `spanax.decode`.
       inputs: other arguments of `function`, by name, each with the prompts along dim 0.
-      layout: as in `spanax.jit`: the parameters are sharded as in a forward pass, except over the axes of the prompts.
+      layout: as in `spanax.jit`. Parameters that it only stores in shards are gathered once, if they fit.
       mesh: as in `spanax.jit`. By default, the parameters remain where they are.
       like: a function of `spanax.jit` whose mesh and layout are used.
       fallback: as in `spanax.decode`.

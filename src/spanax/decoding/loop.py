@@ -36,7 +36,7 @@ class State(NamedTuple):
 
     Attributes:
       index: the number of tokens so far.
-      cache: that of the decoder.
+      cache: the caches of the sequences.
       positions: the number of tokens of each sequence that the cache has.
       tokens: the new tokens, [sequences, max_new_tokens].
       log_probabilities: that of each.
@@ -46,7 +46,7 @@ class State(NamedTuple):
     """
 
     index: Any
-    cache: dict[int, Any]
+    cache: Any
     positions: Any
     tokens: Any
     log_probabilities: Any
@@ -68,7 +68,7 @@ class Loop:
         """Returns the new tokens, their log-probabilities, and how many count, computed by one program."""
         compiled = self.decoder.compiled(_whole)
         state = compiled(self.job, self._parameters(), *self._placed(arrays, lengths), sampling, seed)
-        tokens, log_probabilities, counts = map(on_every_host, state)
+        tokens, log_probabilities, counts = (on_every_host(array)[: self.job.rows.num_sequences] for array in state)
         return tokens, log_probabilities, counts
 
     def stream(self, arrays: Sequence[Any], lengths: np.ndarray, sampling: Sampling, seed: int) -> Iterator[np.ndarray]:
@@ -79,7 +79,7 @@ class Loop:
         while True:
             index = int(state.index) - 1
             is_new = on_every_host(state.counts) == index + 1
-            yield np.where(is_new, on_every_host(state.tokens[:, index]), -1)
+            yield np.where(is_new, on_every_host(state.tokens[:, index]), -1)[: self.job.rows.num_sequences]
             if index + 1 == self.job.max_new_tokens or on_every_host(state.is_done).all():
                 return
             state = following(self.job, parameters, state, sampling, seed)
@@ -92,24 +92,20 @@ class Loop:
         return placed, lengths
 
 
-def _whole(
-    decoder: Decoder, job: Job, parameters: Any, arrays: Any, lengths: Any, sampling: Sampling, seed: Any
-) -> tuple[Any, Any, Any]:
+def _whole(job: Job, parameters: Any, arrays: Any, lengths: Any, sampling: Sampling, seed: Any) -> tuple[Any, Any, Any]:
     """Returns the new tokens, their log-probabilities and how many count."""
-    state = _first(decoder, job, parameters, arrays, lengths, sampling, seed)
+    state = _first(job, parameters, arrays, lengths, sampling, seed)
     state = jax.lax.while_loop(
         lambda state: (state.index < job.max_new_tokens) & ~state.is_done.all(),
-        lambda state: _next(decoder, job, parameters, state, sampling, seed),
+        lambda state: _next(job, parameters, state, sampling, seed),
         state,
     )
     return state.tokens, state.log_probabilities, state.counts
 
 
-def _first(
-    decoder: Decoder, job: Job, parameters: Any, arrays: Any, lengths: Any, sampling: Sampling, seed: Any
-) -> State:
+def _first(job: Job, parameters: Any, arrays: Any, lengths: Any, sampling: Sampling, seed: Any) -> State:
     """Returns the state after the first new token."""
-    logits, cache = decoder.prefilled(job.form, parameters, arrays, lengths)
+    logits, cache = job.rows.prefilled(parameters, arrays, lengths)
     count = lengths.shape[0]
     seen = None
     if sampling.repetition_penalty is not None:
@@ -119,22 +115,22 @@ def _first(
     new = count, job.max_new_tokens
     state = State(
         index=jnp.zeros((), jnp.int32),
-        cache=job.rows.constrained(cache),
+        cache=cache,
         positions=lengths,
         tokens=jnp.zeros(new, jnp.int32),
         log_probabilities=jnp.zeros(new, jnp.float32),
         counts=jnp.zeros(count, jnp.int32),
-        is_done=jnp.zeros(count, bool),
+        is_done=jnp.arange(count) >= job.rows.num_sequences,
         seen=seen,
     )
     return _drawn(job, state, logits, sampling, seed)
 
 
-def _next(decoder: Decoder, job: Job, parameters: Any, state: State, sampling: Sampling, seed: Any) -> State:
+def _next(job: Job, parameters: Any, state: State, sampling: Sampling, seed: Any) -> State:
     """Returns the state after one more token."""
     token = jax.lax.dynamic_index_in_dim(state.tokens, state.index - 1, 1, keepdims=False)
-    logits, cache = decoder.stepped(job.form, parameters, state.cache, [token], state.positions)
-    state = state._replace(cache=job.rows.constrained(cache), positions=state.positions + 1)
+    logits, cache = job.rows.stepped(parameters, state.cache, [token], state.positions)
+    state = state._replace(cache=cache, positions=state.positions + 1)
     return _drawn(job, state, logits, sampling, seed)
 
 

@@ -1,7 +1,7 @@
 """Prefill and decode step of a workload as programs, which are planned and priced like a train step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,13 @@ from spanax.decoding.derive.sequences import Incremental, Recomputation, prefill
 from spanax.errors import DecodeError
 from spanax.plan.advice.generation import GenerationPrograms
 from spanax.trace.initial_state import Eager
+from spanax.trace.program import Program
 from spanax.trace.tracing import trace_function
 from spanax.trace.variables import Owner, model_of, take_apart
 from spanax.trace.workload import Workload
+
+CACHES = "caches"
+"""What the paths of the caches begin with."""
 
 
 class Caches(nnx.Module):
@@ -60,50 +64,48 @@ def generation_programs(workload: Workload, dtype: str | None = None, num_device
     model = _abstract(workload, dtype)
     forward = forward_of(called, model, [jax.ShapeDtypeStruct((1, length), "int32")], ["tokens"], [True])
     derived, *_ = candidates(forward, partial(resized, forward, called, model))
-    arrays, each = step_arguments(derived, rows)
-    owners = [Owner(model), Owner(Caches(arrays), name="caches")]
-    whole = jax.ShapeDtypeStruct((rows, length), "int32")
+    prefill, step = programs_of(model, derived, rows)
+    caches = [leaf.num_bytes for leaf in step.leaves[len(forward.parameters) :]]
+    return GenerationPrograms(prefill, step, count, length, sum(caches) // rows)
+
+
+def programs_of(model: nnx.Module, derived: Incremental | Recomputation, num_sequences: int) -> tuple[Program, Program]:
+    """Returns prefill and decode step of several sequences as programs; their state are the model and the caches.
+
+    The prefill takes the inputs and the numbers of tokens, the step its inputs for a token and the positions.
+    """
+    forward = derived.forward
+    paths = dict(zip(forward.arrays, (leaf.path for leaf in forward.program.batch), strict=True))
+    avals = forward.graph.avals
+    positions = jax.ShapeDtypeStruct((num_sequences,), "int32")
+
+    def shapes(values: Sequence[int], rest: int) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((num_sequences, *avals[each].shape[rest:]), avals[each].dtype) for each in values]
+
+    parameters = [jax.ShapeDtypeStruct(avals[each].shape, avals[each].dtype) for each in forward.parameters]
+    caches = jax.eval_shape(derived.fill, parameters, shapes(forward.arrays, 1), positions)
+    owners = [Owner(model), Owner(Caches(caches), CACHES, name=CACHES)]
 
     def prefill(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         model, caches = nodes
-        logits, filled = prefilled(derived, arrays_of(model), values[:1], values[1])
+        *arrays, lengths = values
+        logits, filled = prefilled(derived, arrays_of(model), arrays, lengths)
         caches.update(filled)
         return logits
 
     def step(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
         model, caches = nodes
-        logits, after = derived.step(arrays_of(model), caches.arrays(), values[:1], values[1])
+        *rows, positions = values
+        logits, after = derived.step(arrays_of(model), caches.arrays(), rows, positions)
         caches.update(after)
         return logits
 
-    traced = partial(trace_function, owners=owners, batch_axes=(0, 0))
-    return GenerationPrograms(
-        traced(prefill, arrays=[whole, each[1]], names=["tokens", "lengths"]),
-        traced(step, arrays=each, names=["token", "position"]),
-        count,
-        length,
-        sum(array.size * array.dtype.itemsize for array in arrays.values()) // rows,
-    )
+    def traced(function: Callable[..., Any], inputs: Sequence[int], rest: int) -> Program:
+        arrays = [*shapes(inputs, rest), positions]
+        names = [*(paths[value] for value in inputs), f"{CACHES}.positions"]
+        return trace_function(function, owners, arrays, names, batch_axes=(0,) * len(arrays))
 
-
-def step_arguments(
-    derived: Incremental | Recomputation, num_sequences: int
-) -> tuple[dict[int, Any], list[jax.ShapeDtypeStruct]]:
-    """Returns the shapes of the caches of a decode step, and of its other arguments: per-token inputs, positions."""
-    forward = derived.forward
-    avals = forward.graph.avals
-    position = jax.ShapeDtypeStruct((num_sequences,), "int32")
-    parameters = [jax.ShapeDtypeStruct(avals[value].shape, avals[value].dtype) for value in forward.parameters]
-    shapes = [(num_sequences, *avals[value].shape[1:]) for value in forward.arrays]
-    arrays = [
-        jax.ShapeDtypeStruct(shape, avals[value].dtype) for shape, value in zip(shapes, forward.arrays, strict=True)
-    ]
-    caches = jax.eval_shape(derived.fill, parameters, arrays, position)
-    rows = [
-        jax.ShapeDtypeStruct((num_sequences, *avals[value].shape[2:]), avals[value].dtype)
-        for value in forward.token_arrays
-    ]
-    return caches, [*rows, position]
+    return traced(prefill, forward.arrays, 1), traced(step, forward.token_arrays, 2)
 
 
 def arrays_of(model: nnx.Module) -> list[Any]:

@@ -64,7 +64,7 @@ def generation_text(plan: GenerationPlan, most: int | None, top: int) -> str:
         f"activations, most of the prefill, {bytes_text(layout.activation_bytes)}",
         f"           the cache of one sequence has {bytes_text(programs.cache_bytes)}",
         f"  batch    {sequences}",
-        *(["  note     these parameters are gathered once, as in `data`"] if layout.is_gathered(limit) else []),
+        *(["  note     these parameters are gathered once, as in `data`"] if layout.is_gathered else []),
         "",
         "",
     ]

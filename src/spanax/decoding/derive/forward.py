@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 
 from spanax.decoding.derive.associative_scans import as_loops
 from spanax.errors import DecodeError, RangeError, SpanaxError, first_line
-from spanax.trace.jaxpr.graph import Graph
-from spanax.trace.jaxpr.interpret import Values, read, run
+from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op
+from spanax.trace.jaxpr.interpret import Values, evaluate, read, run, with_bodies
 from spanax.trace.jaxpr.provenance import Origin, origins
+from spanax.trace.kernels.runs import by_reference
 from spanax.trace.program import Program
 from spanax.trace.tracing import trace_function
-from spanax.trace.variables import Owner
+from spanax.trace.variables import Owner, take_apart
 
 CONTEXT = Origin.PARAM
 TOKENS = Origin.BATCH
@@ -105,17 +106,14 @@ def forward_of(
       SpanaxError: the function cannot be traced, does not return logits, or reads more positions than the model has.
     """
     length = arrays[0].shape[1]
-
-    def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
-        evaluating(nodes[0])
-        return logits_of(function(nodes[0], *values), values[0].shape)
-
+    traced = partial(_traced, function, model, arrays, names, per_token)
     try:
-        with as_loops():
-            program = trace_function(call, [Owner(model)], arrays, names, batch_axes=(0,) * len(arrays))
+        program = traced(length)
     except SpanaxError:
         raise
     except (TypeError, ValueError) as error:
+        if num_positions := _num_positions(traced, model, length):
+            raise _too_long(num_positions, length) from error
         raise DecodeError(
             f"the forward pass of {length} tokens fails.",
             where=first_line(error),
@@ -136,16 +134,60 @@ def resized(forward: Forward, function: Callable[..., Any], model: Any, length: 
       length: the number of tokens.
       rows: the number of sequences.
     """
-    arrays = []
-    for value, is_per_token in zip(forward.arrays, forward.per_token, strict=True):
-        aval = forward.graph.avals[value]
-        rest = (length, *aval.shape[2:]) if is_per_token else aval.shape[1:]
-        arrays.append(jax.ShapeDtypeStruct((rows, *rest), aval.dtype))
-    names = [leaf.path for leaf in forward.program.batch]
+    leaves = forward.program.batch
+    arrays = [jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
     try:
-        return forward_of(function, model, arrays, names, forward.per_token)
+        program = _traced(function, model, arrays, [leaf.path for leaf in leaves], forward.per_token, length)
     except Exception:  # of a model of certain lengths, such as multiples of a chunk
         return None
+    return Forward(program, length, forward.per_token)
+
+
+def _traced(
+    function: Callable[..., Any],
+    model: Any,
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    per_token: Sequence[bool],
+    length: int,
+) -> Program:
+    """Returns the program of the logits of a number of tokens; the other arguments are those of `forward_of`."""
+
+    def call(nodes: Sequence[Any], values: Sequence[Any]) -> Any:
+        evaluating(nodes[0])
+        return logits_of(function(nodes[0], *values), values[0].shape)
+
+    shapes = [
+        jax.ShapeDtypeStruct((array.shape[0], length, *array.shape[2:]), array.dtype) if is_row else array
+        for array, is_row in zip(arrays, per_token, strict=True)
+    ]
+    with as_loops():
+        program = trace_function(call, [Owner(model)], shapes, names, batch_axes=(0,) * len(arrays))
+    plain = _by_references(program.step.graph)
+    if plain is None:
+        return program
+    return trace_function(plain, [Owner(model)], shapes, names, batch_axes=(0,) * len(arrays))
+
+
+def _by_references(graph: Graph) -> Callable[..., Any] | None:
+    """Returns a forward pass with kernels of the user's own computed by their references; None if it has no kernels.
+
+    A kernel computes blocks of positions; its reference computes one as well.
+    """
+    runs = {op: by_reference(op.params["run"]) for op in graph.ops() if op.name == OWN_KERNEL}
+    if not runs or None in runs.values():
+        return None
+
+    def computed(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        if op in runs:
+            results: Sequence[Any] = runs[op](*ins)
+            return results
+        return with_bodies(op, ins, inside) if op.bodies else None
+
+    def inside(body: Body, args: Sequence[Any]) -> list[Any]:
+        return evaluate(graph.within(body), args, computed)
+
+    return lambda nodes, values: evaluate(graph, [*take_apart([Owner(nodes[0])])[1], *values], computed)[-1]
 
 
 def evaluating(model: Any) -> Any:
@@ -175,11 +217,33 @@ def _check_positions(forward: Forward) -> None:
         dims = op.params["dimension_numbers"].start_index_map
         rows = [graph.shape(op.inputs[0])[dim] for dim in dims]
         if (indices.reshape(-1, len(dims)).max(0) >= jax.numpy.array(rows)).any():
-            raise RangeError(
-                f"the model has {min(rows)} positions, fewer than {forward.length} tokens.",
-                where=op.where,
-                fix=f"length={min(rows)}, or shorter prompts and fewer new tokens",
-            )
+            raise _too_long(min(rows), forward.length, op.where)
+
+
+def _num_positions(traced: Callable[[int], Program], model: Any, length: int) -> int | None:
+    """Returns the size of an array of the model that is the most tokens it takes; None if there is none.
+
+    Twice as many fail too, unlike where tokens must be a multiple of a chunk.
+    """
+
+    def fails(length: int) -> bool:
+        try:
+            traced(length)
+        except Exception:  # of the user's function
+            return True
+        return False
+
+    sizes = {size for array in take_apart([Owner(model)])[1] for size in array.shape if size < length}
+    longest = (size for size in sorted(sizes, reverse=True) if not fails(size) and fails(size + 1) and fails(2 * size))
+    return next(longest, None)
+
+
+def _too_long(num_positions: int, length: int, where: str = "") -> RangeError:
+    return RangeError(
+        f"the model has {num_positions} positions, fewer than {length} tokens.",
+        where=where,
+        fix=f"at most {num_positions} tokens: length={num_positions}, a shorter prompt, or fewer new tokens",
+    )
 
 
 def logits_of(results: Any, shape: tuple[int, int]) -> Any:

@@ -1,9 +1,10 @@
 """The layouts in which a model generates: the time of prefill and decode step, and their memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate
 from spanax.plan.candidates.request import STATE_FRACTION
 from spanax.plan.search import search
@@ -55,11 +56,13 @@ class GenerationLayout:
       step: the decode step in it.
       prefill: the prefill in it.
       cache_scale: the sequences, over those of the traced programs, whose caches the memory of both has.
+      is_gathered: whether `spanax.generate` gathers parameters that `fsdp` shards once, as in `data`, which is priced.
     """
 
     step: Candidate
     prefill: Candidate
     cache_scale: float
+    is_gathered: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -87,10 +90,10 @@ class GenerationLayout:
         larger = max(self.step, self.prefill, key=lambda each: each.upper_bytes)
         return larger.upper_bytes + round(self._more_caches * larger.upper_bytes / larger.peak_bytes)
 
-    def is_gathered(self, limit: float | None) -> bool:
-        """Whether `spanax.generate` gathers parameters that `fsdp` shards once, instead of in each step."""
+    def is_stored(self, limit: float | None) -> bool:
+        """Whether `spanax.generate` leaves parameters as stored: no `fsdp` shards them, or they do not fit."""
         ways = self.step.whole_mesh.ways(["fsdp"])
-        return ways > 1 and are_gathered(self.parameter_bytes * ways, limit)
+        return ways == 1 or not are_gathered(self.parameter_bytes * ways, limit)
 
     @property
     def _more_caches(self) -> int:
@@ -131,7 +134,7 @@ def generation_plan(
     *,
     num_sequences: int | None = None,
     layout: str | None = None,
-    mesh: str | None = None,
+    mesh: str | MeshShape | None = None,
 ) -> GenerationPlan:
     """Returns the layouts of a generation, priced. Uses no devices.
 
@@ -162,11 +165,25 @@ def generation_plan(
     limit = cluster.memory_bytes
     layouts = [GenerationLayout(each, by_title[each.title], count / traced) for each in steps if each.title in by_title]
     if layout is None and mesh is None:
-        layouts = [each for each in layouts if not each.is_gathered(limit)]
+        layouts = [each for each in layouts if each.is_stored(limit)]
+    layouts = [each if each.is_stored(limit) else _gathered(programs, cluster, count, each) for each in layouts]
     layouts.sort(key=lambda each: each.step.step_seconds)
     fitting = [each for each in layouts if limit is None or each.upper_bytes <= limit]
     nearest = None if fitting else min(layouts, key=lambda each: each.upper_bytes, default=None)
     return GenerationPlan(programs, cluster, count, tuple(fitting), nearest)
+
+
+def _gathered(
+    programs: GenerationPrograms, cluster: Cluster, num_sequences: int, layout: GenerationLayout
+) -> GenerationLayout:
+    """Returns a layout with the cost of that in which its parameters are gathered: `data` in place of `fsdp`."""
+    axes = dict(layout.step.whole_mesh.axes)
+    axes["data"] = axes.pop("fsdp") * axes.get("data", 1)
+    plan = generation_plan(programs, cluster, num_sequences=num_sequences, mesh=MeshShape.of(axes))
+    whole = plan.best or plan.nearest
+    assert whole is not None
+    step = replace(whole.step, layout=layout.step.layout, mesh=layout.step.mesh)
+    return replace(whole, step=step, is_gathered=True)
 
 
 def most_sequences(plan: GenerationPlan) -> int | None:

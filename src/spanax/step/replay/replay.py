@@ -202,7 +202,8 @@ class Replay:
         of_inputs, of_outputs = _uses(op, use)
         targets = [self._target(value, each) for value, each in zip(op.inputs, of_inputs, strict=True)]
         wanted = [self._target(value, each) for value, each in zip(op.outputs, of_outputs, strict=True)]
-        if not any(form for _, form in (*targets, *wanted)):
+        after = map(self._target, op.outputs)
+        if not any(form for _, form in (*targets, *wanted, *after)):
             return self._as_planned(op, self._results(op, ins, use), use)
         return self._interleaved(op, ins, use, (targets, wanted))
 

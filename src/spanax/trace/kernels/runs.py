@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -268,3 +268,11 @@ def inner(run: Any, operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
             )
         run = run.run
     return run, operands
+
+
+def by_reference(run: Any) -> Any:
+    """Returns what an operation runs, with the reference in place of the kernel; None if it computes a gradient."""
+    if not isinstance(run, Mapped | Some):
+        return run.reference if isinstance(run, Forward) else None
+    plain = by_reference(run.run)
+    return None if plain is None else replace(run, run=plain)

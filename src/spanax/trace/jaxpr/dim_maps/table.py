@@ -277,7 +277,7 @@ def _stack(equation: Equation) -> Iterator[Relation]:
     return _stacked(equation, equation.outputs[0], equation.inputs)
 
 
-@row(Family.OTHER, "unstack")
+@row(Family.OTHER, "unstack", Padding())
 def _unstack(equation: Equation) -> Iterator[Relation]:
     return _stacked(equation, 0, equation.outputs)
 
