@@ -152,8 +152,8 @@ class LayoutRequest:
       pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads
         nothing. Default: without layout and mesh, if a step is 10 % faster; otherwise none.
       offload: state to store in host memory: optimizer, whose arrays are copied to the devices only for the update; or
-        none, which also keeps searches from saving activations there. Default: none; without layout and mesh, what makes
-        a layout fit if nothing fits otherwise.
+        none, for activations too. Default: none; without layout and mesh, what makes a layout fit if nothing fits
+        otherwise.
       accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
         microbatches. Default: exact.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline. Default:
