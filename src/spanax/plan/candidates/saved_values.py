@@ -171,15 +171,16 @@ class _Values:
         return frozenset(kept)
 
     def _choices(self, saved: frozenset[int], host: _Host | None) -> Iterator[_Choice]:
-        """Yields the choices that save some values: all on the device, then one more on the host, the largest first."""
+        """Yields the choices that save some values: on the device, or one more on the host, by size up and down."""
         num_bytes = self.num_bytes | self.inputs
         names = self.choices.names | self.choices.inputs
-        movable = sorted((*saved, *self.inputs), key=lambda value: (-num_bytes[value], value)) if host else []
+        by_size = sorted((*saved, *self.inputs), key=lambda value: (num_bytes[value], value)) if host else []
         seconds = self._seconds(saved)
         left = sum(num_bytes[value] for value in saved)
-        for count in range(len(movable) + 1):
-            moved = sum(num_bytes[value] for value in movable[:count])
-            on_host = {names[value] for value in movable[:count]}  # all values of a name
+        moves = [by_size[:count] for count in range(len(by_size))] + [by_size[start:] for start in range(len(by_size))]
+        for values in moves or [[]]:
+            moved = sum(num_bytes[value] for value in values)
+            on_host = {names[value] for value in values}  # all values of a name
             policy = saving({names[value] for value in saved}.difference(on_host), on_host)
             yield _Choice(policy, left - moved, seconds + (host.exposed(moved) if host else 0.0))
 

@@ -171,6 +171,10 @@ def test_copies_of_activations_overlap_with_the_layers() -> None:
     assert slow.candidate.seconds["host transfers"] == pytest.approx(copied, rel=1e-4)
     assert slow.candidate.seconds["host transfers"] < copied
     assert "host transfers" not in dots.candidate.seconds
+    rate = 2 * slow.candidate.host_bytes / dots.candidate.step_seconds
+    every, first = remat(ON_HOST, rate=rate), remat(f"{ON_HOST}:2,dots", rate=rate)  # of four layers
+    exposed, half = (each.candidate.seconds["host transfers"] for each in (every, first))
+    assert exposed > 0 and half == pytest.approx(exposed / 2, rel=0.05), "only its own loop hides what a layer copies"
 
 
 def test_activations_offloaded_on_simulated_devices_stay_in_their_memory() -> None:
