@@ -145,8 +145,9 @@ def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_in_host_memory_gain_what_the_best_of_all_choices_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine tenths of it, at least, of all ways to recompute, save, or copy each value; nothing where none fits."""
     found = list[saved_values._Values]()
+    unlisted = before()
     monkeypatch.setattr(saved_values._Values, "within", lambda values, limit: found.append(values))
-    with_saved_values(before(), 0.0, uses_host=True)
+    with_saved_values(unlisted, 0.0, uses_host=True)
     monkeypatch.undo()
     useful = sorted(found[0]._around(math.inf, None)[0])[:7]
     num_bytes = {value: found[0].num_bytes[value] for value in useful}

@@ -174,13 +174,14 @@ class _Values:
         """Yields the choices that save some values: on the device, or one more on the host, by size up and down."""
         num_bytes = self.num_bytes | self.inputs
         names = self.choices.names | self.choices.inputs
-        by_size = sorted((*saved, *self.inputs), key=lambda value: (num_bytes[value], value)) if host else []
+        largest = {names[value]: value for value in sorted(saved, key=lambda value: num_bytes[value])}  # of a name
+        by_size = sorted((*largest.values(), *self.inputs), key=lambda value: (num_bytes[value], value)) if host else []
         seconds = self._seconds(saved)
         left = sum(num_bytes[value] for value in saved)
         moves = [by_size[:count] for count in range(len(by_size))] + [by_size[start:] for start in range(len(by_size))]
         for values in moves or [[]]:
             moved = sum(num_bytes[value] for value in values)
-            on_host = {names[value] for value in values}  # all values of a name
+            on_host = {names[value] for value in values}
             policy = saving({names[value] for value in saved}.difference(on_host), on_host)
             yield _Choice(policy, left - moved, seconds + (host.exposed(moved) if host else 0.0))
 

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from spanax.trace.analysis.op_groups import ancestors_of_loss, trips
 from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.graph import CANDIDATE, NAME, Body, Op
-from spanax.trace.jaxpr.remat_policies import INPUT
+from spanax.trace.jaxpr.remat_policies import INPUT, ROWS
 
 STEPS = 32
 """The number of prices of a byte that are tried."""
@@ -96,7 +96,7 @@ def _layers(body: Body, runs: int, op: Op | None) -> list[tuple[Body, int, Op | 
 
 def _candidate(op: Op) -> str:
     name = str(op.params["name"]) if op.name == NAME else ""
-    return name.removeprefix(CANDIDATE) if name.startswith(CANDIDATE) else ""
+    return name.removeprefix(CANDIDATE).removesuffix(ROWS) if name.startswith(CANDIDATE) else ""
 
 
 def values_around(

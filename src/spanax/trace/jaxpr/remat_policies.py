@@ -13,6 +13,9 @@ only the inputs of a layer."""
 ON_HOST = "@host"
 """What follows the name of a value that a policy saves in host memory."""
 
+ROWS = " rows"
+"""What follows the name of the sums of fused attention: libtpu 0.0.52 cannot compile their copies to the host."""
+
 INPUT = "input"
 """The name, with a number, of what a layer takes from the one before it: on the device, unless a policy lists it."""
 

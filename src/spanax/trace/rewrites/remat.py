@@ -36,7 +36,7 @@ from spanax.trace.jaxpr.graph import (
     scan_counts,
 )
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
-from spanax.trace.jaxpr.remat_policies import INPUT, NAMED, PartialPolicy, partial_policy, saved_values
+from spanax.trace.jaxpr.remat_policies import INPUT, NAMED, ROWS, PartialPolicy, partial_policy, saved_values
 from spanax.trace.rewrites.attention.operation import attention_of, named
 from spanax.trace.rewrites.traced_once import jaxpr_of
 
@@ -105,7 +105,7 @@ def _saveable(policy: str) -> Callable[..., Any]:
             for is_on_host in (False, True)
         )
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=on_device,
+            names_which_can_be_saved=[*on_device, *(name + ROWS for name in (*on_device, *on_host))],
             names_which_can_be_offloaded=on_host,
             offload_src="device",
             offload_dst="pinned_host",
