@@ -14,6 +14,8 @@ from spanax.check.compilers.target import TPUS, install_command, target_of
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.module import read_module
 from spanax.check.report import Report
+from spanax.plan.evaluate import evaluate
+from spanax.plan.plan import Schedule
 
 TPU = pytest.mark.skipif(bool(install_command("tpu")), reason=f"libtpu is not installed: {install_command('tpu')}")
 CUDA = pytest.mark.skipif(bool(install_command("cuda")), reason=f"no CUDA plugin: {install_command('cuda')}")
@@ -66,6 +68,28 @@ def test_a_tpus_compiler_places_offloaded_state_in_host_memory() -> None:
     assert plain.host_bytes == 0 and offloaded.host_bytes == reports[1].predicted.host_bytes
     assert plain.state_bytes == offloaded.state_bytes + offloaded.host_bytes
     assert arguments[0] - arguments[1] >= offloaded.host_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("on", "listed"),
+    [
+        pytest.param("v5e:2x4", "add.5@host+input.1@host+dot_general.1@host", marks=TPU),
+        pytest.param("h100:8", "add.5@host+input.1@host+dot_general.1@host", marks=CUDA),
+        pytest.param("h100:8", "add.5+dot_general.1@host", marks=CUDA),
+    ],
+)
+def test_compilers_need_no_more_than_planned_where_layers_save_in_host_memory(on: str, listed: str) -> None:
+    machine = spanax.cluster(on)
+    program = programs.workload("gpt2", batch_size=128)
+    for remat in (listed.replace("@host", "").replace("+input.1", ""), listed):
+        plan = spanax.plan(
+            program, machine, layout="fsdp", mesh="fsdp=8", attention="plain", schedule=Schedule(remat, microbatches=1)
+        )
+        report = spanax.check(program, plan, machine)
+        assert report.compiled.peak_bytes <= evaluate(program, plan, machine).candidate.upper_bytes
+        assert report.errors["peak_bytes"] == pytest.approx(0, abs=0.2), report.errors
+        assert report.errors["flops"] == pytest.approx(0, abs=0.02)
 
 
 @TPU

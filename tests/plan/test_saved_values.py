@@ -1,6 +1,8 @@
 """Values that a search saves one by one: where, in how many layers, and what it traces for it."""
 
 import functools
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -138,3 +140,43 @@ def test_a_small_gain_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_values, "SAVED_VALUES_MARGIN", 0.5)
     result, traced = priced(before(), monkeypatch)
     assert result is before() and traced == []
+
+
+def test_values_in_host_memory_gain_what_the_best_of_all_choices_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tenths of it, at least, of all ways to recompute, save, or copy each value; nothing where none fits."""
+    found = list[saved_values._Values]()
+    unlisted = before()
+    monkeypatch.setattr(saved_values._Values, "within", lambda values, limit: found.append(values))
+    with_saved_values(unlisted, 0.0, uses_host=True)
+    monkeypatch.undo()
+    useful = sorted(found[0]._around(math.inf, None)[0])[:7]
+    num_bytes = {value: found[0].num_bytes[value] for value in useful}
+    computing = (0.01, 0.02)
+    host = saved_values._Host(2 * computing[0] / sum(num_bytes.values()), computing)  # hides half of them
+    values = replace(found[0], num_bytes=num_bytes, num_layers=1000, host=host)
+    places = [*itertools.product((0, 1, 2), repeat=len(num_bytes))]
+    (carried,) = values.inputs.values()
+    for share in (-0.5, 0.0, 0.3, 0.7, 1.0):
+        limit = share * sum(num_bytes.values()) / 2
+        least = math.inf
+        for row, moves in itertools.product(places, (0, 1)):
+            sizes = [(place, num_bytes[value]) for value, place in zip(num_bytes, row, strict=True)]
+            kept = {value for value, place in zip(num_bytes, row, strict=True) if place}
+            moved = sum(size for place, size in sizes if place == 2) + moves * carried
+            if sum(size for place, size in sizes if place == 1) - moves * carried <= limit:
+                least = min(least, values._seconds(kept) + host.exposed(moved))
+        choice = values._fastest(values._around(limit + host.hidden_bytes, host), host, limit)
+        assert (choice is None) == math.isinf(least)
+        assert choice is None or values.full - choice.seconds >= 0.9 * (values.full - least)
+
+
+def test_values_in_host_memory_must_make_a_step_faster_by_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that hides all copies is used if that is worth the margin, and one that hides few is not."""
+    fast, slow = (replace(between().cluster, chip=replace(MACHINE.chip, host_bytes_per_second=x)) for x in (1e15, 1e8))
+    monkeypatch.setattr(saved_values, "HOST_MARGIN", 0.5)
+    assert searched(program(), fast, REQUEST).best == between().best
+    monkeypatch.setattr(saved_values, "HOST_MARGIN", 0.0)
+    result = searched(program(), fast, REQUEST)
+    assert "@host" in result.best.remat and result.best.host_bytes > 0
+    assert result.best.step_seconds < between().best.step_seconds
+    assert searched(program(), slow, REQUEST).best == between().best

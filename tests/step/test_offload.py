@@ -117,7 +117,11 @@ def test_a_plan_file_with_an_array_in_memory_that_it_does_not_offload_is_refused
 
 @pytest.mark.parametrize(
     ("offload", "match"),
-    [("optimiser", "did you mean 'optimizer'"), ("activations", "--remat offload"), ("param", "unknown kind")],
+    [
+        ("optimiser", "did you mean 'optimizer'"),
+        ("activations", "--remat dot_general.1-3@host"),
+        ("param", "unknown kind"),
+    ],
 )
 def test_other_kinds_of_state_are_refused(offload: str, match: str) -> None:
     with pytest.raises(spanax.SpanaxError) as caught:

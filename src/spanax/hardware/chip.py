@@ -141,7 +141,7 @@ class Chip:
         if self.host_bytes_per_second is None:
             raise HardwareError(
                 f"the bandwidth between '{self.name}' and host memory is unknown.",
-                where="offload 'optimizer'",
+                where="state or activations in host memory",
                 fix='a cluster file with host_rate = "64 GB/s"',
             )
         return num_bytes * self.devices_per_host_link / self.host_bytes_per_second

@@ -44,7 +44,7 @@ from spanax.plan.reason import Code, Reason
 from spanax.plan.search import check_request, largest_in_chunks, least_in, search_in
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.space import layout_on, storing_of
-from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, RING, ULYSSES, known_offload
+from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, OPTIMIZER_STATE, RING, ULYSSES, known_offload, known_policy
 from spanax.trace.program import Program
 from spanax.trace.rewrites.microbatches.accumulation import check_divides
 from spanax.trace.rewrites.padding import Multiples
@@ -103,7 +103,7 @@ def plan(  # type: ignore[misc]  # noqa: PLR0913  the overloads abbreviate the k
       pipeline: whether layers may be partitioned into stages if neither layout nor mesh is set. Default: on several
         nodes of accelerators if that is at least 5 % faster (`STAGE_MARGIN`), on one node if nothing fits otherwise.
       offload: the state to store in host memory: `optimizer`, its arrays, or `none`. Default: that of `schedule`; an
-        open search offloads it, and activations as the last resort, if nothing fits otherwise.
+        open search offloads it if nothing fits otherwise. Only by default may a search save activations there.
       pad: names of axes to pad in computations if a mesh axis that shards them does not divide them:
         `"heads,vocab"`, or a sequence. The arrays of the state keep their shapes. `none` pads nothing.
         Default: in an open search, if a step is at least 10 % faster (`ASSIGNMENT_MARGIN`).
@@ -163,7 +163,8 @@ def _decided(program: Program, cluster: Cluster, request: Request, priced: Searc
     if is_searchable(cluster, request) and (defaults(cluster).is_searched or not request.is_placed):
         if request.mesh is not None:
             dtype = None if request.schedule is None else request.schedule.compute_dtype
-            _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
+            first = computed_in(program, dtype or program.compute_dtype)
+            _placed(in_attention(first, cluster, request, first.options), cluster, request, program.loss_chunks)
         priced = priced or searched(program, cluster, request)
         if priced.best is not None:
             return chosen(priced)
@@ -240,8 +241,6 @@ def searched(
     if not result.layouts_priced and request.layout is not None:
         _placed(program, cluster, request, program.loss_chunks)  # raises why this layout is none of the program
     limit = None if each else top
-    if requested.policy is None:
-        result = with_saved_values(result, scope.stage_margin)
     if not (request.is_placed or request.offload or request.padded):
         result = with_assignments(result, scope.assumptions, limit, scope.stage_margin)
     if not request.is_placed:
@@ -249,8 +248,7 @@ def searched(
             least = partial(requested.least_padded, next(iter(result.programs.values())))
             result = with_padding(result, requested.in_model, least, program, scope.stage_margin)
         if request.offload is None:
-            find = partial(requested.in_host_memory, program)
-            result = with_host_memory(result, find, has_policy=requested.policy is not None)
+            result = with_host_memory(result, partial(requested.in_host_memory, program))
         result = replace(result, candidates=result.candidates[:limit], too_large=result.too_large[:limit])
     has_chunks = result.best is not None and result.program_of(result.best).loss_chunks > 1
     is_reported = not requested.is_chunked and (request.chunks is not None or has_chunks)
@@ -292,7 +290,7 @@ def _requested(
     if not counts and (as_traced or program.microbatches > 1):
         counts = [program.microbatches]
     check_divides(program.batch_size, counts[0] if counts else 1)
-    remat = schedule.remat if schedule is not None else None
+    remat = known_policy(schedule.remat) if schedule is not None else None
     if remat is None and (as_traced or program.remat != AS_WRITTEN):
         remat = program.remat
     count = default_chunks(program, cluster, request.chunks)
@@ -342,8 +340,10 @@ class _Requested:
     is_chunked: bool
 
     def chunked(self, program: Program) -> Search:
-        """Returns the search with the best number of chunks of the logits, if none is set."""
-        return self.padded(program) if self.is_chunked else search_in_chunks(self.padded, program, self.cluster)
+        """Returns the search with the best number of chunks of the logits, and values to save, if none are set."""
+        result = self.padded(program) if self.is_chunked else search_in_chunks(self.padded, program, self.cluster)
+        uses_host = self.request.offload is None
+        return with_saved_values(result, self.scope.stage_margin, uses_host) if self.policy is None else result
 
     def padded(self, program: Program) -> Search:
         """Returns the search with the requested axes padded."""
@@ -360,10 +360,9 @@ class _Requested:
         scope = replace(self.scope, model=padded[0][1], pipeline=self.request.pipeline is not False)
         return least_in(program, self.cluster, scope, labels)
 
-    def in_host_memory(self, program: Program, offload: tuple[str, ...], policy: str | None) -> Search:
-        """Returns the search with kinds of state, and with a policy that has activations, in host memory."""
-        scope = replace(self.scope, offload=offload)
-        return replace(self, scope=scope, policy=policy or self.policy).chunked(program)
+    def in_host_memory(self, program: Program) -> Search:
+        """Returns the search with the optimizer's state in host memory."""
+        return replace(self, scope=replace(self.scope, offload=(OPTIMIZER_STATE,))).chunked(program)
 
     def largest(self, program: Program) -> Search | None:
         """Returns a search at the largest batch that fits, under the policy that stores least and the best chunks."""

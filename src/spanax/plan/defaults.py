@@ -60,6 +60,12 @@ policies differ by the recomputed FLOPs, which are exact in compiled programs (n
 the times are nearly equal.
 """
 
+HOST_MARGIN = 0.1
+"""How much faster than without host memory a step that saves values there must be, as a fraction; 0 if nothing fits.
+
+Source: a judgment. Compilers copy during other layers, as is assumed, but how fast was not measured.
+"""
+
 REPEATED_MARGIN = 0.5
 """How much faster a plan that repeats most FLOPs on several devices must be than one that does not, as a fraction.
 

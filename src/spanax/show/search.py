@@ -15,7 +15,7 @@ from spanax.plan.reason import Reason
 from spanax.plan.sharding.placement import DEVICE, Placement
 from spanax.processes.gpu_memory import setting_text
 from spanax.show.tables import table_text
-from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS
+from spanax.trace.jaxpr.remat_policies import ON_HOST
 from spanax.trace.program import Program
 from spanax.units import bytes_text, quantity_text
 
@@ -217,7 +217,7 @@ def quantized_lines(program: Program) -> list[str]:
 
 def _options(search: Search, candidate: Candidate) -> list[str]:
     """Returns what is in host memory, and the axes that are padded."""
-    in_host_memory = [*search.offload, *["activations"] * (candidate.remat == OFFLOADED_ACTIVATIONS)]
+    in_host_memory = [*search.offload, *["activations"] * (ON_HOST in candidate.remat)]
     padded = [name for name, _ in search.programs[candidate.remat].options.padded]
     texts = ((in_host_memory, "in host memory"), (padded, "padded"))
     return [f"{' and '.join(names)} {text}" for names, text in texts if names]

@@ -23,6 +23,7 @@ from spanax.trace.jaxpr.remat_policies import (
     GATHERED,
     KERNELS,
     MEAN,
+    NAMED,
     known_accumulation,
     known_context,
     known_policy,
@@ -144,7 +145,7 @@ def chosen_step(
     if loss is not None and train_step is None:
         if variant.microbatches < 1:
             raise RangeError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
-        known_policy(variant.remat)
+        known_policy(None if variant.remat == NAMED else variant.remat)
         accumulate = known_accumulation(accumulate)
         return _step_around(loss, clip_norm, accumulate, variant, attentions, batch_axes, traced or TracedLoss())
     if loss is not None or train_step is None:
@@ -283,7 +284,7 @@ _LOSSES: ContextVar[Losses | None] = ContextVar("losses", default=None)
 def losses_of(variant: Variant) -> Iterator[Losses]:
     """Computes the losses of functions traced in this context under the options of a variant."""
     known_context(variant.context)
-    known_policy(variant.remat)
+    known_policy(None if variant.remat == NAMED else variant.remat)
     losses = Losses(variant)
     token = _LOSSES.set(losses)
     try:

@@ -11,7 +11,7 @@ from spanax.batch_dims import ExampleDims
 from spanax.trace.batch import AUTO, abstract_batch, checked_axes, spread
 from spanax.trace.definition import AS_WRITTEN, Definition, Function, FunctionDefinition, State
 from spanax.trace.initial_state import Eager
-from spanax.trace.jaxpr.remat_policies import EXACT
+from spanax.trace.jaxpr.remat_policies import EXACT, known_policy
 from spanax.trace.loss import chosen_step
 from spanax.trace.program import Program, program_of
 from spanax.trace.user_function import UserFunction
@@ -55,9 +55,9 @@ def trace(  # noqa: PLR0913
       remat: what the forward pass stores for the backward pass (with `loss`); the rest is rematerialized. `none`
         stores everything and ignores remats of the model; `dots` stores the results of matmuls without batch dims and
         of convolutions; `full` stores only the inputs of a layer (one iteration of a scan, or a remat of the model);
-        `offload` is `dots` in host memory; `attention.1+dot_general.2-3` stores these results of a layer. `dots:8` is
-        for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`. None: as written in
-        the model.
+        `attention.1+dot_general.2-3@host` stores these results of a layer, those with `@host` in host memory. `dots:8`
+        is for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`. None: as written
+        in the model.
       eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, if it reads
         the values of its parameters. The model must fit in host memory.
       evaluate: `evaluate(model, batch) -> dict of metrics`, with either of `loss` and `train_step`: `run.evaluate`
@@ -82,7 +82,7 @@ def trace(  # noqa: PLR0913
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
     dtype = None if compute_dtype is None else jax.numpy.dtype(compute_dtype).name
-    variant = Variant(remat=remat, microbatches=microbatches, compute_dtype=dtype, quantize=quantize)
+    variant = Variant(remat=known_policy(remat), microbatches=microbatches, compute_dtype=dtype, quantize=quantize)
     chosen_step(loss, train_step, clip_norm, accumulate, variant)  # raises before anything is traced
     shapes, batch_leaves, batch_treedef = abstract_batch(batch)
     dims = None if batch_axes == AUTO else checked_axes(spread(batch_axes, shapes, "batch"), batch_leaves)

@@ -153,9 +153,9 @@ class LayoutRequest:
         `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or the fastest that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
       remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
-        each layer; offload, as dots, in host memory; or all but a list, attention.1+dot_general.2-3. With a number, in
-        the first layers only: full:8, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or mesh,
-        as written in the model.
+        each layer; or all but a list, attention.1+dot_general.2-3@host, those with @host in host memory. With a number,
+        in the first layers only: full:8, or full:8,dots. Default: the fastest that fits; on CPUs, with a layout or
+        mesh, as written in the model.
       attention: plain, as written in the model; flash, the platform's kernel, else blocks of keys; auto, the same or
         plain. Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of token chunks for the logits, or auto, if memory is short. Default: auto on
@@ -163,7 +163,8 @@ class LayoutRequest:
       pad: axes to pad if a mesh axis does not divide them, such as heads,vocab; parameters keep their shapes; none pads
         nothing. Default: without layout and mesh, if a step is 10 % faster; otherwise none.
       offload: state to store in host memory: optimizer, whose arrays are copied to the devices only for the update; or
-        none. Default: none; without layout and mesh, whatever makes a layout fit if nothing fits otherwise.
+        none, for activations too. Default: none; without layout and mesh, what makes a layout fit if nothing fits
+        otherwise.
       accumulate: how to combine gradients of microbatches: exact, the gradient of the batch; or mean, the mean over
         microbatches. Default: exact.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline. Default:

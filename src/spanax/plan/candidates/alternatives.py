@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from spanax.errors import NoLayoutError, SpanaxError, first_line
+from spanax.errors import NoLayoutError, first_line
 from spanax.plan.candidate import Search
 from spanax.plan.candidates.padding import is_used, padded_variants
 from spanax.plan.cost.overlap import TERMS
 from spanax.plan.cost.step_time import IDLE
 from spanax.plan.defaults import ASSIGNMENT_MARGIN
 from spanax.plan.reason import Code, Reason
-from spanax.trace.jaxpr.remat_policies import OFFLOADED_ACTIVATIONS, OPTIMIZER_STATE
+from spanax.trace.jaxpr.remat_policies import ON_HOST, OPTIMIZER_STATE
 from spanax.trace.program import Program
 from spanax.trace.rewrites.padding import Multiples
 
@@ -23,13 +23,6 @@ MOST_GROUPS = 6_000
 
 BETWEEN_DEVICES = (*dict.fromkeys(TERMS.values()), "weights between devices", *IDLE)
 """The terms of the step time that another sharding of the same matmuls may save."""
-
-IN_HOST_MEMORY: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
-    ("the optimizer's state", (OPTIMIZER_STATE,), None),
-    ("activations", (), OFFLOADED_ACTIVATIONS),
-    ("the optimizer's state and activations", (OPTIMIZER_STATE,), OFFLOADED_ACTIVATIONS),
-)
-"""What host memory may have: its name, kinds of state, and a remat policy. The first that fits is the fastest."""
 
 
 def with_padding(
@@ -108,32 +101,22 @@ def _seconds(result: Search, stage_margin: float) -> float:
     return result.best.step_seconds * (1 + stage_margin * (result.best.num_stages > 1))
 
 
-def with_host_memory(
-    result: Search, find: Callable[[tuple[str, ...], str | None], Search], *, has_policy: bool
-) -> Search:
-    """Returns a search with state, or activations as the last resort, in host memory, if nothing fits without.
+def with_host_memory(result: Search, find: Callable[[], Search]) -> Search:
+    """Returns the search with the optimizer's state in host memory, if it fits and nothing else does.
 
     Simulated devices, and those whose link to host memory has no known bandwidth, have none.
 
     Args:
       result: a search without offload.
-      find: searches with kinds of state in host memory, and with a remat policy, or the one of `result`.
-      has_policy: whether the remat policy is requested, so that activations stay where they are.
+      find: searches with the optimizer's state in host memory.
     """
     chip = result.cluster.chip
-    rejected = Counter(result.rejected)
     leaves = next(iter(result.programs.values())).leaves
     has_optimizer = any(leaf.kind == OPTIMIZER_STATE and leaf.shape for leaf in leaves)
     if result.best is not None or not result.nearest or chip.shared or chip.host_bytes_per_second is None:
         return result
-    for name, offload, policy in IN_HOST_MEMORY:
-        if (offload and not has_optimizer) or (policy and has_policy):
-            continue
-        try:
-            other = find(offload, policy)
-        except SpanaxError as error:
-            rejected[Reason(Code.NO_REMAT, policy or "", detail=first_line(error))] += 1
-            continue
-        if other.best is not None:
-            return replace(other, alternative=Reason(Code.IN_HOST_MEMORY, name))
-    return replace(result, rejected=dict(rejected))
+    other = find() if has_optimizer else result
+    if other.best is None:
+        return result
+    name = "the optimizer's state" + " and activations" * (ON_HOST in other.best.remat)
+    return replace(other, alternative=Reason(Code.IN_HOST_MEMORY, name))

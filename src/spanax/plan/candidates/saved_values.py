@@ -13,7 +13,7 @@ from spanax.plan.candidates.variants import REMAT
 from spanax.plan.cost.peak_memory import MARGIN
 from spanax.plan.cost.roofline import memory_rate
 from spanax.plan.cost.step_time import row_seconds
-from spanax.plan.defaults import SAVED_VALUES_MARGIN
+from spanax.plan.defaults import HOST_MARGIN, SAVED_VALUES_MARGIN
 from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.partition import union
@@ -23,7 +23,7 @@ from spanax.plan.spmd.count_terms import matmuls_by_group
 from spanax.trace.analysis.fusion import FUSED
 from spanax.trace.analysis.recomputation import Recomputation, recomputation, values_around
 from spanax.trace.jaxpr.graph import Op
-from spanax.trace.jaxpr.remat_policies import NAMED, PartialPolicy, saving
+from spanax.trace.jaxpr.remat_policies import NAMED, ON_HOST, PartialPolicy, saving
 from spanax.trace.program import Program
 
 MOST_SEEDS = 2
@@ -64,6 +64,33 @@ class _Choice(NamedTuple):
     num_bytes: float
     seconds: float
 
+    @property
+    def rank(self) -> float:
+        """The step time by which it is chosen: on the host only if faster by `HOST_MARGIN`."""
+        return self.seconds * (1 + HOST_MARGIN * (ON_HOST in self.policy))
+
+
+@dataclass(frozen=True)
+class _Host:
+    """The link to the memory of the host, for the values of all layers.
+
+    Attributes:
+      per_byte: seconds to copy a byte there, or back.
+      computing: seconds of the forward pass and of the backward pass of the layers, which copies do not add to.
+    """
+
+    per_byte: float
+    computing: tuple[float, ...]
+
+    @property
+    def hidden_bytes(self) -> float:
+        """The bytes that are copied while layers compute."""
+        return min(self.computing) / self.per_byte
+
+    def exposed(self, num_bytes: float) -> float:
+        """Returns the seconds that copies of some bytes, there and back, add to a step."""
+        return sum(max(0.0, self.per_byte * num_bytes - seconds) for seconds in self.computing)
+
 
 @dataclass(frozen=True)
 class _Values:
@@ -74,29 +101,52 @@ class _Values:
       choices: the operations of the layers, and the values.
       op_seconds: seconds of every operation in a step.
       num_bytes: the bytes of every value on one device, over all layers.
+      inputs: the same of what a layer takes from the one before it.
       all_bytes: the bytes that a step saves which recomputes nothing.
       stored: seconds of such a step.
       full: seconds of a step that saves none of the values.
       per_byte: seconds to write a byte of a value, and to read it.
       num_layers: the number of layers.
+      host: the link to the host; None where values are not saved there.
     """
 
     seed: Candidate
     choices: Recomputation
     op_seconds: dict[Op, float]
     num_bytes: dict[int, float]
+    inputs: dict[int, float]
     all_bytes: float
     stored: float
     full: float
     per_byte: float
     num_layers: int
+    host: _Host | None
 
-    def within(self, limit: float) -> _Choice:
-        """Returns the fastest choice in a number of bytes: one for the first layers, and another for the others."""
-        fitting, larger = values_around(self.choices, self.op_seconds, self.num_bytes, limit, self.per_byte)
-        first = self._choice(fitting)
-        others = (self._choice(larger), _Choice("none", self.all_bytes, self.stored))
-        return min((self._mixed(first, other, limit) for other in others), key=lambda each: each.seconds)
+    def within(self, limit: float) -> _Choice | None:
+        """Returns the fastest choice in a number of bytes; None where every choice is larger."""
+        on_device = self._fastest(self._around(limit, None), None, limit)
+        if self.host is None:
+            return on_device
+        on_host = self._fastest(self._around(limit + self.host.hidden_bytes, self.host), self.host, limit)
+        if on_host is None or on_device is None:
+            return on_host or on_device
+        return min(on_device, on_host, key=lambda each: each.rank)
+
+    def _around(self, limit: float, host: _Host | None) -> list[frozenset[int]]:
+        """Returns the best values to save in a few more than a number of bytes, and within it.
+
+        A byte costs at most what its copies to the host and back do.
+        """
+        most = None if host is None else self.per_byte + len(host.computing) * host.per_byte
+        found = values_around(self.choices, self.op_seconds, self.num_bytes, limit, self.per_byte, most)
+        return [self._worthwhile(saved) for saved in dict.fromkeys(reversed(found))]
+
+    def _fastest(self, sets: list[frozenset[int]], host: _Host | None, limit: float) -> _Choice | None:
+        """Returns the fastest choice that saves one of some sets: some for the first layers, others for the rest."""
+        choices = [choice for saved in sets for choice in self._choices(saved, host)]
+        others = [*choices, _Choice("none", self.all_bytes, self.stored)]
+        mixed = (self._mixed(a, b, limit) for a in choices if a.num_bytes <= limit for b in others)
+        return min(mixed, key=lambda each: each.seconds, default=None)
 
     def _mixed(self, first: _Choice, other: _Choice, limit: float) -> _Choice:
         share = (other.num_bytes - limit) / max(1.0, other.num_bytes - first.num_bytes)
@@ -110,16 +160,30 @@ class _Values:
             share * first.seconds + (1 - share) * other.seconds,
         )
 
-    def _choice(self, saved: frozenset[int]) -> _Choice:
-        """Returns the choice of some values, without those that save almost no time."""
+    def _worthwhile(self, saved: frozenset[int]) -> frozenset[int]:
+        """Returns some values without those that save almost no time."""
         kept = set(saved)
         seconds = self._seconds(kept)
         for value in sorted(saved, key=lambda value: (self.num_bytes[value], value)):
             if self._seconds(kept - {value}) < seconds + LEAST_GAIN * self.stored:
                 kept.discard(value)
                 seconds = self._seconds(kept)
-        names = {self.choices.names[value] for value in kept}
-        return _Choice(saving(names), sum(self.num_bytes[value] for value in kept), seconds)
+        return frozenset(kept)
+
+    def _choices(self, saved: frozenset[int], host: _Host | None) -> Iterator[_Choice]:
+        """Yields the choices that save some values: on the device, or one more on the host, by size up and down."""
+        num_bytes = self.num_bytes | self.inputs
+        names = self.choices.names | self.choices.inputs
+        largest = {names[value]: value for value in sorted(saved, key=lambda value: num_bytes[value])}  # of a name
+        by_size = sorted((*largest.values(), *self.inputs), key=lambda value: (num_bytes[value], value)) if host else []
+        seconds = self._seconds(saved)
+        left = sum(num_bytes[value] for value in saved)
+        moves = [by_size[:count] for count in range(len(by_size))] + [by_size[start:] for start in range(len(by_size))]
+        for values in moves or [[]]:
+            moved = sum(num_bytes[value] for value in values)
+            on_host = {names[value] for value in values}
+            policy = saving({names[value] for value in saved}.difference(on_host), on_host)
+            yield _Choice(policy, left - moved, seconds + (host.exposed(moved) if host else 0.0))
 
     def _seconds(self, saved: Collection[int]) -> float:
         repeated = self.choices.repeated(saved)
@@ -127,25 +191,31 @@ class _Values:
         return self.full - less + self.per_byte * sum(self.num_bytes[value] for value in saved)
 
 
-def with_saved_values(result: Search, stage_margin: float) -> Search:
+def with_saved_values(result: Search, stage_margin: float, uses_host: bool = False) -> Search:
     """Returns a search with selected values to save, if its best candidate is faster by `SAVED_VALUES_MARGIN`.
 
-    Selects values for the fastest layouts under the estimated times of single operations; traces and prices the
-    fastest selection, and others of more or fewer bytes, by how much memory is left.
+    If nothing fits, it is one with values in host memory that fits, if any. Selects values for the fastest layouts
+    under the estimated times of single operations; traces and prices the fastest selection, and others of more or fewer
+    bytes, by how much memory is left.
 
     Args:
       result: a search under policies of all layers.
       stage_margin: as in `search`.
+      uses_host: whether values may be in host memory.
     """
     start = time.perf_counter()
     best = result.best
+    chip = result.cluster.chip
     limit = result.cluster.memory_bytes
-    if best is None or limit is None:
+    has_host = uses_host and not chip.shared and chip.host_bytes_per_second is not None
+    if limit is None or (best is None and not has_host):
         return result
-    most = best.step_seconds * (1 + stage_margin * (best.num_stages > 1)) / (1 + SAVED_VALUES_MARGIN)
+    most = math.inf
+    if best is not None:
+        most = best.step_seconds * (1 + stage_margin * (best.num_stages > 1)) / (1 + SAVED_VALUES_MARGIN)
     seeds = _seeds(result, most)
     rejected = Counter(result.rejected)
-    points = list(_traced(result, seeds, limit, most, rejected)) if seeds else []
+    points = list(_traced(result, seeds, limit, most, rejected, has_host)) if seeds else []
     if not points:
         return result
     chosen = min((p for p in points if p.upper_bytes <= limit), key=lambda p: p.seconds, default=None)
@@ -160,11 +230,15 @@ def with_saved_values(result: Search, stage_margin: float) -> Search:
     if chosen is None or not is_faster:
         return searched
     policy = chosen.candidate.remat
+    programs = {**result.programs, policy: chosen.program}
+    if best is None:
+        why = Reason(Code.IN_HOST_MEMORY, "activations")
+        return replace(searched, candidates=(chosen.candidate,), programs=programs, nearest=(), alternative=why)
     others = [each for each in result.candidates if _sharding(each) != _sharding(chosen.candidate)]
     return replace(
         searched,
         candidates=(chosen.candidate, *others),
-        programs={**result.programs, policy: chosen.program},
+        programs=programs,
         saved_values=Reason(Code.SAVED_VALUES, policy, detail=f"{1 - chosen.seconds / best.step_seconds:.0%}"),
     )
 
@@ -172,11 +246,14 @@ def with_saved_values(result: Search, stage_margin: float) -> Search:
 def _seeds(result: Search, most: float) -> list[Candidate]:
     """Returns the fastest candidates without stages that recompute, and those that do not fit."""
     recomputing = [each for each in result.candidates if each.num_stages == 1 and each.remat != REMAT[0]]
-    too_large = [each for each in result.too_large if each.num_stages == 1 and each.step_seconds < most]
+    too_large = [*result.too_large, *result.nearest]
+    too_large = [each for each in too_large if each.num_stages == 1 and each.step_seconds < most]
     return recomputing[:MOST_SEEDS] + too_large[:MOST_SEEDS]
 
 
-def _traced(result: Search, seeds: list[Candidate], limit: int, most: float, rejected: Rejections) -> Iterator[_Point]:
+def _traced(
+    result: Search, seeds: list[Candidate], limit: int, most: float, rejected: Rejections, has_host: bool
+) -> Iterator[_Point]:
     """Yields the price of the fastest choice, then of those that use what it leaves of the memory, or exceeds."""
     try:
         full = next(iter(result.programs.values())).variant(remat="full")
@@ -187,17 +264,18 @@ def _traced(result: Search, seeds: list[Candidate], limit: int, most: float, rej
     for seed in seeds:
         heaviest = _priced(result, seed, full)
         left = limit - heaviest.upper_bytes
-        if left > 0:
-            values = _values(result, heaviest, named)
-            options.append((values.within(left / (1 + MARGIN)), left, values))
+        if left > 0 or has_host:
+            values = _values(result, heaviest, named, has_host)
+            choice = values.within(left / (1 + MARGIN))
+            options += [] if choice is None else [(choice, left, values)]
     if not options:
         return
-    choice, left, values = min(options, key=lambda option: option[0].seconds)
+    choice, left, values = min(options, key=lambda option: option[0].rank)
     tried = set(result.programs)
-    if choice.seconds > most:
+    if choice.rank > most:
         return
     for _ in range(MOST_TRACED):
-        if choice.policy in tried:
+        if choice is None or choice.policy in tried:
             return
         tried.add(choice.policy)
         try:
@@ -207,10 +285,11 @@ def _traced(result: Search, seeds: list[Candidate], limit: int, most: float, rej
             return
         yield point
         stored = point.upper_bytes - (limit - left)
-        choice = values.within(choice.num_bytes * left / stored if stored > 0 else math.inf)
+        scale = choice.num_bytes / stored if min(choice.num_bytes, stored) > 0 else 1.0
+        choice = values.within(choice.num_bytes + scale * (left - stored))
 
 
-def _values(result: Search, heaviest: _Point, named: Program) -> _Values:
+def _values(result: Search, heaviest: _Point, named: Program, has_host: bool) -> _Values:
     """Returns the values that the layers of a candidate may save, which is under `full`, with their costs."""
     seed = heaviest.candidate
     evaluation = _evaluated(result, seed, named)
@@ -232,7 +311,9 @@ def _values(result: Search, heaviest: _Point, named: Program) -> _Values:
         runs = choices.ops[choices.producers[value]]
         return runs * scale * sharded.num_bytes(value) / sharded.ways(union(sharded.masks(value)))
 
-    per_byte = 2 * float(grid.num_microbatches[0]) / memory_rate(result.cluster.chip)
+    chip = result.cluster.chip
+    count = float(grid.num_microbatches[0])
+    per_byte = 2 * count / memory_rate(chip)
     for op in seconds:
         if op.family not in FUSED:
             seconds[op] += per_byte * sum(map(local_bytes, op.outputs))
@@ -241,7 +322,14 @@ def _values(result: Search, heaviest: _Point, named: Program) -> _Values:
     all_bytes = sum(local_bytes(value) for value in choices.needed & kept)
     stored = evaluation.candidate.step_seconds
     num_layers = traced.layer_carry[1]
-    return _Values(seed, choices, seconds, num_bytes, all_bytes, stored, heaviest.seconds, per_byte, num_layers)
+    inputs = {value: local_bytes(value) for value in choices.inputs}
+    host = None
+    if has_host:
+        forward = sum(seconds.values())
+        host = _Host(count * float(chip.host_seconds(1.0)), (forward, 2 * forward))
+    return _Values(
+        seed, choices, seconds, num_bytes, inputs, all_bytes, stored, heaviest.seconds, per_byte, num_layers, host
+    )
 
 
 def _priced(result: Search, seed: Candidate, program: Program) -> _Point:

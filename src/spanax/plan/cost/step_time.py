@@ -201,7 +201,7 @@ def price(
         computing[Phase.UPDATE, True] / grid.shares + computing[Phase.UPDATE, False] / grid.shares
     )
     flops, repeats_most = step_flops(terms.matmuls, num_shards, grid.scale, grid.shares, count)
-    copies = exposed_copies(terms.host_copies, num_shards, grid.scale, computing, cluster.chip)
+    copies = exposed_copies(terms, num_shards, grid.scale, computing, cluster.chip)
     seconds_by_term |= {name: seconds * count / grid.shares for name, seconds in copies.items()}
     hidden = exposed.hidden_by_term(grid.shares, grid.num_microbatches)
     share = {True: count / grid.shares, False: count}

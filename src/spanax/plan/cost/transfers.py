@@ -10,7 +10,7 @@ from spanax.hardware.chip import Chip
 from spanax.plan.pipeline.schedules import Kind
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.sharding.resolve import Resolver, axes_of
-from spanax.plan.spmd.terms import HostCopies
+from spanax.plan.spmd.terms import Terms
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.pipeline.partition import PipelinePartition
 
@@ -21,19 +21,25 @@ HOST_TRANSFERS = "host transfers"
 
 
 def exposed_copies(
-    copies: HostCopies, num_shards: Array, scale: Array, computing: Mapping[tuple[int, bool], Array], chip: Chip
+    terms: Terms, num_shards: Array, scale: Array, computing: Mapping[tuple[int, bool], Array], chip: Chip
 ) -> dict[str, Array]:
     """Returns the seconds of one microbatch, in all layers, in which copies of activations exceed the computation.
 
-    The forward pass hides copies to the host, the backward pass those from it: layers copy while others compute.
-    The result is empty without copies, and on simulated devices, whose memory is that of the host.
+    The forward pass hides copies to the host, the backward pass those from it: a layer copies while the next of the
+    same loop computes. The result is empty without copies, and on simulated devices, whose memory is that of the host.
     """
+    copies = terms.host_copies
     if chip.shared or not copies.num_bytes.size:
         return {}
     num_bytes = copies.num_bytes[:, None] * np.where(copies.batched[:, None], scale, 1.0) / num_shards[copies.axes]
     seconds = np.zeros(scale.shape)
-    for phase, rows in ((Phase.FORWARD, copies.to_host), (Phase.BACKWARD, ~copies.to_host)):
-        seconds += np.maximum(chip.host_seconds(num_bytes[rows].sum(0)) - computing[phase, True], 0.0)
+    for phase, in_phase in ((Phase.FORWARD, copies.to_host), (Phase.BACKWARD, ~copies.to_host)):
+        loops = [in_phase & (copies.loop == loop) for loop in np.unique(copies.loop[in_phase])]
+        runs = [copies.runs[rows].max() for rows in loops]
+        num_layers = max(terms.num_layers, sum(runs))
+        for rows, count in zip(loops, runs, strict=True):
+            hidden = computing[phase, True] * count / num_layers
+            seconds += np.maximum(chip.host_seconds(num_bytes[rows].sum(0)) - hidden, 0.0)
     return {HOST_TRANSFERS: seconds}
 
 

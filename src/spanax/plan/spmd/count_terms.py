@@ -386,11 +386,15 @@ def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
 
 def _host_copies(sharded: ShardedProgram) -> HostCopies:
     graph = sharded.traced.graph
+    copies = sharded.traced.host_copies
+    bodies = sharded.traced.order.values() if copies else ()
+    loops = {op: number for number, ops in enumerate(bodies) for op in ops if op.name == "device_put"}
     rows = list[tuple[Any, ...]]()
-    for op, runs in sharded.traced.host_copies:
+    for op, runs in copies:
         (value,) = op.inputs
         (copy,) = op.outputs
         mask = union(sharded.masks(value))
         is_batched = sharded.is_batched(value)
-        rows.append((runs * sharded.num_bytes(value), mask, is_batched, graph.is_on_host(copy)))
+        num_bytes = runs * sharded.num_bytes(value)
+        rows.append((num_bytes, mask, is_batched, graph.is_on_host(copy), loops[op], runs))
     return table(HostCopies, rows)

@@ -148,13 +148,16 @@ class Collectives:
 class HostCopies:
     """The copies of values between the memory of the devices and of the host: global bytes over all runs.
 
-    `to_host` are those of the forward pass, which stores what the others copy back.
+    `to_host` are those of the forward pass, which stores what the others copy back. `loop` numbers the loops over
+    layers, and `runs` is the number of their layers.
     """
 
     num_bytes: np.ndarray = column(float)
     axes: np.ndarray = column(int)
     batched: np.ndarray = column(bool)
     to_host: np.ndarray = column(bool)
+    loop: np.ndarray = column(int)
+    runs: np.ndarray = column(float)
 
 
 @dataclass(frozen=True, eq=False)

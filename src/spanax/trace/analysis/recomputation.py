@@ -17,6 +17,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from spanax.trace.analysis.op_groups import ancestors_of_loss, trips
 from spanax.trace.axes.axes import Traced
 from spanax.trace.jaxpr.graph import CANDIDATE, NAME, Body, Op
+from spanax.trace.jaxpr.remat_policies import INPUT, ROWS
 
 STEPS = 32
 """The number of prices of a byte that are tried."""
@@ -35,11 +36,13 @@ class Recomputation:
       ops: the operations of the forward pass, each with its number of runs.
       needed: the values that the backward pass reads.
       names: the values that can be saved, with their names.
+      inputs: those that a layer takes from the one before it and saves in any case, with their names.
     """
 
     ops: dict[Op, int]
     needed: frozenset[int]
     names: dict[int, str]
+    inputs: dict[int, str]
     producers: dict[int, Op] = field(repr=False)
 
     def repeated(self, saved: Collection[int]) -> set[Op]:
@@ -75,9 +78,11 @@ def recomputation(traced: Traced) -> Recomputation:
             needed.update(value for value, each in readers.items() if any(reader.bodies for reader in each))
         ops |= dict.fromkeys(inside, runs)
     producers = {value: op for op in ops for value in op.outputs}
-    names = {value: name for value, name in names.items() if value in producers}
+    inputs = {value: name for value, name in names.items() if value in producers and name.startswith(INPUT)}
+    names = {value: name for value, name in names.items() if value in producers and value not in inputs}
     carried = {last for op in ops if op.bodies for _, last in graph.wires(op).carried}
-    return Recomputation(ops, frozenset(needed.intersection(producers) - carried), names, producers)
+    read = needed.intersection(producers) - carried
+    return Recomputation(ops, frozenset(read.difference(inputs)), names, inputs, producers)
 
 
 def _layers(body: Body, runs: int, op: Op | None) -> list[tuple[Body, int, Op | None]]:
@@ -91,11 +96,16 @@ def _layers(body: Body, runs: int, op: Op | None) -> list[tuple[Body, int, Op | 
 
 def _candidate(op: Op) -> str:
     name = str(op.params["name"]) if op.name == NAME else ""
-    return name.removeprefix(CANDIDATE) if name.startswith(CANDIDATE) else ""
+    return name.removeprefix(CANDIDATE).removesuffix(ROWS) if name.startswith(CANDIDATE) else ""
 
 
 def values_around(
-    choices: Recomputation, seconds: Mapping[Op, float], num_bytes: Mapping[int, float], limit: float, least: float
+    choices: Recomputation,
+    seconds: Mapping[Op, float],
+    num_bytes: Mapping[int, float],
+    limit: float,
+    least: float,
+    most: float | None = None,
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Returns the best values to save at the lowest price of a byte at which they fit, and at a little lower one.
 
@@ -107,11 +117,12 @@ def values_around(
       num_bytes: of every value that has a name, over all runs.
       limit: the bytes that may be saved.
       least: the lowest price of a byte: the seconds that it takes to write and read one.
+      most: the highest price, at which values need not fit: the seconds that it takes to copy one to the host and back.
     """
-    fitting = frozenset[int]()
+    fitting = frozenset[int]() if most is None else _cut(choices, seconds, num_bytes, most)
     larger = _cut(choices, seconds, num_bytes, least)
     low = least
-    high = max(2 * least, sum(seconds.values()) / min(num_bytes.values(), default=1.0))
+    high = most or max(2 * least, sum(seconds.values()) / min(num_bytes.values(), default=1.0))
     for _ in range(STEPS):
         price = (low + high) / 2
         chosen = _cut(choices, seconds, num_bytes, price)

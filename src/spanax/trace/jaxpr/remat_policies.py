@@ -6,23 +6,28 @@ from dataclasses import dataclass
 from spanax.errors import FormatError, UnknownNameError, VariantError, check_type, nearest
 from spanax.units import whole_number
 
-POLICIES = ("none", "dots", "full", "offload")
+POLICIES = ("none", "dots", "full")
 """`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
-only the inputs of a layer; `offload` is `dots` with the saved values in host memory."""
+only the inputs of a layer."""
 
-OFFLOADED_ACTIVATIONS = "offload"
-"""The policy that stores activations in host memory."""
+ON_HOST = "@host"
+"""What follows the name of a value that a policy saves in host memory."""
+
+ROWS = " rows"
+"""What follows the name of the sums of fused attention: libtpu 0.0.52 cannot compile their copies to the host."""
+
+INPUT = "input"
+"""The name, with a number, of what a layer takes from the one before it: on the device, unless a policy lists it."""
 
 AS_WRITTEN = "as written"
 """Label of a program whose model chooses its own rematerialization."""
-
 
 NAMED = "named"
 """The policy `none` where every value that a layer may save is an operation with a name; its search traces it."""
 
 
-def saved_values(policy: str | None) -> tuple[str, ...]:
-    """Returns the names of the values that a policy lists, one by one; none for a policy that lists no values.
+def saved_values(policy: str | None) -> dict[str, bool]:
+    """Returns the names of the values that a policy lists, and whether it saves them in host memory.
 
     `mul.3` is the result of the third `mul` of the layers, and `mul.3-5` are three values.
 
@@ -30,39 +35,43 @@ def saved_values(policy: str | None) -> tuple[str, ...]:
       SpanaxError: a name has no number, or a range is empty.
 
     Example:
-      >>> saved_values("dot_general.1-3+mul.7"), saved_values("dots")
-      (('dot_general.1', 'dot_general.2', 'dot_general.3', 'mul.7'), ())
+      >>> saved_values("dot_general.1-2+mul.7@host"), saved_values("dots")
+      ({'dot_general.1': False, 'dot_general.2': False, 'mul.7': True}, {})
     """
     if policy is None or "." not in policy:
-        return ()
-    names = list[str]()
+        return {}
+    places = dict[str, bool]()
     for term in policy.split("+"):
-        operation, _, numbers = term.rpartition(".")
+        operation, _, numbers = term.removesuffix(ON_HOST).rpartition(".")
         first, dash, last = numbers.partition("-")
         start = whole_number(first)
         end = whole_number(last) if dash else start
         if not operation or not start or not end or end < start:
             what = f"remat '{policy[:40]}' lists '{term[:40]}', which names no values."
-            raise FormatError(what, fix="dot_general.1-3+mul.7, the results of these operations of a layer")
-        names += [f"{operation}.{number}" for number in range(start, end + 1)]
-    return tuple(names)
+            raise FormatError(what, fix="dot_general.1-3+mul.7@host, the results of these operations of a layer")
+        places |= {f"{operation}.{number}": term.endswith(ON_HOST) for number in range(start, end + 1)}
+    return places
 
 
-def saving(names: Iterable[str]) -> str:
-    """Returns the shortest policy that saves the values of these names; `full` for none.
+def saving(names: Iterable[str], on_host: Iterable[str] = ()) -> str:
+    """Returns the shortest policy that saves the values of these names, some in host memory; `full` for none.
 
     Example:
-      >>> saving(["mul.7", "dot_general.2", "dot_general.1", "dot_general.3"]), saving([])
-      ('dot_general.1-3+mul.7', 'full')
+      >>> saving(["mul.7", "dot_general.2", "dot_general.1", "dot_general.3"]), saving(["mul.7"], ["input.1"])
+      ('dot_general.1-3+mul.7', 'mul.7+input.1@host')
     """
+    terms = [*_terms(names), *(term + ON_HOST for term in _terms(on_host))]
+    return "+".join(terms) or "full"
+
+
+def _terms(names: Iterable[str]) -> list[str]:
     runs = list[tuple[str, int, int]]()
     for operation, number in sorted((name.rpartition(".")[0], int(name.rpartition(".")[2])) for name in names):
         if runs and runs[-1][0] == operation and runs[-1][2] == number - 1:
             runs[-1] = operation, runs[-1][1], number
         else:
             runs.append((operation, number, number))
-    terms = (f"{name}.{first}" if first == last else f"{name}.{first}-{last}" for name, first, last in runs)
-    return "+".join(terms) or "full"
+    return [f"{name}.{first}" if first == last else f"{name}.{first}-{last}" for name, first, last in runs]
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ def known_policy(policy: str | None) -> str | None:
     """Returns the policy if it exists; None leaves the choice to the model.
 
     `dots:8` is for the first 8 layers, all others under `none`; `full:8,dots` has the others under `dots`. In place of
-    each, `dot_general.1-3+mul.7` lists the values that a layer saves.
+    each, `dot_general.1-3+mul.7@host` lists the values that a layer saves, `mul.7` in host memory.
 
     Raises:
       SpanaxError: the policy is unknown, or its number of layers is invalid.
@@ -129,11 +138,9 @@ def known_policy(policy: str | None) -> str | None:
 
 def _known_name(policy: str) -> str:
     """Returns the name of a policy of all layers if it exists; the error also lists the form of partial policies."""
-    if not saved_values(policy) and policy not in (*POLICIES, NAMED):
-        raise UnknownNameError(
-            f"unknown remat policy '{policy}'.",
-            fix=f"{nearest(policy, POLICIES)}; or 'full:8,dots', full in the first 8 layers and dots in the others",
-        )
+    if not saved_values(policy) and policy not in POLICIES:
+        others = "'full:8,dots', full in the first 8 layers; or 'dot_general.1-3@host', values in host memory"
+        raise UnknownNameError(f"unknown remat policy '{policy}'.", fix=f"{nearest(policy, POLICIES)}; or {others}")
     return policy
 
 
@@ -251,7 +258,8 @@ def known_offload(offload: str | Sequence[str] | None) -> tuple[str, ...]:
     names = offload.split(",") if isinstance(offload, str) else offload or ()
     names = () if offload == "none" else names
     if "activations" in names:
-        raise VariantError("activations are offloaded by a remat policy.", fix="remat 'offload', with --remat offload")
+        what = "activations are offloaded by a remat policy, which lists them."
+        raise VariantError(what, fix="--remat dot_general.1-3@host")
     return tuple(dict.fromkeys(_known("kind of offloaded state", name.strip(), OFFLOADS) for name in names))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from spanax.errors import RangeError, VariantError
 from spanax.trace.jaxpr.graph import (
@@ -35,7 +36,7 @@ from spanax.trace.jaxpr.graph import (
     scan_counts,
 )
 from spanax.trace.jaxpr.interpret import Override, evaluate, rematted, with_bodies
-from spanax.trace.jaxpr.remat_policies import NAMED, PartialPolicy, partial_policy, saved_values
+from spanax.trace.jaxpr.remat_policies import INPUT, NAMED, ROWS, PartialPolicy, partial_policy, saved_values
 from spanax.trace.rewrites.attention.operation import attention_of, named
 from spanax.trace.rewrites.traced_once import jaxpr_of
 
@@ -98,10 +99,18 @@ def _saveable(policy: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if policy == "full":
         return policies.nothing_saveable
-    if saved_values(policy):
-        return policies.save_only_these_names(*(PREFIX + SAVED + name for name in saved_values(policy)))
-    dots = policies.dots_with_no_batch_dims_saveable
-    dots_policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if policy == "offload" else dots
+    if places := saved_values(policy):
+        on_device, on_host = (
+            [PREFIX + SAVED + name for name, place in places.items() if place == is_on_host]
+            for is_on_host in (False, True)
+        )
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[*on_device, *(name + ROWS for name in (*on_device, *on_host))],
+            names_which_can_be_offloaded=on_host,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    dots_policy = policies.dots_with_no_batch_dims_saveable
 
     def saveable(primitive: Any, *avals: Any, **params: Any) -> Any:
         # JAX 0.10 to 0.12 rounds what a remat saves with `reduce_precision`, which does not accept complex dtypes.
@@ -138,6 +147,8 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
 
         def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
             further = marking if marks and is_layer else _layers_under(graph, policy, in_layer=in_layer or is_layer)
+            pairs = zip(body.inputs, args, strict=True)
+            args = [checkpoint_name(arg, marks[value]) if value in marks else arg for value, arg in pairs]
             return evaluate(graph.within(body), args, further)
 
         def saving(body: Body, args: Sequence[Any], *, prevent_cse: bool) -> Sequence[Any]:
@@ -157,11 +168,11 @@ def _layers_under(graph: Graph, policy: str, *, in_layer: bool) -> Override:
     return override
 
 
-def _marks(graph: Graph, policy: str) -> dict[Op, str]:
+def _marks(graph: Graph, policy: str) -> dict[Op | int, str]:
     """Returns the names under which a policy saves the results of operations in layers; remats in them are ignored.
 
     A name is the primitive with its number in the order of the operations of all layers. Those of fused attention are
-    ignored where none is fused, as in the first trace of a program.
+    ignored where none is fused, as in the first trace of a program. Inputs of layers have names by their values.
 
     Raises:
       SpanaxError: the layers compute no value of a name.
@@ -171,7 +182,11 @@ def _marks(graph: Graph, policy: str) -> dict[Op, str]:
     if not layers or (not saved and policy != NAMED):
         return {}
     counts = Counter[str]()
-    names = dict[str, Op]()
+    names = dict[str, Op | int]()
+    for value in (value for layer in layers for value, _ in graph.wires(layer).carried):
+        if _can_be_saved(graph.avals[value]):
+            counts[INPUT] += 1
+            names[f"{INPUT}.{counts[INPUT]}"] = value
     pending = [op for layer in layers for op in layer.bodies[0].ops]
     while pending:
         op = pending.pop(0)

@@ -21,6 +21,7 @@ from spanax.trace.jaxpr.dim_maps.registry import Padding
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Shape
 from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.remat_policies import ROWS
 from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, fresh, of_sinks, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import MASKED, NONE, Form, shares
@@ -88,7 +89,9 @@ def attention(
 
     def forward(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> tuple[Any, Any]:
         results = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
-        out, *rows = results if name is None else [checkpoint_name(result, name) for result in results]
+        if name is not None:
+            results = [checkpoint_name(x, name + ROWS * (index > 0)) for index, x in enumerate(results)]
+        out, *rows = results
         return out, (q, k, v, extras, out, rows)
 
     def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
