@@ -35,8 +35,6 @@ ROUNDED = 1.005
 
 SMALL = "the naive program leaves hidden dims sharded between layers, as tensor parallelism does"
 
-KERNELS = "gradients of convolutions are all-reduced over both axes, and then sliced"
-
 VECTORS = "a vector is gathered in each shape in which it is read: some 100 bytes"
 
 SMALL_CELLS = {
@@ -49,16 +47,12 @@ ABOVE = {
     **{f"{name} {preset}": SMALL for name, presets in SMALL_CELLS.items() for preset in presets},
     "dropout fsdp+tensor": SMALL,
     "mlp fsdp+tensor": SMALL,
-    "moco hsdp": KERNELS,
     "multitask fsdp+tensor": "looked-up rows are reduced before their weighted sum, not exchanged after it",
     "normed_weights fsdp": VECTORS,
-    "pixelcnn hsdp": KERNELS,
     "pixelcnn tensor": "the naive program shards images along their height between convolutions",
-    "resnet hsdp": KERNELS,
     "solver fsdp": VECTORS,
     "solver fsdp+tensor": VECTORS,
     "solver hsdp": VECTORS,
-    "unet hsdp": KERNELS,
 }
 """The cells that send more than the naive program on 8 simulated devices, each with the reason."""
 

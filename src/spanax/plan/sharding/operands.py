@@ -154,6 +154,7 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
     A shard reads a halo of its neighbors; where one neighbor does not have it, every device has the dim.
     XLA's partitioner gathers the operands of some gradients. Of a convolution in groups, it gathers the batch, sums the
     gradient of the kernel too often (`GROUPED_CONVOLUTIONS` in `xla_workarounds`), and crashes for sharded channels.
+    A gradient that is scattered over only some axes of its sum would be all-reduced over all of them.
     """
     if op.name not in WINDOWED:
         return None
@@ -162,7 +163,8 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
     specs = [(constraints[value] or none).computed for value, none in zip(values, empty, strict=True)]
     spatial = [window for window in windows(Equation(op.eqn)) if _is_sharded(window, specs)]
     in_groups = list(op.dim_map.of_kind(Kind.GROUPS))
-    if not spatial and not in_groups:
+    by_compiler = not spatial and not in_groups
+    if by_compiler and not _is_gradient(op, constraints):
         return None
     final: list[list[tuple[str, ...]]] = [[()] * len(spec) for spec in specs]
     summed: tuple[str, ...] = ()
@@ -188,9 +190,11 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
                     final[array][dim] = axes
     if op.name == POOL_GRADIENT:
         final[2] = final[1]
-    result = tuple(final[-1])
-    if spatial:
-        result = scattered_spec(result, summed, constraints[values[-1]], traced.graph.shape(values[-1]), resolver.mesh)
+    shape = traced.graph.shape(values[-1])
+    result = scattered_spec(tuple(final[-1]), summed, constraints[values[-1]], shape, resolver.mesh)
+    is_one_sum = not {*summed} & axes_of(result) or {*summed} <= axes_of(result)
+    if by_compiler and (is_one_sum or list(map(list, specs[:-1])) != final[:-1]):
+        return None
     return OperandSharding(
         inputs=tuple(Constraint(tuple(spec)) for spec in final[:-1]),
         outputs=(Constraint(result),),
@@ -368,10 +372,18 @@ def _gathered(op: Op, constraints: Known) -> OperandSharding | None:
     if all(result is not None and result.used is None for result in results):
         inputs = tuple(_as_used(constraints[value]) for value in op.inputs)
         return OperandSharding(inputs, (None,) * len(results)) if any(inputs) else None
-    operands = [constraints[value] for value in op.inputs]
-    if op.name in REDUCING and all(operand is None or operand.used is None for operand in operands):
-        return OperandSharding((None,) * len(operands), tuple(map(_as_used, results)))
+    if op.name in REDUCING and _is_gradient(op, constraints):
+        return OperandSharding((None,) * len(op.inputs), tuple(map(_as_used, results)))
     return None
+
+
+def _is_gradient(op: Op, constraints: Known) -> bool:
+    """Returns whether an operation computes a stored result of computed operands."""
+    stored = [
+        constraint is not None and constraint.used is not None for constraint in map(constraints.__getitem__, op.inputs)
+    ]
+    result = constraints[op.outputs[0]]
+    return not any(stored) and result is not None and result.used is not None
 
 
 def _as_used(constraint: Constraint | None) -> Constraint | None:
