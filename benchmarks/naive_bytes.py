@@ -50,9 +50,6 @@ ABOVE = {
     "multitask fsdp+tensor": "looked-up rows are reduced before their weighted sum, not exchanged after it",
     "normed_weights fsdp": VECTORS,
     "pixelcnn tensor": "the naive program shards images along their height between convolutions",
-    "solver fsdp": VECTORS,
-    "solver fsdp+tensor": VECTORS,
-    "solver hsdp": VECTORS,
 }
 """The cells that send more than the naive program on 8 simulated devices, each with the reason."""
 

@@ -174,7 +174,7 @@ class StepAnalysis:
     def sharding_keys(self) -> list[ShardingKey]:
         """Returns the sharding key of every value, by index."""
         once = self.accumulated | invariant(self.graph, self.recurrences)
-        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows)
+        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows, self.uniform)
 
     @cached_property
     def sorted_rows(self) -> SortedRows:
