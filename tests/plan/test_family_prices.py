@@ -56,7 +56,7 @@ PLACES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "experts, simulated": (lambda: workload("moe-nano"), "cpu:8", {"remat": ("full",)}),
     "convolutions, TPUs": (lambda: zoo_program("cnn"), "v5e:2x4", {}),
     "offloaded moments": (lambda: workload("gpt-nano"), "h100:8", {"offload": ("optimizer",), "remat": ("none",)}),
-    "blocks in a list, GPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "a100:2x8", {"remat": ("none",)}),
+    "equal blocks, GPUs": (lambda: in_a_list(zoo.LlamaBlock, 64, 4), "a100:2x8", {"remat": ("none",)}),
     "layers in a chain": (in_a_chain, "v5e:2x4", {"remat": ("none",)}),
     "padded heads": (lambda: padded("gpt"), "a100:2x8", {"remat": ("none",)}),
 }
@@ -94,7 +94,7 @@ def test_the_price_of_a_candidate_equals_its_price_alone(place: str) -> None:
         assert candidate.host_bytes == pytest.approx(alone.host_bytes, rel=1e-9, abs=1), where
 
 
-@pytest.mark.parametrize(("place", "share"), [("blocks in a list, GPUs", 2), ("layers in a chain", 2)])
+@pytest.mark.parametrize(("place", "share"), [("equal blocks, GPUs", 2), ("layers in a chain", 2)])
 def test_equal_layers_are_priced_once(place: str, share: int) -> None:
     (program,) = searched(place).programs.values()
     rejected: Rejections = Counter()

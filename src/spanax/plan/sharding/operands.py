@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spanax.plan.sharding.assign import times_as_large
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
@@ -54,7 +55,6 @@ class OperandSharding:
       halos: the dims under windows that are sharded.
       attention: the sharding of a fused attention operation.
       rows: the sharding of an operation on rows that each device sorts for itself.
-      is_kept: whether the weight of a matmul stays as it is stored, and its activations move.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -67,12 +67,8 @@ class OperandSharding:
     halos: tuple[ShardedWindow, ...] = ()
     attention: AttentionSharding | None = None
     rows: RowSharding | None = None
-    is_kept: bool = False
     is_isolated: bool = False
 
-
-MOVED_IN_MICROBATCHES = 4
-"""How many times as large as what moves instead a weight must be, in each microbatch, to stay as it is stored."""
 
 Known = Sequence[Constraint | None] | Mapping[int, Constraint | None]
 """The constraints of values, by number."""
@@ -281,36 +277,47 @@ def kept_specs(op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
 
 
 def is_kept(
-    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known, ways: Callable[[Sequence[str]], Any]
+    resolver: Resolver,
+    traced: StepAnalysis,
+    op: Op,
+    constraints: Known,
+    found: tuple[int, list[Spec]],
+    ways: Callable[[Sequence[str]], Any],
 ) -> Any:
     """Returns whether the activations of a matmul move instead of its weight: of one mesh, or an array for several.
 
-    Its gradient needs what the forward and the backward pass have moved. Accumulated over microbatches, gradients are
-    reduced once, and the gathers of a weight overlap with the computation that moved activations are waited for in.
+    `found` are its `kept_specs`. Its gradient needs what the forward and the backward pass have moved. Accumulated over
+    microbatches, gradients are reduced once, and the gathers of a weight overlap with the computation that moved
+    activations are waited for in.
     """
-    found = kept_specs(op, constraints)
-    if found is None:
-        return False
     kept, specs = found
     values = (*op.inputs[:2], op.outputs[0])
     weight = constraints[values[kept]]
     num_bytes = [traced.graph.num_bytes(value) for value in values]
     moved = sum(num_bytes[side] / ways([*axes_of(specs[side])]) for side in {0, 1, 2} - {kept})
-    times = 1 if resolver.program.microbatches == 1 else MOVED_IN_MICROBATCHES
+    times = times_as_large(resolver.program)
     return times * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
+
+
+def kept_on_mesh(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
+    """Returns the `kept_specs` of a matmul whose activations move instead of its weight; None for others."""
+    found = kept_specs(op, constraints)
+    is_moved = found is not None and is_kept(resolver, traced, op, constraints, found, resolver.mesh.ways)
+    return found if is_moved else None
 
 
 def _kept(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
     """Moves the activations of a matmul where they are smaller than its weight, or than the gradient of one."""
-    if not is_kept(resolver, traced, op, constraints, resolver.mesh.ways):
+    found = kept_on_mesh(resolver, traced, op, constraints)
+    if found is None:
         return None
-    kept, specs = kept_specs(op, constraints)  # type: ignore[misc]
+    kept, specs = found
     inputs = [None if side == kept else Constraint(specs[side]) for side in (0, 1)]
     weight = constraints[(*op.inputs[:2], op.outputs[0])[kept]]
     # A sum is scattered to its own sharding at once; what has the weight's dim is exchanged after the matmul.
     is_sum = axes_of(specs[2]).isdisjoint(axes_of(specs[kept]) - axes_of(weight.computed))  # type: ignore[union-attr]
     result = None if kept == 2 or is_sum else Constraint(specs[2])
-    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,), is_kept=True)
+    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,))
 
 
 def _contracted(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:

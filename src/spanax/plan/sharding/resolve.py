@@ -99,7 +99,9 @@ class Resolver:
             candidates = [
                 (ranks[label], dim, label) for dim, label in enumerate(labels) if label is not None and label in ranks
             ]
-            for rank, dim, label in sorted(each for each in candidates if not is_routed or each[0] != SENT_TO):
+            # A weight of two hidden classes is sharded along the same one however it is transposed.
+            candidates.sort(key=lambda each: (each[0], each[2] if each[0] < SENT_TO else each[1]))
+            for rank, dim, label in (each for each in candidates if not is_routed or each[0] != SENT_TO):
                 size = self.assignment.padded_size(label, shape[dim])
                 by = spec[dim]
                 if dim not in replicated and size % self.mesh.ways((*by, axis)) == 0:

@@ -8,7 +8,16 @@ from typing import Any
 
 from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
-from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
+from spanax.trace.analysis.labels import (
+    HiddenMatmul,
+    Key,
+    Labels,
+    hidden_matmuls,
+    labels_by_name,
+    looked_up_labels,
+    score_labels,
+    worked_labels,
+)
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order
 from spanax.trace.analysis.moe_routing import (
     ActiveFlops,
@@ -45,6 +54,7 @@ LAYOUT_FREE = (
     "routings",
     "routed",
     "looked_up",
+    "hidden",
     "recurrences",
     "sum_flow",
     "sorted_rows",
@@ -169,6 +179,13 @@ class StepAnalysis:
     def looked_up(self) -> frozenset[int | None]:
         """Returns the classes along which tables are indexed; if sharded along others, lookups are local."""
         return looked_up_labels(self.graph, self.axes)
+
+    @cached_property
+    def hidden(self) -> dict[int, list[HiddenMatmul]]:
+        """Returns the matmuls of each class that only activations between them have."""
+        found = hidden_matmuls(self.graph, self.axes, self.batch_labels)
+        excluded = {*self.axes.wholes, *self.layer_labels, *self.looked_up}
+        return {label: matmuls for label, matmuls in found.items() if label not in excluded}
 
     @cached_property
     def sharding_keys(self) -> list[ShardingKey]:
