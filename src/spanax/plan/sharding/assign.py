@@ -325,13 +325,14 @@ def _with_hidden(assigning: _Assigning, ranks: dict[str, dict[int, int]]) -> dic
     def ways(labels: Iterable[int | None]) -> int:
         return mesh.ways([axis for axis, accepted in others.items() if not accepted.keys().isdisjoint(labels)])
 
+    taken = {label for axis in stored for label in ranks[axis]}
     sent = {
         label: SENT_TO - step.axes.ways[label]
-        for label, matmuls in step.hidden.items()
+        for label, weights in step.hidden.items()
         if step.axes.ways[label] % (mesh.ways(stored) * ways([label])) == 0
         and step.axes.names.get(label) not in assigning.pins
-        and not any(each in ranks[axis] for axis in stored for matmul in matmuls for each in matmul.weight[0])
-        and moves_less(matmuls, ways, mesh.ways(stored), times_as_large(program))
+        and taken.isdisjoint(each for weight in weights for labels, _ in weight.weights.values() for each in labels)
+        and moves_less(weights, ways, mesh.ways(stored), times_as_large(program))
     }
     return ranks | {axis: ranks[axis] | sent for axis in stored}
 

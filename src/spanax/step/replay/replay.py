@@ -89,10 +89,12 @@ class Replay:
 
     @cached_property
     def _moved(self) -> frozenset[int]:
-        """The operands that contractions move; without a constraint of its own, the compiler may move one earlier."""
+        """The activations that contractions move. Without their own constraint, the compiler may move them earlier."""
         uses = ((op, use) for op, use in self.uses.items() if op.name in CONTRACTIONS)
         pairs = (pair for op, use in uses for pair in zip(op.inputs, use.inputs, strict=True))
-        return frozenset(value for value, constraint in pairs if constraint is not None)
+        moved = {value for value, constraint in pairs if constraint is not None}
+        known = ((value, self.constraints[value]) for value in moved)
+        return frozenset(value for value, constraint in known if constraint is None or constraint.used is None)
 
     def body(
         self,

@@ -3,8 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from spanax.trace.axes.axes import Axes
 from spanax.trace.axes.example_dims import consumed_dims, contraction_size, runs_of, scanned_dims
@@ -26,16 +25,20 @@ PASSING = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RED
 """Operations that compute each element of the dims that they pass on alone."""
 
 
-@dataclass(frozen=True)
-class HiddenMatmul:
-    """A matmul of a weight, or for its gradient, and the two activations: with a class of the weight, and without it.
+Sizes = dict[int, tuple[Labels, int]]
+"""Values, with their labels and bytes."""
 
-    Each has its labels and its bytes.
+
+@dataclass(frozen=True)
+class HiddenWeight:
+    """A weight of a hidden class and its gradients, and the activations of their matmuls, with that class or without.
+
+    Weights with the same classes are one.
     """
 
-    weight: tuple[Labels, int]
-    inside: tuple[Labels, int]
-    outside: tuple[Labels, int]
+    weights: Sizes = field(default_factory=dict)
+    inside: Sizes = field(default_factory=dict)
+    outside: Sizes = field(default_factory=dict)
 
 
 def label_key(labels: Sequence[int | None]) -> Key:
@@ -108,13 +111,13 @@ def stacked_labels(axes: Axes, labels: Collection[Labels], layers: Collection[in
     return frozenset(each for each in axes.classes if tuple(label for label in each if label not in layers) in labels)
 
 
-def hidden_matmuls(graph: Graph, axes: Axes, batch: frozenset[int | None]) -> dict[int, list[HiddenMatmul]]:
-    """Returns the matmuls of each hidden class: its activations are read by them and by elementwise operations alone.
+def hidden_weights(graph: Graph, axes: Axes, batch: frozenset[int | None]) -> dict[int, list[HiddenWeight]]:
+    """Returns the weights of each hidden class: its activations are those between matmuls, computed element by element.
 
     Arguments and results of the function have none of these classes.
     """
     classes = axes.classes
-    result: dict[int, list[HiddenMatmul]] = {}
+    result: dict[int, dict[Key, HiddenWeight]] = {}
     known = (classes[value] for value in (*graph.body.inputs, *graph.body.outputs))
     others = {label for labels in known if not batch.isdisjoint(labels) for label in labels}
     stored = {label_key(classes[value]) for value in graph.body.inputs}
@@ -142,11 +145,12 @@ def hidden_matmuls(graph: Graph, axes: Axes, batch: frozenset[int | None]) -> di
             having = [value for value in activations if label in classes[value]]
             if own.count(label) == len(having) == 1 and len(activations) == 2:
                 outside = activations[1 - activations.index(having[0])]
-                sides = ((classes[value], graph.num_bytes(value)) for value in (weight, having[0], outside))
-                result.setdefault(label, []).append(HiddenMatmul(*sides))
+                found = result.setdefault(label, {}).setdefault(label_key(own), HiddenWeight())
+                for sizes, value in ((found.weights, weight), (found.inside, having[0]), (found.outside, outside)):
+                    sizes[value] = classes[value], graph.num_bytes(value)
             else:
                 others.add(label)
-    return {label: matmuls for label, matmuls in result.items() if label not in others}
+    return {label: [*weights.values()] for label, weights in result.items() if label not in others}
 
 
 def _not_passed(op: Op, classes: Sequence[Labels], batch: frozenset[int | None]) -> set[int | None]:
@@ -163,18 +167,16 @@ def _not_passed(op: Op, classes: Sequence[Labels], batch: frozenset[int | None])
     return {classes[op.inputs[array]][dim] for array, dim in dims if (array, dim) not in passed}
 
 
-def moves_less(matmuls: Sequence[HiddenMatmul], ways: Callable[[Labels], int], num_shards: int, times: int) -> Any:
+def moves_less(weights: Sequence[HiddenWeight], ways: Callable[[Labels], int], num_shards: int, times: int) -> bool:
     """Returns whether sharding a hidden class instead of the batch moves less.
 
-    Otherwise the lesser of the weight of a matmul, and of both activations, moves. `times` is how many times as large
-    as activations a weight must be.
+    Otherwise the lesser of a weight and of both its activations moves. `times` is how many times as large as
+    activations a weight must be.
     """
-    moved = 0.0
-    least = 0.0
-    for matmul in matmuls:
-        weight, inside, outside = (
-            size / ways(labels) for labels, size in (matmul.weight, matmul.inside, matmul.outside)
-        )
-        moved += times * outside
-        least += min(times * (outside + inside / num_shards), weight)
-    return moved <= least
+
+    def local(sizes: Sizes) -> float:
+        return sum(size / ways(labels) for labels, size in sizes.values())
+
+    moved = sum(times * local(weight.outside) for weight in weights)
+    exchanged = [times * (local(weight.outside) + local(weight.inside) / num_shards) for weight in weights]
+    return moved <= sum(min(other, local(each.weights)) for other, each in zip(exchanged, weights, strict=True))

@@ -9,10 +9,10 @@ from typing import Any
 from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
 from spanax.trace.analysis.labels import (
-    HiddenMatmul,
+    HiddenWeight,
     Key,
     Labels,
-    hidden_matmuls,
+    hidden_weights,
     labels_by_name,
     looked_up_labels,
     score_labels,
@@ -181,11 +181,11 @@ class StepAnalysis:
         return looked_up_labels(self.graph, self.axes)
 
     @cached_property
-    def hidden(self) -> dict[int, list[HiddenMatmul]]:
-        """Returns the matmuls of each class that only activations between them have."""
-        found = hidden_matmuls(self.graph, self.axes, self.batch_labels)
+    def hidden(self) -> dict[int, list[HiddenWeight]]:
+        """Returns the weights of each class that only activations between them have."""
+        found = hidden_weights(self.graph, self.axes, self.batch_labels)
         excluded = {*self.axes.wholes, *self.layer_labels, *self.looked_up}
-        return {label: matmuls for label, matmuls in found.items() if label not in excluded}
+        return {label: weights for label, weights in found.items() if label not in excluded}
 
     @cached_property
     def sharding_keys(self) -> list[ShardingKey]:
