@@ -330,7 +330,7 @@ def _with_hidden(assigning: _Assigning, ranks: dict[str, dict[int, int]]) -> dic
         label: SENT_TO - step.axes.ways[label]
         for label, weights in step.hidden.items()
         if step.axes.ways[label] % (mesh.ways(stored) * ways([label])) == 0
-        and step.axes.names.get(label) not in assigning.pins
+        and assigning.pins.keys().isdisjoint((step.axes.names.get(label), step.axes.uses.get(label)))
         and taken.isdisjoint(each for weight in weights for labels, _ in weight.weights.values() for each in labels)
         and moves_less(weights, ways, mesh.ways(stored), times_as_large(program))
     }
