@@ -314,7 +314,8 @@ def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: M
 
 def _with_hidden(assigning: _Assigning, ranks: dict[str, dict[int, int]]) -> dict[str, dict[int, int]]:
     """Returns the ranks, with those of hidden classes where moving activations is cheaper than moving weights."""
-    program, mesh = assigning.program, assigning.mesh
+    program = assigning.program
+    mesh = assigning.mesh
     step = program.step
     stored = [axis for axis in assigning.layout.stored("param") if mesh.ways([axis]) > 1]
     is_plain = all(not step.batch_labels.isdisjoint(ranks.get(axis, ())) for axis in stored)

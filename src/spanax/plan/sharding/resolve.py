@@ -266,8 +266,9 @@ class Resolver:
             sizes = "x".join(map(str, leaf.shape))
             num_shards = self.mesh.ways(axes)
             return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
-        axes = axes or tuple(axis for axis in axes_of(spec) if axis in self.layout.exclusive)
-        stored = [Reason(Code.STORED, axis="+".join(axes))] if axes and spec != used else []
+        hidden = tuple(axis for axis in self.layout.stored(kind) if axis in axes_of(used))
+        axes = axes or hidden or tuple(axis for axis in axes_of(spec) if axis in self.layout.exclusive)
+        stored = [Reason(Code.STORED, axis="+".join(axes))] if axes and (hidden or spec != used) else []
         return spec, stored + self._reasons(labels, leaf.shape, spec)
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:

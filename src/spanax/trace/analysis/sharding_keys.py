@@ -27,7 +27,7 @@ class ShardingKey:
       labels: the class of each dim.
       shape: the size of each dim.
       origin: what it was computed from (`Origin`).
-      is_computed: it is an activation, an operand of one at its point of use, or of no input: computed, not stored.
+      is_computed: it is an activation, an operand of one at its point of use, or an index: computed, not stored.
       replicated: dims that its operation works along, so that they cannot be sharded freely.
       rows: dims of rows sorted by expert, which each device may sort for itself.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
@@ -80,12 +80,13 @@ def sharding_keys(
         origin = axes.origins[value]
         # Operands of activations are computed: a statistic of the batch, or a transposed weight.
         is_operand = feeding[value] and (value in is_moved or bool(origin & Origin.BATCH))
-        is_constant = not origin and value not in uniform
+        is_integer = jax.numpy.issubdtype(graph.avals[value].dtype, jax.numpy.integer)
+        is_index = is_integer and not origin and value not in uniform
         key = ShardingKey(
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or is_operand or is_constant or value in in_loops,
+            is_activation[value] or is_operand or is_index or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
             frozenset(sorted_dims.get(value, ())),
             labels in routed,
