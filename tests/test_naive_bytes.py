@@ -15,8 +15,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import naive_bytes  # noqa: E402
 from sampling import sampled  # noqa: E402
 
-QUICK = [("sorted_moe", "fsdp+tensor"), ("cnn", "fsdp+tensor")]
-"""Sorted experts, and a gradient that is larger than its activations."""
+QUICK = [("sorted_moe", "fsdp+tensor"), ("cnn", "fsdp+tensor"), ("lora", "hsdp"), ("pixelcnn", "hsdp")]
+"""Sorted experts, a gradient that is larger than its activations, hidden classes, gradients of convolutions."""
 
 
 @pytest.mark.parametrize(("name", "preset"), sampled(naive_bytes.cells(), QUICK))

@@ -117,7 +117,7 @@ def test_arrays_that_are_on_the_mesh_keep_their_sharding() -> None:
     # A plan of the user decides instead.
     plan = spanax.jit(train_step, mesh=MESH).prepare(*objects_of(), X)
     spanax.jit(train_step, plan=plan)(model, optimizer, X)
-    assert model.up.kernel.sharding.spec == plan["up.kernel"].partition_spec == jax.P("fsdp", "model")
+    assert model.up.kernel.sharding.spec == plan["up.kernel"].partition_spec == jax.P(None, ("fsdp", "model"))
 
 
 @pytest.mark.parametrize(("on", "is_other"), [("h100:8", True), ("v5e:8", True), ("cpu:8", False), (None, False)])

@@ -17,10 +17,10 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import mesh_of_stages
 from spanax.plan.place import as_planned, placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import in_words, name_in_stages
+from spanax.plan.presets import context_word, in_words, name_in_stages
 from spanax.plan.reason import Code, Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
-from spanax.plan.sharding.assign import Pins, context_word
+from spanax.plan.sharding.assign import Pins
 from spanax.plan.space import layout_on
 from spanax.trace.jaxpr.remat_policies import AS_WRITTEN, GATHERED
 from spanax.trace.pipeline.partition import check_order_invariant, pipeline_partition

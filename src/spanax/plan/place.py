@@ -11,8 +11,8 @@ from spanax.plan.defaults import check_quantized_alike, options_in
 from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import in_words
-from spanax.plan.sharding.assign import Pins, context_word, pinned_to
+from spanax.plan.presets import context_word, in_words
+from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.placement import DEVICE, HOST, Placement, is_offloaded
 from spanax.plan.sharding.resolve import Resolver, Spec, axes_of, resolve
 from spanax.trace.jaxpr.remat_policies import GATHERED, KERNELS, ULYSSES, known_offload

@@ -7,6 +7,7 @@ from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
+from spanax.trace.program import Program
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
@@ -300,3 +301,26 @@ def _layout(name: str, roles: Mapping[str, str], stored: Sequence[str]) -> Layou
         stored_optimizer=fsdp if "optimizer" in stored else (),
         exclusive=tuple(roles[part] for part in ("model", "groups") if part in roles),
     )
+
+
+def context_word(program: Program) -> str:
+    """Returns what a layout's name calls the mesh axis `context` for a program."""
+    names = {axis.name for axis in program.axes}
+    if program.context == RING:
+        return RING
+    return SPATIAL if names.isdisjoint(["seq"]) and not names.isdisjoint(SPATIAL_AXES) else "context"
+
+
+def check_word(program: Program, layout: str | None) -> None:
+    """Checks that a program has the images that a layout of this name shards.
+
+    Raises:
+      SpanaxError: it has sequences, or neither.
+    """
+    names = dict.fromkeys(name for leaf in program.batch for name in leaf.axes if name)
+    if layout is not None and SPATIAL in layout.split("+") and context_word(program) != SPATIAL:
+        raise MeshError(
+            f"layout '{layout}' shards images and videos, and this program has none, or sequences too.",
+            where=f"the batch has {', '.join(names) or 'no axes'}",
+            fix=f"layout '{layout.replace(SPATIAL, 'context')}'",
+        )

@@ -36,9 +36,9 @@ from spanax.plan.cost.memory.state import state_of
 from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import defaults
 from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops, priced_offload
-from spanax.plan.presets import CONTEXT_WORDS, axes_named, form_of, in_words, name_in_stages
+from spanax.plan.presets import CONTEXT_WORDS, axes_named, check_word, form_of, in_words, name_in_stages
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins, check_pinned, check_word
+from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, Family, Rejections, families, is_standard, layout_on, mesh_of
 from spanax.trace.jaxpr.remat_policies import ULYSSES, known_offload, partial_policy
 from spanax.trace.program import Program

@@ -15,7 +15,7 @@ from spanax.plan.layout import LAST_RESORT_AXES, SPATIAL_AXES, TENSOR_AXES, Layo
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, pinned_to
-from spanax.plan.sharding.resolve import Resolver, annotated, resolve
+from spanax.plan.sharding.resolve import Resolver, annotated, axes_of, resolve
 from spanax.plan.sharding.size_decisions import size_decisions
 from spanax.trace.program import Program
 
@@ -240,11 +240,12 @@ def _resolved_alike(options: _Options, rows: Sequence[Row], rejected: Rejections
 
 
 def _stores(resolver: Resolver) -> bool:
-    """Returns whether storage shards some leaf further than computation."""
+    """Returns whether storage shards some leaf further than computation, or than computation along the batch would."""
     program = resolver.program
     classes = resolver.program.step.axes.classes
+    axes = resolver.layout.stored("optimizer")
     return any(
-        resolver.stored(used, labels, leaf.shape, "optimizer") != used
+        resolver.stored(used, labels, leaf.shape, "optimizer") != used or not axes_of(used).isdisjoint(axes)
         for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False)
         if leaf.shape
         for labels in [classes[value]]

@@ -138,8 +138,8 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 8 * 128 + 4, down + up)
     # If stored sharded, the last sum is replicated before it is sharded, with its shard and that of the first.
     # Of 64 examples, the weights would stay, and the activations move.
-    result = groups(two_layers(128), "fsdp", "fsdp=8", is_tpu=True)
-    assert result["activations"] == 4 * 2 * 16 * 128 + 4
+    result = groups(two_layers(256), "fsdp", "fsdp=8", is_tpu=True)
+    assert result["activations"] == 4 * 2 * 32 * 128 + 4
     assert (result["gradients"], result["gathered weights"]) == (up + up // 8 + down // 8, 0)
     # The hidden dim is split, and the 16 outputs are not: it is where their gradient goes back through `down`.
     result = groups(two_layers(), "tensor", "model=8", is_tpu=True)
@@ -148,7 +148,7 @@ def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
 
 def test_a_gathered_weight_is_live_while_it_is_used() -> None:
     """With few examples a device, yet too many to move their activations instead."""
-    program = two_layers(128)
+    program = two_layers(256)
     stored, replicated = groups(program, "fsdp", "fsdp=8"), groups(program, "data", "data=8")
     assert stored["parameters"] == replicated["parameters"] // 8
     assert stored["gathered weights"] + stored["gradients"] >= 4 * 32 * 128
@@ -167,7 +167,7 @@ class Tied(nnx.Module):
 
 def test_a_gathered_table_is_live_until_its_transposition_is_used() -> None:
     """The gradient of the logits is made by another matmul, after the loss."""
-    program = spanax.trace(build=Tied, optimizer=optax.sgd(0.1), batch=array(4096, 64), loss=squared)
+    program = spanax.trace(build=Tied, optimizer=optax.sgd(0.1), batch=array(16384, 64), loss=squared)
     result = groups(program, "fsdp", "fsdp=8", is_tpu=True)
     assert result["gathered weights"] >= 4 * 4096 * 64, result
 

@@ -1,6 +1,7 @@
 """Assign: which classes of dims each mesh axis shards, and why others stay replicated."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,35 @@ def test_a_pin_moves_an_axis_to_another_mesh_axis() -> None:
     assert "mlp" not in dict(pinned(layout, {"mlp": None}, small_gpt(), mesh).computed)["model"]
     with pytest.raises(SpanaxError, match="cannot pin 'mlp' to mesh axis 'pipe'"):
         pinned(layout, {"mlp": "pipe"}, small_gpt(), mesh)
+
+
+@pytest.mark.parametrize(
+    ("examples", "pins", "act", "is_sharded"),
+    [
+        (16, {}, jax.nn.gelu, True),
+        (512, {}, jax.nn.gelu, False),  # activations are larger than weights
+        (16, {"hidden": None}, jax.nn.gelu, False),
+        (16, {}, jax.nn.softmax, False),  # a row of activations is computed as one
+    ],
+)
+def test_a_hidden_class_is_sharded_where_its_activations_are_smaller_than_its_weights(
+    examples: int, pins: dict[str, None], act: Any, is_sharded: bool
+) -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Sequential:
+        return nnx.Sequential(nnx.Linear(32, 128, rngs=rngs), act, nnx.Linear(128, 64, rngs=rngs))
+
+    def loss(model: nnx.Sequential, batch: dict[str, jax.Array]) -> jax.Array:
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+    batch = {name: jax.ShapeDtypeStruct((examples, size), "float32") for name, size in (("x", 32), ("y", 64))}
+    program = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+    mesh = MeshShape.of("fsdp=4")
+    resolver = resolve(program, layout_named("fsdp", mesh), mesh, pins)
+    classes = program.step.axes.classes
+    hidden = [value for value, labels in enumerate(classes) if program.step.graph.shape(value) == (examples, 128)]
+    expected = ((), ("fsdp",)) if is_sharded else (("fsdp",), ())
+    found = {resolver.constraints(program.step)[value].spec for value in hidden}
+    assert hidden and found == {expected}
 
 
 def test_uneven_stages_are_padded() -> None:

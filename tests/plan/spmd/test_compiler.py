@@ -72,7 +72,8 @@ def test_a_weight_that_only_matmuls_read_is_gathered_rounded(is_rounded: bool) -
         penalty = 0.0 if is_rounded else jnp.cumsum(jax.lax.stop_gradient(model.kernel[...]), 0).mean()
         return (model(x) ** 2).mean() + penalty
 
-    gathered = moved(linear(64, 64, loss), "fsdp", "fsdp=8", Compiler(rounds_first=True))["all-gather", "fsdp"]
+    program = linear(64, 64, loss, batch=256)
+    gathered = moved(program, "fsdp", "fsdp=8", Compiler(rounds_first=True))["all-gather", "fsdp"]
     num_elements = 64 * 64
     assert gathered == 2 * num_elements if is_rounded else gathered >= 4 * num_elements
 

@@ -22,7 +22,7 @@ from spanax.plan.spmd.terms import KINDS, Collectives, Matmuls, Terms, table
 from spanax.trace.analysis.op_groups import Phase
 from spanax.trace.program import Program
 
-BATCH, WIDTH, HIDDEN = 128, 32, 64
+BATCH, WIDTH, HIDDEN = 256, 32, 64
 KERNEL_BYTES = 4 * WIDTH * HIDDEN
 
 

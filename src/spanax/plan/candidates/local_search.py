@@ -16,9 +16,8 @@ from spanax.plan.cost.step_time import Grid
 from spanax.plan.defaults import ASSIGNMENT_MARGIN, REPEATED_MARGIN
 from spanax.plan.evaluate import LayoutCosts
 from spanax.plan.layout import Layout
-from spanax.plan.presets import in_words
+from spanax.plan.presets import context_word, in_words
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import context_word
 from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import Rejections, layout_on
 from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache

@@ -14,9 +14,9 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.layout import PIPE, Layout
 from spanax.plan.pipeline.stages import ANY, mesh_of_stage
 from spanax.plan.plan import Schedule
-from spanax.plan.presets import axes_named, default_mesh, form_of, grouped, layout_for, layout_named
+from spanax.plan.presets import axes_named, check_word, default_mesh, form_of, grouped, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins, check_word, pinned_to
+from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.space import AXES, is_standard, num_groups
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
 from spanax.trace.program import Program

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, MeshError, UnknownNameError, nearest
+from spanax.errors import DeviceCountError, IdleAxisError, IndivisibleError, UnknownNameError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, Layout
-from spanax.plan.presets import MEANING, SPATIAL, in_words, layout_for
+from spanax.plan.presets import MEANING, context_word, in_words, layout_for
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.layer_partition import Parts
-from spanax.trace.jaxpr.remat_policies import RING
+from spanax.trace.analysis.labels import moves_less
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -21,7 +21,10 @@ SMALL = 16
 """A value of the batch that does not divide is gathered if the largest value has `SMALL` times its elements or more."""
 
 SENT_TO = -1
-"""The rank of experts that receive their tokens; values that only select experts are sharded along the batch."""
+"""The rank of experts that receive their tokens; values that only select experts are sharded along the batch.
+
+Ranks below it are those of hidden classes, the largest first.
+"""
 
 SEQUENCES = 1_000
 """The rank of sequences that a mesh axis shards where a value has no other class of that axis."""
@@ -45,29 +48,6 @@ class Assignment:
         """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
         parts = None if label is None else self.parts.get(label)
         return size if parts is None or size != parts.num_layers else parts.num_padded
-
-
-def context_word(program: Program) -> str:
-    """Returns what a layout's name calls the mesh axis `context` for a program."""
-    names = {axis.name for axis in program.axes}
-    if program.context == RING:
-        return RING
-    return SPATIAL if names.isdisjoint(["seq"]) and not names.isdisjoint(SPATIAL_AXES) else "context"
-
-
-def check_word(program: Program, layout: str | None) -> None:
-    """Checks that a program has the images that a layout of this name shards.
-
-    Raises:
-      SpanaxError: it has sequences, or neither.
-    """
-    names = dict.fromkeys(name for leaf in program.batch for name in leaf.axes if name)
-    if layout is not None and SPATIAL in layout.split("+") and context_word(program) != SPATIAL:
-        raise MeshError(
-            f"layout '{layout}' shards images and videos, and this program has none, or sequences too.",
-            where=f"the batch has {', '.join(names) or 'no axes'}",
-            fix=f"layout '{layout.replace(SPATIAL, 'context')}'",
-        )
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
@@ -129,7 +109,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
     for each in layout.exclusive if along in layout.exclusive else alone:
         if mesh.ways([each]) > 1:
             assigning.ranks[each] |= dict.fromkeys(assigning.sequences(each), SEQUENCES)
-    ranks = _with_experts(program, assigning.ranks, mesh)
+    ranks = _with_hidden(assigning, _with_experts(program, assigning.ranks, mesh))
     axes = expert_axes(program, ranks)
     if not axes or not is_staying(program, ranks, mesh.ways):
         return Assignment(ranks, assigning.reasons, assigning.parts)
@@ -334,6 +314,37 @@ def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: M
         ]
         result[axis] = ranks[axis] | dict.fromkeys(sent, SENT_TO)
     return result
+
+
+def _with_hidden(assigning: _Assigning, ranks: dict[str, dict[int, int]]) -> dict[str, dict[int, int]]:
+    """Returns the ranks, with those of hidden classes where moving activations is cheaper than moving weights."""
+    program = assigning.program
+    mesh = assigning.mesh
+    step = program.step
+    stored = [axis for axis in assigning.layout.stored("param") if mesh.ways([axis]) > 1]
+    is_plain = all(not step.batch_labels.isdisjoint(ranks.get(axis, ())) for axis in stored)
+    if not stored or not is_plain or mesh.ways([PIPE]) > 1:
+        return ranks
+    others = {axis: labels for axis, labels in ranks.items() if axis not in stored}
+
+    def ways(labels: Iterable[int | None]) -> int:
+        return mesh.ways([axis for axis, accepted in others.items() if not accepted.keys().isdisjoint(labels)])
+
+    taken = {label for axis in stored for label in ranks[axis]}
+    sent = {
+        label: SENT_TO - step.axes.ways[label]
+        for label, weights in step.hidden.items()
+        if step.axes.ways[label] % (mesh.ways(stored) * ways([label])) == 0
+        and assigning.pins.keys().isdisjoint((step.axes.names.get(label), step.axes.uses.get(label)))
+        and taken.isdisjoint(each for weight in weights for labels, _ in weight.weights.values() for each in labels)
+        and moves_less(weights, ways, mesh.ways(stored), times_as_large(program))
+    }
+    return ranks | {axis: ranks[axis] | sent for axis in stored}
+
+
+def times_as_large(program: Program) -> int:
+    """Returns how many times as large as what moves instead a weight must be, in each microbatch, to stay as stored."""
+    return 1 if program.microbatches == 1 else 4
 
 
 def expert_axes(program: Program, ranks: Mapping[str, Mapping[int, int]]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spanax.plan.sharding.assign import times_as_large
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.lookups import exchanged_first, lookup_of, strategies, without
 from spanax.plan.sharding.own_kernels import axes_by_class, scattered_spec, specs_of
@@ -54,7 +55,6 @@ class OperandSharding:
       halos: the dims under windows that are sharded.
       attention: the sharding of a fused attention operation.
       rows: the sharding of an operation on rows that each device sorts for itself.
-      is_kept: whether the weight of a matmul stays as it is stored, and its activations move.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -67,12 +67,8 @@ class OperandSharding:
     halos: tuple[ShardedWindow, ...] = ()
     attention: AttentionSharding | None = None
     rows: RowSharding | None = None
-    is_kept: bool = False
     is_isolated: bool = False
 
-
-MOVED_IN_MICROBATCHES = 4
-"""How many times as large as what moves instead a weight must be, in each microbatch, to stay as it is stored."""
 
 Known = Sequence[Constraint | None] | Mapping[int, Constraint | None]
 """The constraints of values, by number."""
@@ -154,6 +150,7 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
     A shard reads a halo of its neighbors; where one neighbor does not have it, every device has the dim.
     XLA's partitioner gathers the operands of some gradients. Of a convolution in groups, it gathers the batch, sums the
     gradient of the kernel too often (`GROUPED_CONVOLUTIONS` in `xla_workarounds`), and crashes for sharded channels.
+    A gradient that is scattered over only some axes of its sum would be all-reduced over all of them.
     """
     if op.name not in WINDOWED:
         return None
@@ -162,7 +159,8 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
     specs = [(constraints[value] or none).computed for value, none in zip(values, empty, strict=True)]
     spatial = [window for window in windows(Equation(op.eqn)) if _is_sharded(window, specs)]
     in_groups = list(op.dim_map.of_kind(Kind.GROUPS))
-    if not spatial and not in_groups:
+    by_compiler = not spatial and not in_groups
+    if by_compiler and not _is_gradient(op, constraints):
         return None
     final: list[list[tuple[str, ...]]] = [[()] * len(spec) for spec in specs]
     summed: tuple[str, ...] = ()
@@ -188,9 +186,11 @@ def _by_shard(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Kno
                     final[array][dim] = axes
     if op.name == POOL_GRADIENT:
         final[2] = final[1]
-    result = tuple(final[-1])
-    if spatial:
-        result = scattered_spec(result, summed, constraints[values[-1]], traced.graph.shape(values[-1]), resolver.mesh)
+    shape = traced.graph.shape(values[-1])
+    result = scattered_spec(tuple(final[-1]), summed, constraints[values[-1]], shape, resolver.mesh)
+    is_one_sum = not {*summed} & axes_of(result) or {*summed} <= axes_of(result)
+    if by_compiler and (is_one_sum or list(map(list, specs[:-1])) != final[:-1]):
+        return None
     return OperandSharding(
         inputs=tuple(Constraint(tuple(spec)) for spec in final[:-1]),
         outputs=(Constraint(result),),
@@ -277,36 +277,47 @@ def kept_specs(op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
 
 
 def is_kept(
-    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known, ways: Callable[[Sequence[str]], Any]
+    resolver: Resolver,
+    traced: StepAnalysis,
+    op: Op,
+    constraints: Known,
+    found: tuple[int, list[Spec]],
+    ways: Callable[[Sequence[str]], Any],
 ) -> Any:
     """Returns whether the activations of a matmul move instead of its weight: of one mesh, or an array for several.
 
-    Its gradient needs what the forward and the backward pass have moved. Accumulated over microbatches, gradients are
-    reduced once, and the gathers of a weight overlap with the computation that moved activations are waited for in.
+    `found` are its `kept_specs`. Its gradient needs what the forward and the backward pass have moved. Accumulated over
+    microbatches, gradients are reduced once, and the gathers of a weight overlap with the computation that moved
+    activations are waited for in.
     """
-    found = kept_specs(op, constraints)
-    if found is None:
-        return False
     kept, specs = found
     values = (*op.inputs[:2], op.outputs[0])
     weight = constraints[values[kept]]
     num_bytes = [traced.graph.num_bytes(value) for value in values]
     moved = sum(num_bytes[side] / ways([*axes_of(specs[side])]) for side in {0, 1, 2} - {kept})
-    times = 1 if resolver.program.microbatches == 1 else MOVED_IN_MICROBATCHES
+    times = times_as_large(resolver.program)
     return times * moved <= num_bytes[kept] / ways([*axes_of(weight.computed)])  # type: ignore[union-attr]
+
+
+def kept_on_mesh(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> tuple[int, list[Spec]] | None:
+    """Returns the `kept_specs` of a matmul whose activations move instead of its weight; None for others."""
+    found = kept_specs(op, constraints)
+    is_moved = found is not None and is_kept(resolver, traced, op, constraints, found, resolver.mesh.ways)
+    return found if is_moved else None
 
 
 def _kept(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
     """Moves the activations of a matmul where they are smaller than its weight, or than the gradient of one."""
-    if not is_kept(resolver, traced, op, constraints, resolver.mesh.ways):
+    found = kept_on_mesh(resolver, traced, op, constraints)
+    if found is None:
         return None
-    kept, specs = kept_specs(op, constraints)  # type: ignore[misc]
+    kept, specs = found
     inputs = [None if side == kept else Constraint(specs[side]) for side in (0, 1)]
     weight = constraints[(*op.inputs[:2], op.outputs[0])[kept]]
     # A sum is scattered to its own sharding at once; what has the weight's dim is exchanged after the matmul.
     is_sum = axes_of(specs[2]).isdisjoint(axes_of(specs[kept]) - axes_of(weight.computed))  # type: ignore[union-attr]
     result = None if kept == 2 or is_sum else Constraint(specs[2])
-    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,), is_kept=True)
+    return OperandSharding((*inputs, *(None for _ in op.inputs[2:])), (result,))
 
 
 def _contracted(resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Known) -> OperandSharding | None:
@@ -368,10 +379,18 @@ def _gathered(op: Op, constraints: Known) -> OperandSharding | None:
     if all(result is not None and result.used is None for result in results):
         inputs = tuple(_as_used(constraints[value]) for value in op.inputs)
         return OperandSharding(inputs, (None,) * len(results)) if any(inputs) else None
-    operands = [constraints[value] for value in op.inputs]
-    if op.name in REDUCING and all(operand is None or operand.used is None for operand in operands):
-        return OperandSharding((None,) * len(operands), tuple(map(_as_used, results)))
+    if op.name in REDUCING and _is_gradient(op, constraints):
+        return OperandSharding((None,) * len(op.inputs), tuple(map(_as_used, results)))
     return None
+
+
+def _is_gradient(op: Op, constraints: Known) -> bool:
+    """Returns whether an operation computes a stored result of computed operands."""
+    stored = [
+        constraint is not None and constraint.used is not None for constraint in map(constraints.__getitem__, op.inputs)
+    ]
+    result = constraints[op.outputs[0]]
+    return not any(stored) and result is not None and result.used is not None
 
 
 def _as_used(constraint: Constraint | None) -> Constraint | None:

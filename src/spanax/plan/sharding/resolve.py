@@ -99,7 +99,9 @@ class Resolver:
             candidates = [
                 (ranks[label], dim, label) for dim, label in enumerate(labels) if label is not None and label in ranks
             ]
-            for rank, dim, label in sorted(each for each in candidates if not is_routed or each[0] != SENT_TO):
+            # A weight of two hidden classes is sharded along the same one however it is transposed.
+            candidates.sort(key=lambda each: (each[0], each[2] if each[0] < SENT_TO else each[1]))
+            for rank, dim, label in (each for each in candidates if not is_routed or each[0] != SENT_TO):
                 size = self.assignment.padded_size(label, shape[dim])
                 by = spec[dim]
                 if dim not in replicated and size % self.mesh.ways((*by, axis)) == 0:
@@ -264,8 +266,9 @@ class Resolver:
             sizes = "x".join(map(str, leaf.shape))
             num_shards = self.mesh.ways(axes)
             return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
-        axes = axes or tuple(axis for axis in axes_of(spec) if axis in self.layout.exclusive)
-        stored = [Reason(Code.STORED, axis="+".join(axes))] if axes and spec != used else []
+        hidden = tuple(axis for axis in self.layout.stored(kind) if axis in axes_of(used))
+        axes = axes or hidden or tuple(axis for axis in axes_of(spec) if axis in self.layout.exclusive)
+        stored = [Reason(Code.STORED, axis="+".join(axes))] if axes and (hidden or spec != used) else []
         return spec, stored + self._reasons(labels, leaf.shape, spec)
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:

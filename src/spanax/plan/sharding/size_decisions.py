@@ -165,8 +165,9 @@ def _kept(resolver: Resolver, ways: Ways) -> Iterator[Array]:
     step = resolver.program.step
     constraints = resolver.constraints(step)
     for op in step.first_ops.get("dot_general", ()):
-        if kept_specs(op, constraints) is not None:
-            yield is_kept(resolver, step, op, constraints, ways) * np.ones_like(ways(()))
+        found = kept_specs(op, constraints)
+        if found is not None:
+            yield is_kept(resolver, step, op, constraints, found, ways) * np.ones_like(ways(()))
 
 
 def _stayed(resolver: Resolver, ways: Ways) -> Iterator[Array]:

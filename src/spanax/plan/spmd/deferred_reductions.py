@@ -138,7 +138,8 @@ def _summed_over(sharded: ShardedProgram, op: Op) -> dict[int, int]:
     result = {value: union([shift.over for shift in shifts if shift.value == alike[value]]) for value in sums}
     if op.name == OWN_KERNEL:
         return result
-    if division.operands is not None and division.operands.is_local:
+    use = division.operands
+    if use is not None and use.is_local and (use.parts or use.halos or op.name != "conv_general_dilated"):
         return {}
     for dims in _sharded_sums(sharded, op):
         if dims is not None:  # every operand must be sharded

@@ -8,7 +8,7 @@ from typing import Any
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import kernel_labels
 from spanax.plan.sharding.lookups import LOOKUPS
-from spanax.plan.sharding.operands import OperandSharding, is_kept, operand_sharding
+from spanax.plan.sharding.operands import OperandSharding, kept_on_mesh, operand_sharding
 from spanax.plan.sharding.partition import (
     Masks,
     PartitionedOp,
@@ -171,7 +171,7 @@ class ShardedProgram:
     def _is_kept(self, op: Op) -> bool:
         """Returns whether the activations of an operation move instead of its weight."""
         if op not in self._kept:
-            self._kept[op] = bool(is_kept(self.resolver, self.traced, op, self.constraints, self.resolver.mesh.ways))
+            self._kept[op] = kept_on_mesh(self.resolver, self.traced, op, self.constraints) is not None
         return self._kept[op]
 
     def _sized(self, op: Op, division: Division) -> object:

@@ -42,7 +42,7 @@ from spanax.step.replay.sharded_lookup import match_sharded_lookup, sharded_look
 from spanax.step.replay.single_contraction import single_contraction
 from spanax.step.replay.sorted_rows import rows_by_device
 from spanax.step.replay.specs import check_fits, partition_spec, sharding_of
-from spanax.trace.jaxpr.graph import OWN_KERNEL, Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.graph import CONTRACTIONS, OWN_KERNEL, Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, rebuilt, run, with_bodies
 from spanax.trace.jaxpr.loops import LOOPS, const_pairs
 
@@ -89,10 +89,12 @@ class Replay:
 
     @cached_property
     def _moved(self) -> frozenset[int]:
-        """The activations that matmuls move instead of their weights."""
-        uses = ((op, use) for op, use in self.uses.items() if use.is_kept)
+        """The activations that contractions move. Without their own constraint, the compiler may move them earlier."""
+        uses = ((op, use) for op, use in self.uses.items() if op.name in CONTRACTIONS)
         pairs = (pair for op, use in uses for pair in zip(op.inputs, use.inputs, strict=True))
-        return frozenset(value for value, constraint in pairs if constraint is not None)
+        moved = {value for value, constraint in pairs if constraint is not None}
+        known = ((value, self.constraints[value]) for value in moved)
+        return frozenset(value for value, constraint in known if constraint is None or constraint.used is None)
 
     def body(
         self,

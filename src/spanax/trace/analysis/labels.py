@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from spanax.trace.axes.axes import Axes
 from spanax.trace.axes.example_dims import consumed_dims, contraction_size, runs_of, scanned_dims
-from spanax.trace.jaxpr.dim_maps.relations import Family
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
 
 Labels = tuple[int | None, ...]
@@ -19,6 +20,25 @@ Key = tuple[int, ...]
 
 LEAST_SHARE = 0.05
 """The share of the work that a class divides without dividing a matmul, as in a loss."""
+
+PASSING = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.REDUCTION, Family.FRESH})
+"""Operations that compute each element of the dims that they pass on alone."""
+
+
+Sizes = dict[int, tuple[Labels, int]]
+"""Values, with their labels and bytes."""
+
+
+@dataclass(frozen=True)
+class HiddenWeight:
+    """A weight of a hidden class and its gradients, and the activations of their matmuls, with that class or without.
+
+    Weights with the same classes are one.
+    """
+
+    weights: Sizes = field(default_factory=dict)
+    inside: Sizes = field(default_factory=dict)
+    outside: Sizes = field(default_factory=dict)
 
 
 def label_key(labels: Sequence[int | None]) -> Key:
@@ -89,3 +109,74 @@ def score_labels(axes: Axes, score_keys: Collection[Key], layers: Collection[int
 def stacked_labels(axes: Axes, labels: Collection[Labels], layers: Collection[int | None]) -> frozenset[Labels]:
     """Returns the labels that equal one of the given labels, in the same order, but for stacked layers."""
     return frozenset(each for each in axes.classes if tuple(label for label in each if label not in layers) in labels)
+
+
+def hidden_weights(graph: Graph, axes: Axes, batch: frozenset[int | None]) -> dict[int, list[HiddenWeight]]:
+    """Returns the weights of each hidden class: its activations are those between matmuls, computed element by element.
+
+    Arguments and results of the function have none of these classes.
+    """
+    classes = axes.classes
+    result: dict[int, dict[Key, HiddenWeight]] = {}
+    known = (classes[value] for value in (*graph.body.inputs, *graph.body.outputs))
+    others = {label for labels in known if not batch.isdisjoint(labels) for label in labels}
+    stored = {label_key(classes[value]) for value in graph.body.inputs}
+    for value, labels in enumerate(classes):  # activations of no example, such as tokens in the slots of experts
+        if axes.origins[value] & Origin.BATCH and batch.isdisjoint(labels) and label_key(labels) not in stored:
+            others.update(labels)
+    for op in graph.ops():
+        if op.bodies:
+            wires = graph.wires(op)
+            for outer, inner in (*wires.inputs, *wires.outputs):
+                others.update(classes[outer][: len(classes[outer]) - len(classes[inner])])
+            continue
+        values = (*op.inputs, *op.outputs)
+        weights = [value for value in values if batch.isdisjoint(classes[value])]
+        if len(weights) == len(values):
+            continue
+        if op.name != "dot_general" or len(weights) != 1:
+            others |= _not_passed(op, classes, batch)
+            continue
+        (weight,) = weights
+        activations = [value for value in values if value != weight]
+        own = [label for label in classes[weight] if label is not None]
+        others.update(label for value in activations for label in classes[value] if label not in own)
+        for label in own:
+            having = [value for value in activations if label in classes[value]]
+            if own.count(label) == len(having) == 1 and len(activations) == 2:
+                outside = activations[1 - activations.index(having[0])]
+                found = result.setdefault(label, {}).setdefault(label_key(own), HiddenWeight())
+                for sizes, value in ((found.weights, weight), (found.inside, having[0]), (found.outside, outside)):
+                    sizes[value] = classes[value], graph.num_bytes(value)
+            else:
+                others.add(label)
+    return {label: [*weights.values()] for label, weights in result.items() if label not in others}
+
+
+def _not_passed(op: Op, classes: Sequence[Labels], batch: frozenset[int | None]) -> set[int | None]:
+    """Returns the classes of an operation's dims that it does not compute element by element.
+
+    A sum over the batch is one over devices anyway.
+    """
+    if op.family not in PASSING:
+        return {label for value in (*op.inputs, *op.outputs) for label in classes[value]}
+    if op.family is Family.REDUCTION and batch.isdisjoint(classes[op.outputs[0]]):
+        return set()
+    passed = op.dim_map.dims(Kind.SAME)
+    dims = ((array, dim) for array, value in enumerate(op.inputs) for dim in range(len(classes[value])))
+    return {classes[op.inputs[array]][dim] for array, dim in dims if (array, dim) not in passed}
+
+
+def moves_less(weights: Sequence[HiddenWeight], ways: Callable[[Labels], int], num_shards: int, times: int) -> bool:
+    """Returns whether sharding a hidden class instead of the batch moves less.
+
+    Otherwise the lesser of a weight and of both its activations moves. `times` is how many times as large as
+    activations a weight must be.
+    """
+
+    def local(sizes: Sizes) -> float:
+        return sum(size / ways(labels) for labels, size in sizes.values())
+
+    moved = sum(times * local(weight.outside) for weight in weights)
+    exchanged = [times * (local(weight.outside) + local(weight.inside) / num_shards) for weight in weights]
+    return moved <= sum(min(other, local(each.weights)) for other, each in zip(exchanged, weights, strict=True))

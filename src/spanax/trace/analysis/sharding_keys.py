@@ -27,7 +27,7 @@ class ShardingKey:
       labels: the class of each dim.
       shape: the size of each dim.
       origin: what it was computed from (`Origin`).
-      is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
+      is_computed: it is an activation, an operand of one at its point of use, or an index: computed, not stored.
       replicated: dims that its operation works along, so that they cannot be sharded freely.
       rows: dims of rows sorted by expert, which each device may sort for itself.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
@@ -45,7 +45,12 @@ class ShardingKey:
 
 
 def sharding_keys(
-    graph: Graph, axes: Axes, routed: Collection[Labels], once: Collection[int], rows: SortedRows
+    graph: Graph,
+    axes: Axes,
+    routed: Collection[Labels],
+    once: Collection[int],
+    rows: SortedRows,
+    uniform: Collection[int],
 ) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object.
 
@@ -55,6 +60,7 @@ def sharding_keys(
       routed: the classes of values that select experts.
       once: values in loops that are gathered once, before the loop, or reduced once, after it.
       rows: the rows of ragged matmuls.
+      uniform: values whose elements are all equal.
     """
     unsharded_dims: dict[int, set[int]] = {}
     for value, dim in (axes.replicated | rows.ragged) - rows.dims:
@@ -74,11 +80,13 @@ def sharding_keys(
         origin = axes.origins[value]
         # Operands of activations are computed: a statistic of the batch, or a transposed weight.
         is_operand = feeding[value] and (value in is_moved or bool(origin & Origin.BATCH))
+        is_integer = jax.numpy.issubdtype(graph.avals[value].dtype, jax.numpy.integer)
+        is_index = is_integer and not origin and value not in uniform
         key = ShardingKey(
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or is_operand or value in in_loops,
+            is_activation[value] or is_operand or is_index or value in in_loops,
             frozenset(unsharded_dims.get(value, ())),
             frozenset(sorted_dims.get(value, ())),
             labels in routed,

@@ -8,7 +8,16 @@ from typing import Any
 
 from spanax.trace.analysis.accumulation import SumFlow, accumulated, invariant, recurrences
 from spanax.trace.analysis.fusion import Kept, memory_plan, repeated_ops
-from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
+from spanax.trace.analysis.labels import (
+    HiddenWeight,
+    Key,
+    Labels,
+    hidden_weights,
+    labels_by_name,
+    looked_up_labels,
+    score_labels,
+    worked_labels,
+)
 from spanax.trace.analysis.liveness import Liveness, alias_pairs, liveness, order
 from spanax.trace.analysis.moe_routing import (
     ActiveFlops,
@@ -45,6 +54,7 @@ LAYOUT_FREE = (
     "routings",
     "routed",
     "looked_up",
+    "hidden",
     "recurrences",
     "sum_flow",
     "sorted_rows",
@@ -171,10 +181,17 @@ class StepAnalysis:
         return looked_up_labels(self.graph, self.axes)
 
     @cached_property
+    def hidden(self) -> dict[int, list[HiddenWeight]]:
+        """Returns the weights of each class that only activations between them have."""
+        found = hidden_weights(self.graph, self.axes, self.batch_labels)
+        excluded = {*self.axes.wholes, *self.layer_labels, *self.looked_up}
+        return {label: weights for label, weights in found.items() if label not in excluded}
+
+    @cached_property
     def sharding_keys(self) -> list[ShardingKey]:
         """Returns the sharding key of every value, by index."""
         once = self.accumulated | invariant(self.graph, self.recurrences)
-        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows)
+        return sharding_keys(self.graph, self.axes, self.routed, once, self.sorted_rows, self.uniform)
 
     @cached_property
     def sorted_rows(self) -> SortedRows:
