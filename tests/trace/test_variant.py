@@ -48,8 +48,8 @@ def test_the_order_of_changes_does_not_matter() -> None:
 
 def test_a_variant_shares_what_its_options_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     program, traces = linear(), list[Any]()
-    from_jaxpr = definition.from_jaxpr
-    monkeypatch.setattr(definition, "from_jaxpr", lambda jaxpr: traces.append(jaxpr) or from_jaxpr(jaxpr))
+    step_graph = definition.step_graph
+    monkeypatch.setattr(definition, "step_graph", lambda jaxpr: traces.append(jaxpr) or step_graph(jaxpr))
     first = program.variant(Variant(remat="dots", compute_dtype="bfloat16"))
     assert len(traces) == 1 and program.variant(remat="dots").variant(compute_dtype="bfloat16") is first
     assert len(traces) == 2  # `remat` alone, and no evaluation: it has no remat and no compute dtype
