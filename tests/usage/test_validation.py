@@ -7,8 +7,7 @@ import pytest
 from spanax.commands.plan.flags import PlanCommand
 from spanax.errors import RangeError
 from spanax.train.config import TrainConfig, check
-from spanax.train.flags import MAX, MIN, USUAL
-from spanax.usage import check_positive
+from spanax.train.flags import MAX, MIN, USUAL, check_numbers
 
 ZERO = {"seed", "eval_every"}
 """Settings whose default is 0."""
@@ -42,4 +41,4 @@ def test_a_negative_rate_does_not_suggest_zero() -> None:
 
 def test_a_suggested_number_of_a_question_is_usual() -> None:
     with pytest.raises(RangeError, match="fix: --tokens 300e9"):
-        check_positive(PlanCommand(tokens=-1.0), tokens="300e9")
+        check_numbers(PlanCommand(tokens=-1.0))

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from spanax.errors import MeshError, UnknownNameError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, SPATIAL_AXES, TENSOR_AXES, Layout
 from spanax.trace.jaxpr.remat_policies import RING, ULYSSES
-from spanax.trace.program import Program
+
+if TYPE_CHECKING:
+    from spanax.trace.program import Program
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
@@ -303,7 +306,7 @@ def _layout(name: str, roles: Mapping[str, str], stored: Sequence[str]) -> Layou
     )
 
 
-def context_word(program: Program) -> str:
+def context_word(program: "Program") -> str:
     """Returns what a layout's name calls the mesh axis `context` for a program."""
     names = {axis.name for axis in program.axes}
     if program.context == RING:
@@ -311,7 +314,7 @@ def context_word(program: Program) -> str:
     return SPATIAL if names.isdisjoint(["seq"]) and not names.isdisjoint(SPATIAL_AXES) else "context"
 
 
-def check_word(program: Program, layout: str | None) -> None:
+def check_word(program: "Program", layout: str | None) -> None:
     """Checks that a program has the images that a layout of this name shards.
 
     Raises:
