@@ -76,7 +76,8 @@ MISTAKES: dict[str, Mistake] = {
         "SPX004", "mu.embed", planned(model, "gpt2", on="h100:8", mesh="x=8", layout=own_layout(optimizer=()))
     ),
     "replicated gradients and moments, sharded parameters": Mistake(
-        "SPX004", "up.kernel", planned(wide, on="a100:8", mesh="x=8", layout=own_layout(optimizer=(), gradients=()))
+        "SPX004", "up.kernel",
+        planned(wide, 1024, 1024, 8192, on="a100:8", mesh="x=8", layout=own_layout(optimizer=(), gradients=())),
     ),
     # Annotations without effect
     "two pins for one mesh axis": Mistake(
@@ -117,13 +118,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # Slow links
     "FSDP across nodes with a small batch": Mistake(
-        "SPX008", "'fsdp' (64)", planned(wide, 4096, 4096, 64, on="a100:8x8", layout="fsdp")
+        "SPX008", "'fsdp' (64)", planned(model, "gpt-nano", on="a100:8x8", layout="fsdp")
     ),
     "a tensor axis larger than a node": Mistake(
         "SPX008", "'model' (16)", planned(model, "gpt2-medium", on="a100:2x8", layout="tensor")
     ),
     # Sharding a state that fits
-    "FSDP of a matrix that fits": Mistake("SPX009", "fsdp on", planned(wide, 512, 512, on="a100:8", layout="fsdp")),
+    "FSDP of a matrix that fits": Mistake("SPX009", "fsdp on", planned(wide, on="a100:8", layout="fsdp")),
     "expert parallelism of experts of 100 kB": Mistake(
         "SPX009", "expert on", planned(model, "moe-nano", on="v5e:2x4", mesh="data=1,expert=8", layout="expert")
     ),

@@ -79,7 +79,7 @@ def test_all_computation_is_sharded_with_the_batch(name: str) -> None:
 
 
 def test_frozen_weights_are_stored_sharded_and_gathered_in_their_dtype() -> None:
-    run = started("quantized", "fsdp=8")
+    run = started("quantized", "fsdp=8", size=256)
     base = run.arrays("other")["layers.0.base"]
     assert base.sharding.shard_shape(base.shape) == (32, 16)
     gathered = re.findall(r"= (\w+)\[32,128\]\S* all-gather\(", run.lower().compile().as_text())
