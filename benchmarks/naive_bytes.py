@@ -33,10 +33,13 @@ PRESETS = ("data", "fsdp", "hsdp", "tensor", "fsdp+tensor")
 ROUNDED = 1.005
 """Up to this, a ratio is printed as 1.00."""
 
+PAIRS = "logits of all pairs are exchanged to be transposed: the naive program reduces their columns"
+
 BAGS = "looked-up rows are exchanged, or reduced, before their weighted sum, not after it"
 
 ABOVE = {
-    "clip fsdp": "logits of all pairs are exchanged to be transposed: the naive program reduces their columns",
+    "clip data": PAIRS,
+    "clip fsdp": PAIRS,
     "multitask fsdp": BAGS,
     "multitask fsdp+tensor": BAGS,
     "multitask hsdp": BAGS,
