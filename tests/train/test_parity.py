@@ -24,8 +24,10 @@ TOLERANCE = 1e-5
 NOUGHT = 1e-3
 """Arrays that stay below this are rounding about zero (a key's bias under softmax): held against it instead."""
 
-LOOSER = {"optimizer": 1e-4, "mixed-dtype": 5e-2}
-"""Of moments, whose noise is that of a gradient and not of what it moves; of a model in bfloat16."""
+LOOSER = {"optimizer": 1e-4, "mixed-dtype": 5e-2, "stem_norm": 2e-5}
+"""Of moments, whose noise is that of a gradient and not of what it moves; of a model in bfloat16; of BatchNorm's sums
+over all pixels of the batch.
+"""
 
 DATA = [("data", "data=8"), ("zero1", "fsdp=8"), ("zero2", "fsdp=8"), ("fsdp", "fsdp=8"), ("hsdp", "data=2,fsdp=4")]
 TENSOR = [
