@@ -153,7 +153,7 @@ def _encoded(prompt: Any, tokenizer: TextTokenizer | None, name: str = "prompts"
     if not isinstance(prompt, str):
         array = np.asarray(prompt)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ArgumentError.of(name, prompt, "token ids, such as [3, 1, 4]")
+            raise ArgumentError.of(name, prompt, "lists of token ids, such as [[3, 1, 4]]")
         return [int(each) for each in array]
     if tokenizer is None:
         raise ArgumentError.of(name, prompt, "token ids; or pass tokenizer=")

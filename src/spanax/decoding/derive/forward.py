@@ -242,7 +242,7 @@ def _too_long(num_positions: int, length: int, where: str = "") -> RangeError:
     return RangeError(
         f"the model has {num_positions} positions, fewer than {length} tokens.",
         where=where,
-        fix=f"at most {num_positions} tokens: length={num_positions}, a shorter prompt, or fewer new tokens",
+        fix=f"at most {num_positions} tokens: a shorter prompt, fewer new tokens, or a smaller `length`",
     )
 
 
