@@ -386,11 +386,9 @@ def _gathered(op: Op, constraints: Known) -> OperandSharding | None:
 
 def _is_gradient(op: Op, constraints: Known) -> bool:
     """Returns whether an operation computes a stored result of computed operands."""
-    stored = [
-        constraint is not None and constraint.used is not None for constraint in map(constraints.__getitem__, op.inputs)
-    ]
-    result = constraints[op.outputs[0]]
-    return not any(stored) and result is not None and result.used is not None
+    *operands, result = (constraints[value] for value in (*op.inputs, op.outputs[0]))
+    is_computed = all(operand is None or operand.used is None for operand in operands)
+    return is_computed and result is not None and result.used is not None
 
 
 def _as_used(constraint: Constraint | None) -> Constraint | None:

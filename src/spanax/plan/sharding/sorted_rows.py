@@ -91,11 +91,13 @@ def _tokens(
     one after another, and no other axis shards anything.
     """
     staying = resolver.assignment.staying
+    if not staying:
+        return ()
     is_read = op.family is Family.GATHER
     if op.outputs[0] in traced.sorted_rows.counts:
         dims = traced.sorted_rows.ops[op].inputs
         result = tuple(index for index, dim in enumerate(dims) if dim is not None)
-    elif not staying or not traced.sorted_rows.ops[op].is_sent(resolver.mesh.ways(staying)):
+    elif not traced.sorted_rows.ops[op].is_sent(resolver.mesh.ways(staying)):
         return ()
     elif _is_by_choice(traced, op):
         result = (len(op.inputs),) if is_read else (2,)
@@ -104,7 +106,7 @@ def _tokens(
     specs = [each.computed if each else () for index, each in enumerate(known) if index != 1]
     is_plain = not any(axes_of(spec[1:]) for spec in specs)
     is_by_place = all((known[index] or Constraint(())).computed[:1] == (places,) for index in result)
-    return result if staying and is_plain and is_by_place else ()
+    return result if is_plain and is_by_place else ()
 
 
 def _is_by_choice(traced: StepAnalysis, op: Op) -> bool:
